@@ -2,7 +2,8 @@
 
 usage: python -m benchmarks.kernels [--parts '[linear, shared_heads]'] [--repeats 9] [--threads 1]
 
-``linear``: all linear layers of a 135 M model over a few tokens. ``shared_heads``: bfloat16 attention where query heads
+``linear``: all linear layers of a 135 M model over a few tokens, each alone (``packed``), and those with the same input
+as one product (``joint``), as the fused body has them. ``shared_heads``: bfloat16 attention where query heads
 share keys, each head alone and as queries of one head. Each part writes a result of its own.
 """
 
@@ -24,9 +25,13 @@ from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 Part = Literal["linear", "shared_heads"]
 
 HIDDEN, INTERMEDIATE, KEYS, NUM_LAYERS, VOCAB = 576, 1536, 192, 30, 49_152
-SHAPES = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN), (INTERMEDIATE, HIDDEN),
-          (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]  # fmt: skip
-"""Output and input of a block's layers, as in SmolLM2-135M."""
+GROUPS = [
+    [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN)],
+    [(HIDDEN, HIDDEN)],
+    [(INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN)],
+    [(HIDDEN, INTERMEDIATE)],
+]
+"""Output and input of a block's layers, as in SmolLM2-135M; those of a group have the same input."""
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 HEADS = {"SmolLM2-135M": (9, 3, 64), "Qwen3-0.6B": (16, 8, 128)}
@@ -42,7 +47,7 @@ def through_layers(linears: list[Linear], num_tokens: int, dtype: torch.dtype) -
     @torch.no_grad()
     def run() -> dict[str, Any]:
         for linear in linears:
-            linear(inputs[linear.weight.shape[1]])
+            linear(inputs[linear.weights[0].shape[1]])
         return {"num_tokens": num_tokens}
 
     return Work(run)
@@ -52,18 +57,28 @@ def linear(repeats: int, threads: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return config and milliseconds of both types."""
     types = {}
     for dtype in (torch.float32, torch.bfloat16):
-        weights = [torch.randn(shape).to(dtype) for shape in SHAPES * NUM_LAYERS + [(VOCAB, HIDDEN)]]
-        packed = PackedWeights()
-        ways = {"torch": [Linear(one) for one in weights], "packed": [Linear(one, None, packed) for one in weights]}
+        groups = [
+            [torch.randn(shape).to(dtype) for shape in group] for group in [*GROUPS * NUM_LAYERS, [(VOCAB, HIDDEN)]]
+        ]
+        weights = [[one] for group in groups for one in group]
+        ways = {
+            "torch": [Linear(one) for one in weights],
+            "packed": [Linear(one, packed=PackedWeights()) for one in weights],
+            "joint": [Linear(group, packed=PackedWeights()) for group in groups],
+        }
         cases = []
         for num_tokens in NUM_TOKENS:
             works = {way: through_layers(linears, num_tokens, dtype) for way, linears in ways.items()}
             interleaved(works, repeats, clock=time.process_time if threads == 1 else None)
             best = {f"{way}_milliseconds": round(min(work.seconds) * 1e3, 1) for way, work in works.items()}
-            cases.append({"num_tokens": num_tokens, **best, "ratio": round(time_ratio(*works.values()), 2)})
+            ratios = {
+                "ratio": round(time_ratio(works["torch"], works["packed"]), 2),
+                "joint_ratio": round(time_ratio(works["packed"], works["joint"]), 2),
+            }
+            cases.append({"num_tokens": num_tokens, **best, **ratios})
             print(dtype, cases[-1], flush=True)
         types[str(dtype).removeprefix("torch.")] = cases
-    return {"layers": NUM_LAYERS, "shapes": SHAPES, "vocab": VOCAB}, types
+    return {"layers": NUM_LAYERS, "shapes": GROUPS, "vocab": VOCAB}, types
 
 
 def attention(shape: tuple[int, int, int], batch_size: int, num_queries: int, most: int) -> Work:

@@ -138,12 +138,10 @@ def batches(result: Result) -> str:
 
 
 def linear(result: Result) -> str:
-    rows = [
-        [dtype, case["num_tokens"], case["torch_milliseconds"], case["packed_milliseconds"], case["ratio"]]
-        for dtype in ("float32", "bfloat16")
-        for case in result[dtype]
-    ]
-    return table(["type", "tokens", "torch (ms, the fastest)", "packed weights", "ratio"], rows)
+    names = ("num_tokens", "torch_milliseconds", "packed_milliseconds", "ratio", "joint_milliseconds", "joint_ratio")
+    rows = [[dtype, *(case[name] for name in names)] for dtype in ("float32", "bfloat16") for case in result[dtype]]
+    head = ["type", "tokens", "torch (ms, the fastest)", "packed weights", "torch / packed", "one product per input"]
+    return table([*head, "packed / one product"], rows)
 
 
 def shared_heads(result: Result) -> str:

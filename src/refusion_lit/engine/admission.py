@@ -155,10 +155,9 @@ class KeptCache:
 
 
 def _mode() -> object:
-    """Return the modes of torch that a cache's tensors depend on: inference tensors, and autocast's types."""
+    """Return the types of autocast, which a cache's tensors depend on."""
     kinds = ("cpu", "cuda")
-    autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
-    return torch.is_inference_mode_enabled(), autocast
+    return [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
 
 
 def common_length(first: Tokens, second: Tokens) -> int:

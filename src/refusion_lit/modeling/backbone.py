@@ -131,7 +131,7 @@ class Backbone(nn.Module, LanguageModel):
         is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
         if not (is_plain and (self.batch_invariant or self.fused_body)):
             return head
-        linear = Linear(head.weight, head.bias, self.packed, batch_invariant=self.batch_invariant)
+        linear = Linear([head.weight], [head.bias], self.packed, batch_invariant=self.batch_invariant)
 
         def logits(hidden: Tensor) -> Tensor:
             is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def weight(dtype: torch.dtype, *, rows: int = 300, columns: int = 320) -> torch.
 
 
 def needs(dtype: torch.dtype) -> None:
-    if not PackedWeights.takes(weight(dtype)):
+    if not PackedWeights.takes([weight(dtype)]):
         pytest.skip(f"this processor has no fast {dtype} product")
 
 
@@ -38,13 +39,33 @@ def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) 
     one, bias = weight(dtype), torch.linspace(-1, 1, 300).to(dtype)
     x = torch.randn(num_tokens, 320, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = F.linear(x.double(), one.double(), bias.double())
-    found = Linear(one, bias, PackedWeights())(x)
+    found = Linear([one], [bias], PackedWeights())(x)
     tolerance = 1e-4 if dtype == torch.float32 else 0.5  # sums of 320 products of size one
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
     hidden = torch.ones(num_tokens, 300, dtype=dtype)
-    Linear(one, None, PackedWeights()).add_to(hidden, x)
+    Linear([one], packed=PackedWeights()).add_to(hidden, x)
     torch.testing.assert_close(hidden.double() - 1, F.linear(x.double(), one.double()), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("has_copies", [True, False])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
+@pytest.mark.parametrize("columns", [320, 16])  # of layers with a copy in oneDNN's layout, and of small ones
+@torch.no_grad()
+def test_layers_with_the_same_input_are_one_product(dtype: torch.dtype, columns: int, *, has_copies: bool) -> None:
+    weights = [weight(dtype, rows=rows, columns=columns) for rows in (300, 100, 50)]
+    biases = [torch.linspace(-1, 1, len(one)).to(dtype) for one in weights]
+    packed = PackedWeights() if has_copies else None
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for own in (biases, [None] * 3):
+        joint = Linear(weights, own, packed)
+        for _ in range(2):  # a changed weight, the last one, is seen by the next product of a new object
+            expected = torch.cat([F.linear(x, *layer) for layer in zip(weights, own, strict=True)], -1)
+            tolerance = {torch.float64: 1e-12, torch.float32: 1e-3, torch.bfloat16: 1.0}[dtype]
+            torch.testing.assert_close(joint(x), expected, atol=tolerance, rtol=0)
+            weights[2].mul_(2)
+            joint = Linear(weights, own, packed)
+    assert packed is None or len(packed) == int(PackedWeights.takes(weights))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -52,10 +73,10 @@ def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) 
 def test_a_changed_weight_is_repacked(dtype: torch.dtype) -> None:
     needs(dtype)
     packed, one, x = PackedWeights(), weight(dtype), torch.ones(4, 320, dtype=dtype)
-    before = Linear(one, None, packed)(x)
-    assert packed.of(one) is packed.of(one)
+    before = Linear([one], packed=packed)(x)
+    assert packed.of([one]) is packed.of([one])
     one.mul_(2)
-    assert torch.equal(Linear(one, None, packed)(x), before * 2)
+    assert torch.equal(Linear([one], packed=packed)(x), before * 2)
 
 
 @torch.no_grad()
@@ -63,14 +84,14 @@ def test_small_weights_and_other_types_have_no_copy() -> None:
     packed = PackedWeights()
     for one in (weight(torch.float32, rows=8), weight(torch.float64)):
         x = torch.ones(4, 320, dtype=one.dtype)
-        assert torch.equal(Linear(one, None, packed)(x), F.linear(x, one))
+        assert torch.equal(Linear([one], packed=packed)(x), F.linear(x, one))
     assert len(packed) == 0
 
 
 def test_copies_of_a_model_hold_no_packed_weights() -> None:
     needs(torch.float32)
     packed, one = PackedWeights(), weight(torch.float32)
-    packed.of(one)
+    packed.of([one])
     assert len(packed) == 1
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
         assert len(other) == 0
@@ -79,10 +100,10 @@ def test_copies_of_a_model_hold_no_packed_weights() -> None:
 def test_two_threads_pack_weights_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     needs(torch.float32)
     packed, weights = PackedWeights(), [weight(torch.float32) for _ in range(3)]
-    packed.of(weights[0])
-    second = threading.Thread(target=packed.of, args=(weights[2],))
+    packed.of(weights[:1])
+    second = threading.Thread(target=packed.of, args=(weights[2:],))
 
-    def num_bytes(_: Tensor) -> int:
+    def num_bytes(_: Sequence[Tensor]) -> int:
         # In the middle of the first thread's look at the copies, the second one tries to add another.
         if threading.current_thread() is threading.main_thread() and not second.ident:
             second.start()
@@ -90,7 +111,7 @@ def test_two_threads_pack_weights_at_the_same_time(monkeypatch: pytest.MonkeyPat
         return 1
 
     monkeypatch.setattr(linear, "_num_bytes", num_bytes)
-    packed.of(weights[1])
+    packed.of(weights[1:2])
     second.join()
     assert len(packed) == 3
 

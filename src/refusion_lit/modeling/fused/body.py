@@ -1,7 +1,7 @@
 """Fused backbone: forward of known architectures with the model's own weights and far fewer operations per layer.
 
 Small models spend most of a forward in calls, not in arithmetic. :class:`FusedBody` runs Qwen2, Qwen3 and Llama bodies
-on their own parameters: it copies no matrix and calls no module's ``forward`` but the rotary embedding's. For bodies
+on their own parameters: it calls no module's ``forward`` but the rotary embedding's. For bodies
 that it does not support in every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward.
 Results are equal up to rounding, not bitwise.
 """
@@ -61,25 +61,22 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Weights of a layer; ``heads_norm`` is Qwen3's, of query and key heads."""
+    """Weights of a layer; ``heads`` are queries, keys and values, ``heads_norm`` is Qwen3's of query and key heads."""
 
     attention_norm: _Norm
-    query: Linear
-    key: Linear
-    value: Linear
+    heads: Linear
     heads_norm: _Norm | None
     output: Linear
     mlp_norm: _Norm
-    gate: Linear
-    up: Linear
+    gate_and_up: Linear
     down: Linear
 
 
 class FusedBody:
     """A body's forward over its own parameters, without gradients.
 
-    It holds references to the modules' tensors at construction. Make a new one after replacing weights or wrapping
-    modules. In-place changes of weights are seen, except for those of norms, of which it holds scaled copies.
+    It holds references to the modules' tensors at construction, and copies of some. Make a new one after changing or
+    replacing weights, or wrapping modules.
 
     Args:
         body: A body for which :func:`~refusion_lit.modeling.fused.body.is_known` holds.
@@ -104,6 +101,7 @@ class FusedBody:
         self._head_dim = attention.head_dim
         self._num_heads = config.num_attention_heads
         self._num_key_heads = config.num_key_value_heads
+        self._widths = [num * self._head_dim for num in (self._num_heads, *[self._num_key_heads] * 2)]
         self._batch_invariant = batch_invariant
         linear = partial(_linear, packed=packed, batch_invariant=batch_invariant)
         self._layers = [_layer(layer, self._num_heads, self._num_key_heads, linear) for layer in body.layers]
@@ -128,9 +126,8 @@ class FusedBody:
         # Only attention includes padding: everything else is computed for the stored tokens only.
         rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
-        width = self._num_heads * self._head_dim
         attention = attention_for(
-            rows, attention_mask, cache, self._embedding, width, batch_invariant=self._batch_invariant
+            rows, attention_mask, cache, self._embedding, self._widths[0], batch_invariant=self._batch_invariant
         )
         hidden = self._run(rows.real_of(input_ids.flatten()), rotation, attention)
         return rows.padded(hidden).view(*input_ids.shape, -1)
@@ -155,21 +152,18 @@ class FusedBody:
             adapters = drafts.layers
         for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
             normed = layer.attention_norm(hidden)
-            query = layer.query(normed)
-            key = layer.key(normed)
-            value = layer.value(normed)
+            heads = layer.heads(normed)
             if masks is not None and adapter is not None:
-                masks.add(adapter.attention, normed, query, key, value)
-            mixed = attention(number, *self._heads(layer, query, key, value, rotation)).flatten(1)
+                masks.add(adapter.attention, normed, *heads.split(self._widths, -1))
+            mixed = attention(number, *self._rotated(layer, heads, rotation)).flatten(1)
             layer.output.add_to(hidden, mixed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.output, mixed, hidden)
             normed = layer.mlp_norm(hidden)
-            gate = layer.gate(normed)
-            up = layer.up(normed)
+            gate, up = layer.gate_and_up(normed).chunk(2, -1)
             if masks is not None and adapter is not None:
                 masks.add(adapter.mlp, normed, gate, up)
-            gated = F.silu(gate, inplace=True).mul_(up)
+            gated = F.silu(gate).mul_(up)
             layer.down.add_to(hidden, gated)
             if masks is not None and adapter is not None:
                 masks.add(adapter.down, gated, hidden)
@@ -190,26 +184,28 @@ class FusedBody:
         cos, sin = self._rotary(self._embedding, positions[None])
         return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
 
-    def _heads(
-        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor]
+    def _rotated(
+        self, layer: _Layer, heads: Float[Tensor, "token width"], rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [token, head, dim], rotated."""
+        """Return queries, keys and values [token, head, dim], rotated; of query and key heads side by side."""
         num_heads = self._num_heads
-        dim = self._head_dim
-        # Query and key heads side by side: one norm and one rotation for both.
-        heads = torch.cat((query, key), -1).view(query.shape[0], -1, dim)
+        num_rotated = num_heads + self._num_key_heads
+        heads = heads.view(heads.shape[0], -1, self._head_dim)
+        value = heads[:, num_rotated:]
+        heads = heads[:, :num_rotated]
         if layer.heads_norm is not None:
             heads = layer.heads_norm(heads)
         cos, sin = rotation
-        heads = torch.addcmul(heads * cos, heads.roll(dim // 2, -1), sin)
-        return heads[:, :num_heads], heads[:, num_heads:], value.view(value.shape[0], -1, dim)
+        heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
+        return heads[:, :num_heads], heads[:, num_heads:], value
 
 
-def _linear(module: nn.Linear, packed: PackedWeights | None, *, batch_invariant: bool) -> Linear:
-    return Linear(module.weight, module.bias, packed, batch_invariant=batch_invariant)
+def _linear(*modules: nn.Linear, packed: PackedWeights | None, batch_invariant: bool) -> Linear:
+    weights, biases = zip(*((module.weight, module.bias) for module in modules), strict=True)
+    return Linear(weights, biases, packed, batch_invariant=batch_invariant)
 
 
-def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[[nn.Linear], Linear]) -> _Layer:  # noqa: ANN401
+def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[..., Linear]) -> _Layer:  # noqa: ANN401
     attention = layer.self_attn
     mlp = layer.mlp
     heads_norm = None
@@ -221,14 +217,11 @@ def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[[nn.
 
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),
-        query=linear(attention.q_proj),
-        key=linear(attention.k_proj),
-        value=linear(attention.v_proj),
+        heads=linear(attention.q_proj, attention.k_proj, attention.v_proj),
         heads_norm=heads_norm,
         output=linear(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate=linear(mlp.gate_proj),
-        up=linear(mlp.up_proj),
+        gate_and_up=linear(mlp.gate_proj, mlp.up_proj),
         down=linear(mlp.down_proj),
     )
 

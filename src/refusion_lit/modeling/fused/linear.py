@@ -1,14 +1,15 @@
 """Linear layers of the fused backbone, with packed weights that make products of a few tokens fast on CPUs.
 
 A decode step multiplies a few tokens with every weight. The usual product is optimised for one row or for many.
-oneDNN's product with packed weights takes down to half the time for numbers in between, and the same time for others
-(``benchmarks/kernels.py``).
+oneDNN's product with packed weights takes down to half the time for numbers in between, and about the same time for
+others. Layers with the same input, such as those of queries, keys and values, are one product, since each call of
+oneDNN costs as much as a small product (``benchmarks/kernels.py``).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -48,82 +49,86 @@ class PackedWeights:
         return len(self._copies)
 
     @staticmethod
-    def takes(weight: Float[Tensor, "output input"]) -> bool:
-        """Whether a weight may have a copy: not on other devices, nor in other types, nor a small one."""
-        return (
-            weight.numel() >= _FEWEST_ELEMENTS
-            and weight.device.type == "cpu"
+    def takes(weights: Sequence[Float[Tensor, "_ input"]]) -> bool:
+        """Whether weights may have a joint copy: not on other devices, nor in other types, nor a single small one."""
+        return (len(weights) > 1 or not _is_small(weights)) and all(
+            weight.device.type == "cpu"
             and weight.dtype in _TYPES
             and not weight.is_inference()
             and _is_supported(weight.dtype)
+            for weight in weights
         )
 
-    def of(self, weight: Float[Tensor, "output input"]) -> Tensor | None:
-        """Return the copy of a weight that :meth:`takes` allows; ``None`` if the memory for it is used up."""
+    def of(self, weights: Sequence[Float[Tensor, "_ input"]]) -> Tensor | None:
+        """Return the joint copy of weights that :meth:`takes` allows; ``None`` if the memory for it is used up.
+
+        The copy is in oneDNN's layout, or of small weights a plain tensor.
+        """
+        first = weights[0]
         with self._lock:  # threads that decode with one model share its copies
-            found = self._copies.get(weight)
-            state = (weight.data_ptr(), weight._version)
+            found = self._copies.get(first)
+            state = [(weight.data_ptr(), weight._version) for weight in weights]
             if found is not None and found[0] == state:
                 return found[1]
-            others = sum(_num_bytes(other) for other in self._copies if other is not weight)
-            if others + _num_bytes(weight) > _MOST_BYTES:
+            others = sum(size for other, (_, _, size) in self._copies.items() if other is not first)
+            num_bytes = _num_bytes(weights)
+            if others + num_bytes > _MOST_BYTES:
                 return None
-            copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
-            self._copies[weight] = (state, copy)
+            joint = torch.cat([weight.detach() for weight in weights])
+            copy = joint if _is_small(weights) else torch.ops.mkldnn._reorder_linear_weight(joint)
+            self._copies[first] = (state, copy, num_bytes)
             return copy
 
 
 class Linear:
-    """y = W x + b without gradients, with a packed weight where there is one.
+    """y = W x + b without gradients, of one layer or of several with the same input, with a copy of W if it pays.
 
     Args:
-        weight: W.
-        bias: b.
-        packed: Store of packed copies; ``None`` for no copies.
+        weights: W of each layer; their outputs are concatenated.
+        biases: b of each layer, or ``None`` for all of them.
+        packed: Store of copies; ``None`` for no copies.
         batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
-    __slots__ = ("_batch_invariant", "_copy", "_packed", "bias", "weight")
+    __slots__ = ("_batch_invariant", "_copy", "_packed", "bias", "biases", "is_small", "weights")
 
     def __init__(
         self,
-        weight: Float[Tensor, "output input"],
-        bias: Tensor | None = None,
+        weights: Sequence[Float[Tensor, "_ input"]],
+        biases: Sequence[Tensor | None] = (None,),
         packed: PackedWeights | None = None,
         *,
         batch_invariant: bool = False,
     ) -> None:
-        self.weight = weight
-        self.bias = bias
+        present = [bias for bias in biases if bias is not None]
+        self.weights = tuple(weights)
+        self.biases = tuple(biases) if present else (None,) * len(self.weights)
+        self.bias = torch.cat(present) if len(present) > 1 else next(iter(present), None)
+        self.is_small = _is_small(weights)
         self._batch_invariant = batch_invariant
-        self._packed = packed if packed is not None and packed.takes(weight) else None
+        self._packed = packed if packed is not None and packed.takes(weights) else None
         self._copy: Tensor | None = None
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
         """Return y."""
-        if self._batch_invariant:
-            return in_blocks(self._product, x)
-        return F.linear(x, self.weight, self.bias) if self._packed is None else self._product(x)
+        return in_blocks(self._product, x) if self._batch_invariant else self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:
-        copy = self._packed_copy()
-        return F.linear(x, self.weight, self.bias) if copy is None else _product(x, copy, self.bias)
+        if self._copy is None and self._packed is not None:
+            self._copy = self._packed.of(self.weights)
+        if self._copy is None:
+            outputs = [F.linear(x, *layer) for layer in zip(self.weights, self.biases, strict=True)]
+            return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+        if self.is_small:
+            return F.linear(x, self._copy, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._copy, self.bias, "none", [], "")
 
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
-        """Add y to states in place; for layers without a bias."""
-        if self._batch_invariant:
-            hidden.add_(self(x))
-            return
-        copy = self._packed_copy()
-        if copy is None:
-            hidden.addmm_(x, self.weight.t())
+        """Add y to states in place; for one layer without a bias."""
+        if self._packed is None and not self._batch_invariant:
+            hidden.addmm_(x, self.weights[0].t())
         else:
-            hidden.add_(_product(x, copy, None))
-
-    def _packed_copy(self) -> Tensor | None:
-        if self._copy is None and self._packed is not None:
-            self._copy = self._packed.of(self.weight)
-        return self._copy
+            hidden.add_(self(x))
 
 
 def in_blocks(product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
@@ -138,12 +143,12 @@ def in_blocks(product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape inpu
     return torch.cat([product(block) for block in blocks])[: len(rows)].view(*x.shape[:-1], -1)
 
 
-def _product(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
+def _num_bytes(weights: Sequence[Tensor]) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
-def _num_bytes(weight: Tensor) -> int:
-    return weight.numel() * weight.element_size()
+def _is_small(weights: Sequence[Tensor]) -> bool:
+    return sum(weight.numel() for weight in weights) < _FEWEST_ELEMENTS
 
 
 def _is_supported(dtype: torch.dtype) -> bool:
