@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("decoding", "objectives")
+PACKAGES = ("engine", "families", "learning", "refusion")
 
 
 def statement(source: str, line: int) -> tuple[range, bool]:

@@ -1,4 +1,4 @@
-"""Mutation testing of decoding/ and objectives/ on a seeded sample of mutants.
+"""Mutation testing of the decoders and objectives on a seeded sample of mutants.
 
 usage: python experiments/hard_tests/mutation.py [--num 300] [--seed 0] [--work runs/mutation]
        python experiments/hard_tests/mutation.py --only 12,40 [--tests tests/decoding/test_executor.py]
@@ -298,8 +298,11 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
             "by_status": dict(Counter(result["status"] for result in chosen)),
         }
 
-    parts = {name: [result for result in results if f"/{name}/" in result["path"]] for name in PACKAGES}
-    return {"all": counted(results)} | {name: counted(chosen) for name, chosen in parts.items() if chosen}
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        # The package that the result names, not PACKAGES: results of an earlier layout are summed up too.
+        parts.setdefault(Path(result["path"]).parts[2], []).append(result)
+    return {"all": counted(results)} | {name: counted(parts[name]) for name in sorted(parts)}
 
 
 def preload() -> None:

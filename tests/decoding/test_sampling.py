@@ -101,15 +101,24 @@ def test_the_highest_is_found_block_by_block(rows: list[list[float]], vocab: int
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, None, 1.0), (0.5, None, 1.0), (2.0, 3, 1.0), (1.0, None, 0.6)]
+    ("temperature", "top_k", "top_p", "kept"),
+    [
+        (1.0, None, 1.0, {0, 1, 2, 3, 4}),
+        (0.5, None, 1.0, {0, 1, 2, 3, 4}),
+        (2.0, 3, 1.0, {1, 2, 4}),
+        (1.0, None, 0.6, {1, 2}),  # of 0.387, 0.235, 0.183, ... the first two reach 0.6
+        (1.0, 4, 0.65, {1, 2}),  # top-k first: 0.409 and 0.248 of what it leaves, but 0.387 and 0.235 of all
+    ],
 )
-def test_draws_follow_the_softmax(temperature: float, top_k: int | None, top_p: float) -> None:
-    logits = torch.tensor([0.0, 1.0, 0.5, -1.0, 0.25], dtype=torch.float32)
+def test_draws_follow_the_softmax(temperature: float, top_k: int | None, top_p: float, kept: set[int]) -> None:
+    values = [0.0, 1.0, 0.5, -1.0, 0.25]
+    logits = torch.tensor(values, dtype=torch.float32)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     number = 20000
     tokens = draw_tokens(logits.expand(number, -1), sampling, keys_of(number))
     counts = tokens.bincount(minlength=5).double()
-    expected = filter_logits(logits[None].double(), sampling)[0].softmax(-1) * number
+    weights = torch.tensor([math.exp(value / temperature) if i in kept else 0.0 for i, value in enumerate(values)])
+    expected = weights.double() / weights.sum() * number
     assert (counts[expected == 0] == 0).all()
     chi_square = ((counts - expected) ** 2 / expected)[expected > 0].sum()
     assert chi_square < 23.5  # at most 4 degrees of freedom: 1 in 10,000

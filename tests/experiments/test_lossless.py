@@ -87,7 +87,9 @@ def test_finished_parts_are_known_by_type_and_threads(
     finally:
         torch.set_num_threads(num_threads)
     assert measured == [2]
-    assert json.loads(results.read_text())["runs"][-1]["dtype"] == "float32, 2 threads"
+    added = json.loads(results.read_text())["runs"][-1]
+    assert added["dtype"] == "float32, 2 threads"
+    assert len(added["load_before"]) == len(added["load_after"]) == 3
     chat, trace = capsys.readouterr().out.splitlines()[-2:]
     model_options = f"--ckpt_path {tmp_path} --draft {FOLDER / 'drafter'}"
     assert chat.endswith(f"refusion-lit chat {model_options}")

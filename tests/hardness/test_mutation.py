@@ -75,6 +75,18 @@ def test_committed_results_follow_from_their_mutants(mutation: ModuleType, seed:
         assert found[name] == counts
 
 
+def test_every_mutated_package_has_modules(mutation: ModuleType) -> None:
+    root = FOLDER.parents[1]
+    assert [name for name in mutation.PACKAGES if not any((root / "src/refusion_lit" / name).rglob("*.py"))] == []
+    assert [name for name in mutation.TESTS if not any((root / name).rglob("test_*.py"))] == []
+
+
+def test_a_summary_counts_each_package_that_has_mutants(mutation: ModuleType) -> None:
+    paths = {"families": "src/refusion_lit/families/llada/decoder.py", "engine": "src/refusion_lit/engine/batch.py"}
+    found = mutation.summary([{**outcome(0, "killed"), "path": path} for path in paths.values()])
+    assert {name: counts["num_mutants"] for name, counts in found.items()} == {"all": 2, "families": 1, "engine": 1}
+
+
 def test_a_result_has_the_source_and_the_first_pass(
     mutation: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import refusion_lit
 from decoder_cases import LastState, prompts, temperatures
 from effort import examples
 from fakes import (
@@ -29,7 +30,7 @@ from fakes import (
     oracle_text,
     tiny_backbone,
 )
-from refusion_lit.decoding import Autoregressive, DecodingOutput, SelfSpeculative, decode
+from refusion_lit.decoding import Autoregressive, DecodingOutput, Forward, SelfSpeculative, decode
 from refusion_lit.families.speculative.decoder import _SURE_COST, SpeculativeState, cheapest
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
@@ -319,7 +320,7 @@ def test_the_layout_is_the_one_that_takes_least_time(cost: float, acceptance: fl
         assert costs[layout, num_drafts] <= 1.02 * least
 
 
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 16])
 def test_rows_that_share_a_forwards_cost_make_no_drafts_by_default(size: int) -> None:
     prompts = [Prompt(token_ids=(5, 6, 7), id=str(number)) for number in range(size)]
     counts = []
@@ -328,7 +329,30 @@ def test_rows_that_share_a_forwards_cost_make_no_drafts_by_default(size: int) ->
         output = decode(model, decoder, prompts, SamplingParams(max_new_tokens=120), batch_size=size)
         counts.append((output.num_calls, output.num_positions))
     own, drafted = counts
-    assert (own == drafted) == (size > 1)
+    assert (own == drafted) == (size > 2)
+
+
+@pytest.mark.parametrize("size", range(1, 7))
+def test_a_hybrid_model_drafts_in_batches_of_up_to_four(size: int) -> None:
+    """It has no adapters whose cost a drafter's forwards would carry."""
+    model = refusion_lit.load(REPOSITORY / "tests" / "goldens" / "models" / "additions-clean")
+    queries = [f"{number}+{number + 11},{number + 2}+{number + 40}>" for number in range(12, 12 + size)]
+    rows = model.generate(queries, decoder=SelfSpeculative(slot_size=8), max_new_tokens=32, batch_size=size)
+    drafted = [row.num_forwards < row.num_tokens for row in rows]
+    assert drafted == [size <= 4] * size
+
+
+def test_accepted_drafts_keep_a_row_drafting_in_a_larger_batch() -> None:
+    model, sampling = HashModel(5, traits=NEXT), SamplingParams(max_new_tokens=20)
+    decoder, drafts = SelfSpeculative(), []
+    for num_accepted in (0, 5):
+        state = decoder.begin(Prompt(token_ids=(5, 6, 7), id="0"), sampling, model.special_tokens)
+        state.acceptance.count(6, num_accepted, num_accepted)
+        state.num_rows = 3
+        request = next(decoder.step(state))
+        assert isinstance(request, Forward)
+        drafts.append("draft" in request.phase)
+    assert drafts == [False, True]
 
 
 def test_steps_without_drafts_are_those_of_autoregressive() -> None:
