@@ -145,6 +145,9 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--resume=none"], "got none; give one that exists."),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: expected a number of batches of at least 1"),
         (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches: expected an integer of at least 1"),
+        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val: expected a number above 0, or null, got -1"),
+        (["--trainer.max_time=00:00:00:00"], "fit: expected time and batches for a step, got 'none, and no step was"),
+        (["--trainer.limit_train_batches=0"], "fit: expected time and batches for a step, got 'none, and no step was"),
         (["--data.task.num_train=-1"], "num_train"),
         (["--trainer.logger=WandbLogger"], "Requirement 'wandb"),
         (

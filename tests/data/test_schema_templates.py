@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusion_lit import load
+from refusion_lit.data import schema_templates
 from refusion_lit.decoding import CARD, Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
@@ -154,11 +156,14 @@ def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextMode
     [
         ({"type": "object", "properties": [1]}, "this schema is wrong: "),
         ({"enum": 1}, "this schema is wrong: "),
-        ({"type": "string", "maxLength": "a"}, "this schema is wrong: "),
         ({"enum": ["a" * 1000, *range(1000)]}, "a decoder that draws in any order cannot keep more than 100000 tokens"),
         (
-            {"type": "integer", "minimum": 0, "maximum": 10**400},
-            "a decoder that draws in any order cannot keep more than 100000 tokens",
+            {
+                "type": "object",
+                "properties": dict.fromkeys(map(str, range(999)), STRING),
+                "required": [*map(str, range(999))],
+            },
+            "a decoder that draws in any order cannot keep more than 1000000 tokens of possible values in the schema",
         ),
     ],
     ids=lambda value: str(value)[:30],
@@ -166,6 +171,26 @@ def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextMode
 def test_wrong_and_huge_schemas_are_refused(model: TextModel, schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"json_schema: {message}"):
         model.generate(["1"], decoder=ReFusion(), json_schema=schema)
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_a_huge_range_is_refused_before_it_is_laid_out(
+    model: TextModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_made = 0
+    blocks = schema_templates._blocks
+
+    def counted(low: int, high: int) -> Iterator[list[str]]:
+        nonlocal num_made
+        for block in blocks(low, high):
+            num_made += len(block)
+            yield block
+
+    monkeypatch.setattr(schema_templates, "_blocks", counted)
+    schema = {"type": kind, "minimum": -(10**308) + 1, "maximum": 10**308 - 1}
+    with pytest.raises(ValueError, match="cannot keep more than 100000 tokens of possible values in the schema"):
+        model.generate(["1"], decoder=ReFusion(), json_schema=schema)
+    assert num_made <= 100_000
 
 
 def test_limits_and_decoders_without_templates_are_refused(model: TextModel) -> None:

@@ -15,6 +15,8 @@ import jsonschema
 
 from refusion_lit import load
 from refusion_lit.cli import main
+from refusion_lit.data.schemas import Schemas
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from tiny import make_base, make_bytes_base
@@ -82,6 +84,53 @@ REFUSED = [
 def test_what_cannot_be_guaranteed_is_refused(model: TextModel, schema: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         model.generate(["a"], json_schema=schema, **options)
+
+
+INFINITE, NO_NUMBER = float("inf"), float("nan")
+WRONG_BOUNDS = [
+    ({"type": "integer", "minimum": INFINITE}, "minimum: expected a finite number of 64 bits, got inf; correct it"),
+    ({"type": "number", "maximum": NO_NUMBER}, "maximum: expected a finite number of 64 bits, got nan"),
+    ({"type": "integer", "minimum": -(10**5000)}, "minimum: expected a finite number of 64 bits, got -inf"),
+    ({"type": "integer", "maximum": True}, "maximum: expected a number, got True; correct it."),
+    ({"type": "number", "exclusiveMinimum": "1"}, "exclusiveMinimum: expected a number, got '1'"),
+    ({"type": "string", "minLength": -1}, "minLength: expected an integer of at least 0, got -1; correct it"),
+    ({"type": "string", "maxLength": 4.5}, "maxLength: expected an integer of at least 0, got 4.5"),
+    ({"type": "string", "maxLength": False}, "maxLength: expected an integer of at least 0, got False"),
+    ({"type": "array", "minItems": -1}, "minItems: expected an integer of at least 0, got -1"),
+    ({"type": "array", "maxItems": 10**5000}, "maxItems: expected an integer of at least 0, got inf"),
+    ({"const": [INFINITE]}, "const: expected values that JSON has, got another"),
+    ({"enum": [1, NO_NUMBER]}, "enum: expected values that JSON has, got another"),
+    ({"anyOf": [{"type": "object", "properties": {"minimum": {"minimum": INFINITE}}}]}, "minimum: expected a finite"),
+]
+
+
+@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(("schema", "message"), WRONG_BOUNDS, ids=[message[:60] for _, message in WRONG_BOUNDS])
+def test_wrong_bounds_are_refused_by_their_keyword(
+    model: TextModel, decoder: Decoder, schema: Any, message: str
+) -> None:
+    schemas = Schemas(model.tokenizer, model.backbone.special_tokens)
+    with pytest.raises(ValueError, match=f"json_schema: {message}"):
+        schemas.constrain([], schema, decoder, SamplingParams(max_new_tokens=64))
+
+
+def test_names_and_examples_are_no_keywords(model: TextModel) -> None:
+    schema = {"type": "object", "properties": {"minimum": {"type": "boolean"}, "maxLength": {"type": "null"}},
+              "required": ["minimum", "maxLength"], "additionalProperties": False,
+              "examples": [{"minimum": True, "maxLength": None}]}  # fmt: skip
+    bounds = {"type": "integer", "minimum": 5, "maximum": 7, "exclusiveMinimum": True, "exclusiveMaximum": True}
+    for each in (schema, bounds):
+        [row] = model.generate(["a"], max_new_tokens=64, json_schema=each)
+        json.loads(row.text)
+    assert row.text == "6"  # draft 4 has booleans here
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(model: TextModel) -> None:
+    schema: Any = True
+    for _ in range(5000):
+        schema = {"not": schema}
+    with pytest.raises(ValueError, match="json_schema: this schema is nested too deeply; simplify it"):
+        model.generate(["a"], json_schema=schema)
 
 
 def test_a_tokenizer_of_whole_words_is_refused(tmp_path: Path) -> None:

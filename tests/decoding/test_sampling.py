@@ -47,6 +47,15 @@ def kept_slowly(logits: list[float], sampling: SamplingParams) -> set[int]:
     return nucleus
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_most_probable_token_is_never_dropped(dtype: torch.dtype) -> None:
+    """A top_p of 1e-300 is 0 in float32."""
+    logits = torch.tensor([[-math.inf, 1.0, 2.0, 2.0]], dtype=dtype)
+    sampling = SamplingParams(temperature=1.0, top_p=1e-300)
+    assert (filter_logits(logits, sampling) > -math.inf).tolist() == [[False, False, True, False]]
+    assert draw_tokens(logits, sampling, keys_of(1)).tolist() == [2]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     logits=LOGITS,

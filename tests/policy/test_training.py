@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -240,6 +240,28 @@ def test_groups_with_equal_rewards_are_drawn_again(tmp_path: Path) -> None:
     again, _ = fitted(tmp_path / "again", replace(short, max_resamples=4), steps=1, batch_size=32)
     shares = [float(each.trainer.callback_metrics["train/equal_groups"]) for each in (plain, again)]
     assert shares[0] > shares[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped(Reward):
+    """Drops every answer that is not too long, whose reward is 0."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
+        """Return nothing but NaN."""
+        assert len(examples) == len(responses)
+        self.sizes.append(len(responses))
+        return [math.nan] * len(responses)
+
+
+@pytest.mark.filterwarnings("ignore:.*all of a roll-out are NaN")
+def test_groups_with_dropped_answers_and_equal_rewards_are_drawn_again(tmp_path: Path) -> None:
+    Dropped.sizes.clear()
+    objective = replace(OBJECTIVE, rewards=(Dropped(),), max_new_tokens=16, max_resamples=2)
+    module, _ = fitted(tmp_path, objective, steps=1)
+    assert 0 < float(module.trainer.callback_metrics["train/overlong"]) < 1
+    assert Dropped.sizes == [12, 12, 12]
 
 
 @pytest.mark.parametrize("how", ["constant", "nan"])

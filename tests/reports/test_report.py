@@ -117,6 +117,27 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
     )
 
 
+def test_ids_with_different_prompts_or_references_are_not_paired(tmp_path: Path) -> None:
+    """As of two runs with different data seeds: the ids are equal, the prompts are not."""
+    one = [prediction(f"p{i}", 1.0, text=f"seed 1, {i}" if i < 3 else "same") for i in range(4)]
+    two = [prediction(f"p{i}", 0.0, text=f"seed 2, {i}" if i < 3 else "same") for i in range(4)]
+    two[2] = {**one[2], "reference": "another", "score": 0.0}
+    runs = [write_run(tmp_path / name, {"d": lines}) for name, lines in (("a", one), ("b", two))]
+    (difference,) = compare(*read_runs(runs)).differences
+    assert (difference.num_shared, difference.num_differing) == (1, 3)
+    assert (difference.num_only_row, difference.num_only_baseline) == (0, 0)
+    files = write_report(runs, tmp_path / "out", formats=("html", "markdown"))
+    page = _page(files[0]).text
+    assert "1 shared, 0 only in the first, 0 only in the second, 3 with the same id but another prompt" in page
+    assert "3 ids have different prompts or references in these rows" in page
+    summaries = re.findall(r"<summary>(p\d)</summary>", files[0].read_text())
+    assert summaries == ["p0", "p1", "p2", "p3"]  # the wrong answers are b's
+    for shown in ("seed 2, 0", "seed 2, 1", "another"):
+        assert shown in page
+    assert "seed 1, 0" not in page  # right, and no answer to b's p0
+    assert "different prompts or references under 3 ids" in files[1].read_text()
+
+
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep")
     comparison = compare(*read_runs([sweep]))

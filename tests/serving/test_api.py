@@ -204,6 +204,12 @@ def test_a_decoder_in_any_order_keeps_a_schema(tmp_path: Path) -> None:
         found = chat(client, "1+1", response_format=SUM_FORMAT, max_tokens=40)
         assert (found.choices[0].message.content, found.usage.completion_tokens) == (expected.text, expected.num_tokens)
         jsonschema.validate(json.loads(expected.text), SUM)
+        form = {
+            "type": "json_schema",
+            "json_schema": {"schema": {"enum": ["\ud800", "\ud801"]}},
+        }  # texts of no encoding
+        body = {"model": NAME, "prompt": "1", "max_tokens": 40, "response_format": form}
+        assert get(f"{address(server)}/v1/completions", json.dumps(body).encode())[0] == 200
         with pytest.raises(openai.BadRequestError, match="the number of tokens to fill in"):
             chat(client, "1+1", response_format=SUM_FORMAT, max_tokens=3)
 
@@ -284,6 +290,22 @@ def test_the_door(server: Server, model: TextModel) -> None:
             assert get(address(locked) + path, Authorization="Bearer secret")[0] == 200
 
 
+def test_errors_that_no_route_expects_have_the_form_of_all_errors(server: Server, monkeypatch: Any) -> None:
+    url = f"{address(server)}/v1/completions"
+    valid = {"model": NAME, "prompt": "1", "max_tokens": 1}
+    schema = {"type": "integer", "\ud800": 1}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    status, message = get(url, json.dumps({**valid, "response_format": form}).encode())
+    assert (status, "cannot keep \\ud800 in the schema" in message) == (400, True)
+    assert get(url, b"1" * 1_000_001) == (413, "body: expected at most 1000000 bytes, got more; shorten it.")
+
+    def broken(*_: Any) -> None:
+        raise KeyError("/a/secret/path")
+
+    monkeypatch.setattr(server.worker, "submit", broken)
+    assert get(url, json.dumps(valid).encode()) == (500, "the request failed (KeyError)")
+
+
 def get_status(server: Server, path: str, host: str = "127.0.0.1") -> int:
     with raw(server, f"GET {path} HTTP/1.1\nHost: {host}\nConnection: close\n\n") as connection:
         return int(connection.makefile("rb").readline().split()[1])
@@ -295,7 +317,11 @@ def test_chunked_bodies_are_counted(server: Server) -> None:
     with raw(server, f"{head}Transfer-Encoding: chunked\n\n") as connection:
         chunk = f"{size:x}\r\n".encode() + b"1" * size + b"\r\n"
         connection.sendall(chunk + chunk)
-        assert b" 413 " in connection.makefile("rb").readline()
+        answer = connection.makefile("rb")
+        assert b" 413 " in answer.readline()
+        while answer.readline().strip():
+            pass
+        assert b"body: expected at most 1000000 bytes" in answer.readline(80)
 
 
 def test_figures_are_shown(server: Server, client: Any) -> None:

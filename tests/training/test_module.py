@@ -53,6 +53,9 @@ def test_norms_and_biases_get_no_weight_decay() -> None:
 
 def test_warm_up_then_cosine() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    message = r"^model\.schedule\.warmup_steps: expected fewer than the 4 steps of this training, got 4, so that the"
+    with pytest.warns(UserWarning, match=message):
+        WarmupCosine(warmup_steps=4)(optimizer, num_steps=4)
     schedule = WarmupCosine(warmup_steps=4, final_lr_ratio=0.1)(optimizer, num_steps=24)
     rates = []
     for _ in range(26):

@@ -320,12 +320,15 @@ def _located(message: str, model: Namespace) -> str:
 
 
 def _check_trainer(trainer: Namespace) -> None:
-    """Refuse a device that is missing, and options that Lightning divides by."""
+    """Refuse a device that is missing, and options that Lightning divides by or ignores."""
     kinds = {"gpu": (CUDAAccelerator, MPSAccelerator), "cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,)}
     is_there = any(kind.is_available() for kind in kinds.get(str(trainer.accelerator), (CPUAccelerator,)))
     fix = "set it to auto or cpu, or install a torch that sees the device"
     require(is_there, "trainer.accelerator", "a device that this machine has", trainer.accelerator, fix)
     require_at_least("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, 1)
+    limit = trainer.gradient_clip_val
+    fix = "set it to null for no clipping"
+    require(limit is None or limit > 0, "trainer.gradient_clip_val", "a number above 0, or null", limit, fix)
     interval = trainer.val_check_interval
     expected = "a number of batches of at least 1, a fraction of an epoch above 0, or a time"
     holds = not isinstance(interval, int | float) or interval > 0

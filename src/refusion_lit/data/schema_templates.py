@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from types import NoneType
 from typing import Any
 
@@ -28,6 +28,8 @@ MAX_STRING = 32
 """Maximum number of tokens of a string."""
 MAX_CHOICES = 100_000
 """Maximum number of tokens of all alternatives of a value."""
+MAX_TOTAL = 1_000_000
+"""Maximum number of tokens of all alternatives of all values of a schema."""
 _NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
 _KINDS: dict[object, tuple[set[type], set[str]]] = {
     "object": ({dict}, {"properties", "required", "additionalProperties"}),
@@ -105,6 +107,7 @@ class Templates:
         before = encode_text(tokenizer, "1")  # tokenizers that mark words drop the space at the beginning of a text
         found = tokenizer.batch_decode([[*before, token] for token in range(size)])
         self._texts = ["" if token in special else text[1:] for token, text in enumerate(found)]
+        self._sets: dict[tuple[str, ...], Tensor] = {}
         self._ids: dict[str, list[int]] = {}
         for token, text in enumerate(self._texts):
             self._ids.setdefault(text, []).append(token)
@@ -120,8 +123,14 @@ class Templates:
         """
         given: list[int | None] = []
         spans: dict[int, Span] = {}
+        parts: list[Any] = []
+        num_tokens = 0
         try:
-            parts = list(self._parts(schema, "the schema"))
+            for part in self._parts(schema, "the schema"):
+                parts.append(part)
+                num_tokens += 0 if isinstance(part, str) else len(part) * len(part[0])
+                if num_tokens > MAX_TOTAL:
+                    raise _refusal(f"more than {MAX_TOTAL} tokens of possible values", "the schema")
         except (AttributeError, TypeError, RecursionError) as error:  # a value of a keyword has another type
             raise ValueError(f"json_schema: this schema is wrong: {error}.") from error
         for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
@@ -171,7 +180,7 @@ class Templates:
         texts = [json.dumps(option) for option in options]
         if len(texts) == 1:
             return texts[0]
-        return self._padded([[torch.tensor([token]) for token in self._encoded(text)] for text in texts], name)
+        return self._padded(([torch.tensor([token]) for token in self._encoded(text)] for text in texts), name)
 
     def _string(self, fewest: float, most: float | None, name: str) -> Span:
         """Return a span of a string and its closing quote: alternatives by the number of tokens."""
@@ -183,32 +192,40 @@ class Templates:
             raise _refusal(f"minLength {fewest}", name)
         body = ((self._sizes > 0) & (self._sizes <= largest)).nonzero()[:, 0]
         quote = self._set('"')
-        return self._padded([[*[body] * i, quote] for i in range(math.ceil(fewest), num + 1)], name)
+        return self._padded(([*[body] * i, quote] for i in range(math.ceil(fewest), num + 1)), name)
 
     def _number(self, schema: Mapping[str, Any], name: str) -> Span:
         """Return a span of a number; with ``number``, of one with up to two decimals."""
         high = math.floor(schema.get("maximum", max(MAX_NUMBER, schema.get("minimum", 0))))
         low = math.ceil(schema.get("minimum", min(-MAX_NUMBER, high)))
+        if low > high:
+            raise _refusal("no integer within its bounds", name)
         found = _numbers(low, high)
         if schema["type"] == "number":
-            found += [[*each, ".", *[_DIGITS] * num] for num in (1, 2) for each in _numbers(low + 1, high - 1)]
-        if not found:
-            raise _refusal("no integer within its bounds", name)
-        return self._padded([[self._set(*characters) for characters in each] for each in found], name)
+            decimals = ([*each, ".", *[_DIGITS] * num] for num in (1, 2) for each in _numbers(low + 1, high - 1))
+            found = chain(found, decimals)
+        return self._padded(([self._set(*characters) for characters in each] for each in found), name)
 
-    def _padded(self, alternatives: Sequence[Sequence[Tensor]], name: str) -> Span:
-        length = max(map(len, alternatives))
-        if length * len(alternatives) > MAX_CHOICES:
-            raise _refusal(f"more than {MAX_CHOICES} tokens of possible values", name)
+    def _padded(self, alternatives: Iterable[Sequence[Tensor]], name: str) -> Span:
+        """Return a span of alternatives, which are made one by one: the first too many ends it."""
+        found: list[Sequence[Tensor]] = []
+        length = 0
+        for each in alternatives:
+            found.append(each)
+            length = max(length, len(each))
+            if length * len(found) > MAX_CHOICES:
+                raise _refusal(f"more than {MAX_CHOICES} tokens of possible values", name)
         space = self._set(" ")
-        return [[*each, *[space] * (length - len(each))] for each in alternatives]
+        return [[*each, *[space] * (length - len(each))] for each in found]
 
     def _set(self, *texts: str) -> Tensor:
         """Return the tokens that have one of some texts."""
-        found = [token for text in texts for token in self._ids.get(text, ())]
-        if not found:
-            raise ValueError(f"json_schema: this tokenizer has no token for any of {', '.join(map(repr, texts))}.")
-        return torch.tensor(found)
+        if texts not in self._sets:
+            found = [token for text in texts for token in self._ids.get(text, ())]
+            if not found:
+                raise ValueError(f"json_schema: this tokenizer has no token for any of {', '.join(map(repr, texts))}.")
+            self._sets[texts] = torch.tensor(found)
+        return self._sets[texts]
 
     def _encoded(self, text: str) -> list[int]:
         ids = encode_text(self._tokenizer, text)
@@ -217,9 +234,10 @@ class Templates:
         return ids
 
 
-def _numbers(low: int, high: int) -> list[list[str]]:
-    """Return the integers from ``low`` to ``high`` as alternatives: for each place, the characters that it may be."""
-    return [*_blocks(max(low, 0), high), *(["-", *each] for each in _blocks(max(1, -high), -low))]
+def _numbers(low: int, high: int) -> Iterator[list[str]]:
+    """Yield the integers from ``low`` to ``high`` as alternatives: for each place, the characters that it may be."""
+    yield from _blocks(max(low, 0), high)
+    yield from (["-", *each] for each in _blocks(max(1, -high), -low))
 
 
 def _blocks(low: int, high: int) -> Iterator[list[str]]:

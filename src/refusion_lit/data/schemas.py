@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.data.schema_templates import Templates
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.types import Constraint, ConstraintState, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import is_number, require
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _CLOSING = b'}]",:0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-_.@/+ '
@@ -28,6 +30,13 @@ _CLOSING = b'}]",:0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ
 _MAX_END = 2048
 """Maximum number of tokens of a text's shortest end that is looked for."""
 _OPTION = "json_schema"
+_BOUNDS = ("minimum", "maximum", "multipleOf")
+_EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_VALUES = ("const", "enum")
+_UNREAD = ("default", "examples")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose value maps names, which are no keywords, to schemas."""
 
 
 class Schemas:
@@ -60,6 +69,10 @@ class Schemas:
                 llguidance is needed and not installed.
         """
         require(isinstance(schema, Mapping | bool), _OPTION, "an object or a boolean", schema, "write a JSON schema")
+        try:
+            _check_bounds(schema)
+        except RecursionError as error:
+            raise ValueError(f"{_OPTION}: this schema is nested too deeply; simplify it.") from error
         ends = sampling.stop or sampling.min_entropy
         require(not ends, _OPTION, "neither stop strings nor min_entropy, which cut a text", ends, "leave them out")
         if not decoder.is_left_to_right:
@@ -75,6 +88,45 @@ class Schemas:
         expected = f"at least {fewest}, the length of an answer that keeps the schema"
         require(fewest <= sampling.max_new_tokens, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")
         return [replace(prompt, constraint=grammar) for prompt in prompts]
+
+
+def _check_bounds(schema: object) -> None:
+    """Refuse bounds and values that JSON has no number for, and sizes below 0; each error names the keyword."""
+    if isinstance(schema, list | tuple):
+        for each in schema:
+            _check_bounds(each)
+    if not isinstance(schema, Mapping):
+        return
+    for keyword, value in schema.items():
+        option = f"{_OPTION}: {keyword}"
+        if keyword in _BOUNDS or (keyword in _EXCLUSIVE and not isinstance(value, bool)):  # which draft 4 has
+            require(is_number(value, Real), option, "a number", value, "correct it")
+            number = _as_float(value)
+            require(math.isfinite(number), option, "a finite number of 64 bits", number, "correct it, or leave it out")
+        elif keyword in _SIZES:
+            number = _as_float(value) if is_number(value, Real) else -1.0
+            holds = 0 <= number < math.inf and number.is_integer()
+            got = value if math.isfinite(number) else number
+            require(holds, option, "an integer of at least 0", got, "correct it, or leave it out")
+        elif keyword in _VALUES:
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError as error:
+                raise ValueError(
+                    f"{option}: expected values that JSON has, got another ({error}); correct it."
+                ) from error
+        elif keyword in _NAMED and isinstance(value, Mapping):
+            _check_bounds([*value.values()])
+        elif keyword not in _UNREAD:
+            _check_bounds(value)
+
+
+def _as_float(number: float) -> float:
+    """Return a number as one of 64 bits; infinite if it is too large for that."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 class _Vocabulary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -115,7 +116,9 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 class TextStream:
     """Turns a response that grows into pieces of text that stay.
 
-    It holds back what may turn out to be the beginning of a stop string, and parts of a character.
+    It holds back what may turn out to be the beginning of a stop string, and parts of a character. A tokenizer that
+    changes earlier text, such as one that removes spaces before punctuation, cannot take back what was told: the
+    stream goes on after the common prefix.
 
     Args:
         detokenize: Turns tokens into text.
@@ -131,13 +134,11 @@ class TextStream:
         """Return the text that is new in the final tokens so far."""
         text = cut_at_stop(self._detokenize(tokens), self._stop)
         held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        return self.rest(text[: len(text) - held])
+        stable = text[: len(text) - held].rstrip("\N{REPLACEMENT CHARACTER}")
+        return self.rest(stable) if len(stable) > len(self._told) else ""  # shorter where a request starts again
 
     def rest(self, text: str) -> str:
-        """Return what is new in a text, which is held back no longer."""
-        stable = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        if not stable.startswith(self._told):
-            return ""
-        piece = stable[len(self._told) :]
-        self._told = stable
-        return piece
+        """Return what is new in the final text, of which nothing is held back."""
+        told = self._told if text.startswith(self._told) else commonprefix([self._told, text])  # noqa: RUF071 - no paths
+        self._told = text
+        return text[len(told) :]

@@ -155,7 +155,9 @@ def _top_p(logits: Tensor, top_p: float) -> Tensor:
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability
-    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, before >= top_p)
+    is_after = before >= top_p
+    is_after[..., 0] = False  # a top_p below the smallest float32 rounds to 0, which would drop every id
+    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, is_after)
     return logits.masked_fill(dropped, -math.inf)
 
 

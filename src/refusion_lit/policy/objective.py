@@ -71,8 +71,8 @@ class GroupPolicy(Objective):
         scale_rewards: Divide advantages by the group's standard deviation; ``False``: leave-one-out, unscaled.
         kl_weight: Coefficient of ``kl``, at least 0; above 0 it needs ``model.backbone.lora``.
         num_updates: Updates per roll-out (mu), at least 1. The prompts of the batches in between are not used.
-        max_resamples: Times that groups with equal rewards, which teach nothing, are decoded again with other noise
-            ("dynamic sampling").
+        max_resamples: Times that groups with equal rewards, dropped answers aside, are decoded again with other noise,
+            as they teach nothing ("dynamic sampling").
         reward_seconds: Time limit of a reward for all answers of a step.
         max_new_tokens: Length limit of answers, EOS included, at least 1, in place of that of ``model.sampling``.
             Longer answers have reward 0.

@@ -103,12 +103,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A row minus its baseline over the prompts that both have.
+    """A row minus its baseline over the prompts that both have, by id, with the same text and reference.
 
     Attributes:
         row: The row.
         baseline: The row that it is compared with.
         num_shared: Number of prompts that both have.
+        num_differing: Number of ids that both have, but with another prompt or reference.
         num_only_row: Number of prompts that only the row has.
         num_only_baseline: Number of prompts that only the baseline has.
         score: Difference of the scores in percentage points; ``None`` without shared prompts.
@@ -118,6 +119,7 @@ class Difference:
     row: Row
     baseline: Row
     num_shared: int
+    num_differing: int
     num_only_row: int
     num_only_baseline: int
     score: Interval | None
@@ -227,13 +229,15 @@ def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
 
 
 def _difference(row: Row, baseline: Row) -> Difference:
-    shared = [i for i in row.predictions if i in baseline.predictions]
+    common = [i for i in row.predictions if i in baseline.predictions]
+    shared = [i for i in common if row.predictions[i].example == baseline.predictions[i].example]
     return Difference(
         row=row,
         baseline=baseline,
         num_shared=len(shared),
-        num_only_row=len(row.predictions) - len(shared),
-        num_only_baseline=len(baseline.predictions) - len(shared),
+        num_differing=len(common) - len(shared),
+        num_only_row=len(row.predictions) - len(common),
+        num_only_baseline=len(baseline.predictions) - len(common),
         score=score_difference(_scores(row, shared), _scores(baseline, shared)) if shared else None,
         tokens_per_forward=ratio_difference(_counts(row, shared), _counts(baseline, shared)) if shared else None,
     )

@@ -26,6 +26,11 @@ class ScoredPrediction:
     num_tokens: int
     num_forwards: int
 
+    @property
+    def example(self) -> tuple[str, str | None]:
+        """Prompt and reference. Predictions compare only where these are equal: another data seed keeps the ids."""
+        return self.prompt, self.reference
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:

@@ -162,6 +162,12 @@ def _caption(comparison: Comparison) -> str:
     text = "95 % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
     if comparison.differences:
         text += f" Differences from {comparison.baseline} are over the prompts that both rows have."
+    for difference in comparison.differences:
+        if difference.num_differing:
+            text += (
+                f" {difference.row.label} and {difference.baseline.label} have different prompts or references under "
+                f"{difference.num_differing} ids, which are left out."
+            )
     marked = rf" \*: {MISMATCH}." if any(row.mismatches for row in comparison.rows) else ""
     return _escaped(text) + marked
 

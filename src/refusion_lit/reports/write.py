@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, compare
+from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, Row, compare
 from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
 from refusion_lit.reports.results import described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs, run_of
@@ -133,9 +134,10 @@ def html_report(comparison: Comparison, plot: str) -> str:
         plot_style=STYLE,
         runs=[(run, _facts(run)) for run in runs],
         examples=_examples(comparison),
+        num_differing_examples=_num_differing(comparison),
         hidden_example_rows=max(len(rows) - _MAX_EXAMPLE_ROWS, 0),
         any_marked=any(row.mismatches for row in rows),
-        uneven=[d for d in comparison.differences if d.num_only_row or d.num_only_baseline],
+        uneven=[d for d in comparison.differences if d.num_only_row or d.num_only_baseline or d.num_differing],
         version=__version__,
         num_resamples=NUM_RESAMPLES,
     )
@@ -158,21 +160,31 @@ def _facts(run: Run) -> dict[str, str]:
 def _examples(comparison: Comparison) -> list[dict[str, Any]]:
     """Return a few prompts, those with a wrong response first, with the responses of the first rows."""
     rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
-    wrong = [i for row in rows for i, prediction in row.predictions.items() if prediction.score < 1]
-    ids = list(dict.fromkeys([*wrong, *(i for row in rows for i in row.predictions)]))[:_NUM_EXAMPLES]
-    examples = []
-    for identity in ids:
-        found = [(row, row.predictions[identity]) for row in rows if identity in row.predictions]
-        first = found[0][1]
-        examples.append(
-            {
-                "id": identity,
-                "prompt": _truncate(first.prompt),
-                "reference": _truncate(first.reference or ""),
-                "responses": [(row, _truncate(p.response), p.score, p.num_tokens, p.num_forwards) for row, p in found],
-            }
-        )
-    return examples
+    # Rows with another prompt or reference under the same id are another example.
+    answers: dict[tuple[str, tuple[str, str | None]], list[tuple[Row, ScoredPrediction]]] = {}
+    for row in rows:
+        for identity, prediction in row.predictions.items():
+            answers.setdefault((identity, prediction.example), []).append((row, prediction))
+    wrong = [(i, p.example) for row in rows for i, p in row.predictions.items() if p.score < 1]
+    return [
+        {
+            "id": identity,
+            "prompt": _truncate(prompt),
+            "reference": _truncate(reference or ""),
+            "responses": [
+                (row, _truncate(p.response), p.score, p.num_tokens, p.num_forwards)
+                for row, p in answers[identity, (prompt, reference)]
+            ],
+        }
+        for identity, (prompt, reference) in list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
+    ]
+
+
+def _num_differing(comparison: Comparison) -> int:
+    """Return the number of ids that have different prompts or references in the rows of the examples."""
+    rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
+    examples = {(i, prediction.example) for row in rows for i, prediction in row.predictions.items()}
+    return sum(number > 1 for number in Counter(i for i, _ in examples).values())
 
 
 def _truncate(text: str) -> str:

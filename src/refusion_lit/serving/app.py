@@ -17,9 +17,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.status import HTTP_413_CONTENT_TOO_LARGE
+from starlette.types import Receive, Scope, Send
 
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body, message_of
 from refusion_lit.serving.service import Service
@@ -54,18 +57,24 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 
     # The framework's own pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=worker.limits.max_body_bytes)
+    app.add_middleware(_BodyLimit, max_body_size=worker.limits.max_body_bytes)
     if key is None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     page = files("refusion_lit.serving").joinpath("page.html").read_text(encoding="utf-8")
 
     @app.exception_handler(HTTPException)
     async def refuse(_: Request, error: HTTPException) -> Response:
-        return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
+        # A body without a declared length is counted while it is read.
+        is_large = error.status_code == HTTP_413_CONTENT_TOO_LARGE
+        return _error(_too_large(worker.limits.max_body_bytes) if is_large else error)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_field(request: Request, error: RequestValidationError) -> Response:
         return await refuse(request, HTTPException(400, message_of(error)))
+
+    @app.exception_handler(Exception)
+    async def fail(_: Request, error: Exception) -> Response:
+        return _error(HTTPException(500, f"the request failed ({type(error).__name__})"))  # the log has the rest
 
     @app.get("/health")
     async def health() -> Response:
@@ -78,6 +87,25 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 
     app.include_router(_api(service, key))
     return app
+
+
+class _BodyLimit(RequestBodyLimitMiddleware):
+    """Refuses bodies by their declared length in the form of all errors, and others once too much was read."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        declared = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        if declared.isdecimal() and int(declared) > self.max_body_size:
+            await _error(_too_large(self.max_body_size))(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(HTTP_413_CONTENT_TOO_LARGE, f"body: expected at most {limit} bytes, got more; shorten it.")
+
+
+def _error(error: HTTPException) -> Response:
+    return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
 
 
 def _api(service: Service, key: str | None) -> APIRouter:

@@ -113,6 +113,7 @@ def message_of(error: RequestValidationError) -> str:
 
 def error_body(status: int, message: str) -> dict[str, Any]:
     """Return an error in OpenAI's form; a message about a field begins with its name."""
+    message = message.encode(errors="backslashreplace").decode()  # a lone surrogate is no text that can be sent
     name = message.partition(":")[0]
     param = name if name.replace(".", "").isidentifier() else None
     kind = "invalid_request_error" if status < 500 else "server_error"

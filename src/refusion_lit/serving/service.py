@@ -164,7 +164,7 @@ class Service:
                         stream=stream, watched=asked.stream_options.include_decode)
                 )  # fmt: skip
         self.worker.submit(run.jobs)
-        log.debug("%s asked: %s", run.id, asked.model_dump_json())
+        log.debug("%s asked: %r", run.id, asked)
         return run
 
     def _sampling(self, asked: ChatRequest | CompletionRequest) -> SamplingParams:

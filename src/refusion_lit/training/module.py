@@ -159,6 +159,11 @@ class SlotDiffusionModule(L.LightningModule):
         self._progress.start(self.device, self.trainer.world_size)
 
     @property
+    def has_trained(self) -> bool:
+        """Whether this process has trained on any batch since the module was made or a checkpoint was loaded."""
+        return bool(self._progress.sample_ids)
+
+    @property
     def num_positions(self) -> Tensor:
         """Number of token positions computed in training on all processes, resumed runs included.
 

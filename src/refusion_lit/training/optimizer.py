@@ -46,6 +46,11 @@ class WarmupCosine:
             optimizer: Its learning rates are the peak.
             num_steps: Number of steps of the whole training, after which the rate stays constant.
         """
+        if self.warmup_steps >= num_steps:
+            rank_zero_warn(
+                f"model.schedule.warmup_steps: expected fewer than the {num_steps} steps of this training, got "
+                f"{self.warmup_steps}, so that the learning rate rises to the end. Lower it, or train longer."
+            )
 
         def factor(step: int) -> float:
             rise = min(1.0, (step + 1) / max(self.warmup_steps, 1))

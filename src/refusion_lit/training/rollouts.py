@@ -177,7 +177,7 @@ class Rollouts:
         return [self._batch([found[prompt.id] for prompt in part]) for part in parts]
 
     def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
-        """Return a group of rewarded answers for each prompt, by its id; groups with equal rewards are tried again."""
+        """Return a group of rewarded answers for each prompt, by its id; groups without advantages are tried again."""
         found: dict[str, list[_Answer]] = {}
         waiting = list(prompts)
         size = self.objective.group_size
@@ -190,7 +190,8 @@ class Rollouts:
             trajectories = [recorder.trajectories[index] for index in range(len(rows))]
             answers = [_Answer(*parts) for parts in zip(copies, rows, trajectories, rewards, strict=True)]
             found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
-            waiting = [prompt for prompt in waiting if len({answer.reward for answer in found[prompt.id]}) == 1]
+            teaches = self._advantages([found[prompt.id] for prompt in waiting]).any(1).tolist()
+            waiting = [prompt for prompt, useful in zip(waiting, teaches, strict=True) if not useful]
             if not waiting:
                 break
         return found
@@ -226,8 +227,11 @@ class Rollouts:
         for row, answer in enumerate(answers):
             for position, value in engine_log_probabilities(answer.row, answer.trajectory).items():
                 engine[row, position] = value
-        advantages = group_advantages(_reward_table(groups), scale=self.objective.scale_rewards).flatten()
+        advantages = self._advantages(groups).flatten()
         return replace(batch, advantages=advantages, engine=engine, trajectories=[a.trajectory for a in answers])
+
+    def _advantages(self, groups: Sequence[Sequence[_Answer]]) -> Float[Tensor, "prompt answer"]:
+        return group_advantages(_reward_table(groups), scale=self.objective.scale_rewards)
 
     def _figures(self, groups: Sequence[Sequence[_Answer]]) -> dict[str, float]:
         """Return what a roll-out showed."""
@@ -241,7 +245,7 @@ class Rollouts:
             "dropped_rewards": float(rewards.numel() - len(valid)),
             "length": num_tokens / len(rows),
             "distinct_answers": num_distinct / len(rows),
-            "equal_groups": float((group_advantages(rewards, scale=False) == 0).all(1).double().mean()),
+            "equal_groups": float((~self._advantages(groups).any(1)).double().mean()),
             "overlong": sum(row.finish_reason == "length" for row in rows) / len(rows),
             "tokens_per_forward": num_tokens / sum(row.num_forwards for row in rows),
         }

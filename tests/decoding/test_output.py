@@ -1,0 +1,46 @@
+"""Streams of text: their pieces, joined, are the final text."""
+
+from __future__ import annotations
+
+from refusion_lit.engine.output import TextStream
+
+
+def decoded(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def streamed(stream: TextStream, text: bytes) -> list[str]:
+    return [stream.piece([*text[:length]]) for length in range(len(text) + 1)]
+
+
+def test_a_response_that_ends_within_a_character_is_streamed_whole() -> None:
+    text = "a€".encode()[:-1]  # cut by the length limit
+    stream = TextStream(decoded, ())
+    pieces = streamed(stream, text)
+    assert "".join(pieces) == "a", "the last character may still be completed"
+    assert "".join([*pieces, stream.rest(decoded([*text]))]) == decoded([*text]) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end() -> None:
+    stream = TextStream(decoded, ("END", "\n"))
+    assert streamed(stream, b"xEyEN") == ["", "x", "", "Ey", "", ""]
+    assert stream.rest("xEyEN") == "EN"
+
+
+def test_a_tokenizer_that_changes_earlier_text_loses_nothing() -> None:
+    """As with `clean_up_tokenization_spaces`, where a space goes once punctuation follows."""
+
+    def cleaned(tokens: list[int]) -> str:
+        return decoded(tokens).replace(" .", ".")
+
+    stream = TextStream(cleaned, ())
+    assert streamed(stream, b"a . b") == ["", "a", " ", "", ". ", "b"]
+    stream = TextStream(cleaned, ())
+    assert [*streamed(stream, b"a ."), stream.rest("a.")] == ["", "a", " ", "", "."]
+
+
+def test_a_request_that_starts_again_tells_nothing_twice() -> None:
+    stream = TextStream(decoded, ())
+    assert "".join(streamed(stream, b"abc")) == "abc"
+    assert streamed(stream, b"abcd") == ["", "", "", "", "d"]
+    assert stream.rest("abcd") == ""
