@@ -16,6 +16,7 @@ from refusion_lit.types import (
     SamplingParams,
     SpecialTokens,
 )
+from refusion_lit.utils.require import Ranges, check_options
 
 State = TypeVar("State", bound="RowState")
 
@@ -246,6 +247,7 @@ class Decoder(ABC):
 
     Class attributes:
         requires: What it needs of a model, where no option changes that; see :meth:`requirements`.
+        ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
         shares: Which common tokens of prompts may be copied; see :meth:`num_shareable`. ``all`` where the first forward
             reads masks after the prompt, ``all_but_last`` where it reads the logits at the prompt's last token.
         refuses: Why it cannot keep given tokens in place, where no option changes that; ``None`` if it can; see
@@ -256,10 +258,15 @@ class Decoder(ABC):
     """
 
     requires: ClassVar[ModelRequirements]
+    ranges: ClassVar[Ranges] = {}
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
     refuses: ClassVar[str | None] = ""
     stop_at_eos: bool = True  # an option of some subclasses
     shifted: bool = False  # likewise
+
+    def __post_init__(self) -> None:
+        """Check the options; subclasses extend it."""
+        check_options(self)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
 
     @property
     def is_left_to_right(self) -> bool:

@@ -10,7 +10,6 @@ from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_be
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder, whole_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_probability
 
 
 @dataclass(kw_only=True)
@@ -71,19 +70,18 @@ class D2F(BlockDecoder):
         attention="block_causal", predictions=("mask",), prompt_is_block=True
     )
 
+    ranges = {
+        "threshold": "[0, 1]",
+        "add_threshold": "[0, 1]",
+        "activate_threshold": "[0, 1]",
+        "num_open_blocks": 1,
+    }
     threshold: float = 0.9
     add_threshold: float = 0.1
     activate_threshold: float = 0.95
     num_open_blocks: int | None = None
     shifted: bool = False
     prompt_is_block: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        super().__post_init__()
-        for name in ("threshold", "add_threshold", "activate_threshold"):
-            require_probability(name, getattr(self, name))
-        require_at_least("num_open_blocks", self.num_open_blocks, 1, optional=True)
 
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention; blocks after a prompt of one block may have any size."""

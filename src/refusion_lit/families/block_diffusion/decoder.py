@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
+from refusion_lit.utils.require import require
 
 _NUM_STEPS = {
     "threshold": "an integer of at least 1, or null",
@@ -44,12 +44,9 @@ class BlockDecoder(Decoder):
             them when it fills that token, so the generated text may not fit them.
     """
 
+    ranges = {"block_size": 1}
     block_size: int = 32
     ignore_right_context: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options; subclasses extend it."""
-        require_at_least("block_size", self.block_size, 1)
 
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention with this block size."""
@@ -137,6 +134,7 @@ class BlockDiffusion(BlockDecoder):
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
 
+    ranges = {"threshold": "[0, 1]", "num_steps": 1, "sub_block_size": 1}
     block_size: int = 8
     sampling_rule: Literal["threshold", "first_hitting", "ancestral"] = "threshold"
     threshold: float = 0.9
@@ -151,13 +149,6 @@ class BlockDiffusion(BlockDecoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         super().__post_init__()
-        require_choice("sampling_rule", self.sampling_rule, tuple(_NUM_STEPS))
-        require_probability("threshold", self.threshold)
-        require_choice("confidence", self.confidence, ("unfiltered", "filtered"))
-        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
-        for name in ("num_steps", "sub_block_size"):
-            if getattr(self, name) is not None:
-                require_at_least(name, getattr(self, name), 1)
         expected = f"{_NUM_STEPS[self.sampling_rule]} with sampling_rule {self.sampling_rule!r}"
         holds = self.sampling_rule != ("ancestral" if self.num_steps is None else "first_hitting")
         require(holds, "num_steps", expected, self.num_steps, "choose a rule that fits, or leave both out")

@@ -10,7 +10,6 @@ from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_be
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder, whole_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_probability
 
 MAX_POST_FORWARDS = 16
 """Maximum number of forwards of a block without masks (``max_post_steps``): stops edits that undo each other."""
@@ -42,14 +41,9 @@ class TokenEditing(BlockDecoder):
         attention="block_causal", predictions=("mask", "visible"), block_size=32
     )
 
+    ranges = {"mask_threshold": "[0, 1]", "edit_threshold": "[0, 1]"}
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        super().__post_init__()
-        for name in ("mask_threshold", "edit_threshold"):
-            require_probability(name, getattr(self, name))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
