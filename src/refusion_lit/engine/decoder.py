@@ -1,7 +1,7 @@
 """The decoder interface: an immutable strategy that begins a prompt's state and advances it step by step."""
 
-from __future__ import annotations
-
+# No postponed annotations: jsonargparse would evaluate those of Decoder in the modules of its subclasses, which need
+# not import their names, and then check no option's type.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -292,7 +292,7 @@ class Decoder(ABC):
             ValueError: Naming the option, what was expected and what was got.
         """
 
-    def fitted(self, sampling: SamplingParams) -> Decoder:  # noqa: ARG002
+    def fitted(self, sampling: SamplingParams) -> "Decoder":  # noqa: ARG002
         """Return the decoder with options adapted to a length limit; used for default decoders only."""
         return self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Ranges = Mapping[str, float | str]
+Ranges = dict[str, float | str]
 """Minimum of an option, for :func:`require_at_least`, or its interval, for :func:`require_number`, by its name."""
 
 

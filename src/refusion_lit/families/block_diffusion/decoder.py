@@ -40,7 +40,7 @@ class BlockDecoder(Decoder):
         state: Class of a prompt's state.
     """
 
-    state: ClassVar[type[RowState]] = RowState
+    state = RowState
     ranges = {"block_size": 1}
     block_size: int = 32
     ignore_right_context: bool = False
