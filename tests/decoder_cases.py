@@ -54,7 +54,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.1, "token_threshold": 0.5},
     ],
     BlockDiffusion: [
-        {"sampling_rule": "ancestral", "num_steps": 3},
+        {"sampling_rule": "first_hitting"},
         {"block_size": 4, "num_steps": 2, "threshold": 0.85, "confidence": "filtered", "fused": False},
         {"shifted": True, "sub_block_size": 4},
         {"shifted": True, "sub_block_size": 4, "sub_block_cache": True},

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     import torch
 
-from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import (
+    check_options,
+    is_number,
+    require,
+    require_at_least,
+    require_choice,
+    require_number,
+)
 
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
 EOS_IDS = "ends_of_sequence"
@@ -234,6 +241,7 @@ class DecodingOptions:
         allow_mismatch: Run a decoder that the model was not trained for; tables mark it.
     """
 
+    ranges = {"batch_size": 1, "max_tokens_per_forward": 1, "max_cache_tokens": 1}
     batch_size: int = 1
     max_tokens_per_forward: int | None = None
     max_cache_tokens: int | None = None
@@ -242,11 +250,7 @@ class DecodingOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        require_at_least("batch_size", self.batch_size, 1)
-        for option in ("max_tokens_per_forward", "max_cache_tokens"):
-            value = getattr(self, option)
-            if value is not None:
-                require_at_least(option, value, 1)
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ def test_fit_then_test_with_a_point_that_fails(
         ({"model.sampling.max_new_tokens": [0]}, "max_new_tokens=0"),
         (
             {"model.decoders.refusion.slot_threshold": [1.5]},
-            "slot_threshold=1.5: slot_threshold: expected a probability",
+            "slot_threshold=1.5: slot_threshold: expected a number in",
         ),
         ({"model.decoders.refusion.num_serial_blocks": [99]}, "num_serial_blocks: expected at most "),
         ({"trainer.logger": [False]}, "trainer.logger: expected the default in a sweep"),

@@ -61,6 +61,10 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
             ["--model.decoders={a: {class_path: ReFusion, init_args: {k: x}}}"],
             "model.decoders.a.k: expected an integer",
         ),
+        (  # whose module imports no names of the base class's annotations
+            ["--model.decoders={a: {class_path: CARD, init_args: {block_size: x}}}"],
+            "model.decoders.a.block_size: expected an integer",
+        ),
         (["--model.decoders.a=Autoregressive", "--model.decoders.a.slot_size=4"], "'model.decoders.a.slot_size'"),
         (
             ["--config=none.yaml"],

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_513,
+    "command to text: lines": 4_567,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_096,
+    "token ids to text: lines": 4_150,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_152,
+    "examples to loss: lines": 3_201,
     "test: files": 58,
-    "test: lines": 12_067,
+    "test: lines": 12_078,
     "package: files": 172,
-    "package: lines": 27_595,
-    "package: lines of code": 17_358,
+    "package: lines": 27_472,
+    "package: lines of code": 17_262,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 from refusion_lit.utils.require import (
+    check_options,
     require,
     require_at_least,
     require_between,
     require_choice,
     require_number,
-    require_probability,
 )
 
 
@@ -58,12 +62,7 @@ def test_an_interval_is_open_or_closed_at_each_end(interval: str, inside: Any, o
             require_number("n", value, interval)
 
 
-def test_probabilities_and_choices() -> None:
-    for value in (0, 0.5, 1):
-        require_probability("p", value)
-    for value in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=r"^p: expected a probability in \[0, 1\], got"):
-            require_probability("p", value)
+def test_choices() -> None:
     require_choice("mode", "a", ("a", "b"))
     with pytest.raises(ValueError, match=r"^mode: expected one of a, b, got 'c'; choose one of them\.$"):
         require_choice("mode", "c", ("a", "b"))
@@ -76,3 +75,54 @@ def test_integers_outside_a_range_are_refused(value: int) -> None:
     message = f"n: expected an integer from 2 to 5, got {value}; set n to 2 to 5."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         require_between("n", value, 2, 5)
+
+
+Rule = Literal["first", "last"]
+
+
+@dataclass(kw_only=True)
+class Options:
+    ranges = {"size": 1, "share": "[0, 1]"}
+    size: int = 4
+    share: float | None = 0.5
+    rule: Rule | None = "first"
+    fast: bool = True
+
+
+@dataclass(kw_only=True)
+class MoreOptions(Options):
+    ranges = {"weight": 0.0, "size": 2}
+    weight: float = 1.0
+
+
+@dataclass(kw_only=True)
+class UnknownTypes:
+    """Its annotation cannot be evaluated when the program runs."""
+
+    ranges = {"size": 1}
+    size: int | None = 4
+    place: Path | None = None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(size=0), "x.size: expected an integer of at least 1, got 0; set x.size to 1 or more."),
+        (Options(size=None), "x.size: expected an integer of at least 1, got None; set x.size to 1 or more."),  # pyright: ignore
+        (Options(share=1.5), "x.share: expected a number in [0, 1], got 1.5; set it in that range."),
+        (Options(rule="a"), "x.rule: expected one of first, last, got 'a'; choose one of them."),  # pyright: ignore
+        (Options(fast="a"), "x.fast: expected one of True, False, got 'a'; choose one of them."),  # pyright: ignore
+        (MoreOptions(share=-1), "x.share: expected a number in [0, 1], got -1; set it in that range."),
+        (MoreOptions(size=1), "x.size: expected an integer of at least 2, got 1; set x.size to 2 or more."),
+        (MoreOptions(weight=-1), "x.weight: expected a number of at least 0.0, got -1; set x.weight to 0.0 or more."),
+        (UnknownTypes(size=0), "x.size: expected an integer of at least 1, got 0; set x.size to 1 or more."),
+    ],
+)
+def test_options_outside_their_types_and_ranges_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_options(options, "x.")
+
+
+def test_options_within_their_types_and_ranges_pass() -> None:
+    for options in (Options(), Options(share=None, rule=None), MoreOptions(), UnknownTypes(size=None)):
+        check_options(options)

@@ -1,7 +1,7 @@
 """The decoder interface: an immutable strategy that begins a prompt's state and advances it step by step."""
 
-from __future__ import annotations
-
+# No postponed annotations: jsonargparse would evaluate those of Decoder in the modules of its subclasses, which need
+# not import their names, and then check no option's type.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,7 @@ from refusion_lit.types import (
     SamplingParams,
     SpecialTokens,
 )
+from refusion_lit.utils.require import Ranges, check_options
 
 State = TypeVar("State", bound="RowState")
 
@@ -246,6 +247,7 @@ class Decoder(ABC):
 
     Class attributes:
         requires: What it needs of a model, where no option changes that; see :meth:`requirements`.
+        ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
         shares: Which common tokens of prompts may be copied; see :meth:`num_shareable`. ``all`` where the first forward
             reads masks after the prompt, ``all_but_last`` where it reads the logits at the prompt's last token.
         refuses: Why it cannot keep given tokens in place, where no option changes that; ``None`` if it can; see
@@ -256,10 +258,15 @@ class Decoder(ABC):
     """
 
     requires: ClassVar[ModelRequirements]
+    ranges: ClassVar[Ranges] = {}
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
     refuses: ClassVar[str | None] = ""
     stop_at_eos: bool = True  # an option of some subclasses
     shifted: bool = False  # likewise
+
+    def __post_init__(self) -> None:
+        """Check the options; subclasses extend it."""
+        check_options(self)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
 
     @property
     def is_left_to_right(self) -> bool:
@@ -285,7 +292,7 @@ class Decoder(ABC):
             ValueError: Naming the option, what was expected and what was got.
         """
 
-    def fitted(self, sampling: SamplingParams) -> Decoder:  # noqa: ARG002
+    def fitted(self, sampling: SamplingParams) -> "Decoder":  # noqa: ARG002
         """Return the decoder with options adapted to a length limit; used for default decoders only."""
         return self
 

@@ -19,7 +19,6 @@ from refusion_lit.evaluation.predictions import PredictionsFile, described, pred
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.results import RESULTS, environment
-from refusion_lit.reports.runs import scores_of
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
@@ -55,7 +54,6 @@ class _DecoderState:
         num_resumed: Number of prompts that the interrupted run has done.
         metrics: Counts, those of the interrupted run included; ``None`` in a prediction.
         is_warm: Whether it has decoded a prompt whose time does not count.
-        predictions: All predictions of this process, for the report; empty in a prediction.
     """
 
     decoder: Decoder
@@ -63,7 +61,6 @@ class _DecoderState:
     file: PredictionsFile
     num_resumed: int
     metrics: DecodingMetrics | None
-    predictions: list[Mapping[str, Any]]
     trajectories: TrajectoryWriter | None = None
     is_warm: bool = False
 
@@ -90,7 +87,7 @@ class Evaluation:
         config: The run's resolved config with long texts cut, for ``results.json``; ``None`` if there is none.
 
     Raises:
-        ValueError: If a decoder's name is none for a file, or an option does not fit a decoder.
+        ValueError: If a decoder's name cannot be that of a file, or an option does not fit a decoder.
     """
 
     _trainer: L.Trainer
@@ -215,7 +212,6 @@ class Evaluation:
             file=file,
             num_resumed=len(file.done),
             metrics=metrics,
-            predictions=list(file.resumed) if is_test else [],
             trajectories=trajectories,
         )
 
@@ -260,7 +256,6 @@ class Evaluation:
             scores = [line["score"] or 0.0 for line in lines]
             state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
             state.file.write(lines, state.metrics.snapshot())
-            state.predictions += lines
         return lines
 
     def finish(self) -> None:
@@ -296,7 +291,4 @@ class Evaluation:
             "config": self.config,
         }
         write_json_atomically(self._directory / RESULTS, results)
-        predictions = None
-        if self._trainer.world_size == 1:  # other processes have written theirs to disk
-            predictions = {name: scores_of(state.predictions) for name, state in self._running.items()}
-        write_test_report(self._directory, results, predictions)
+        write_test_report(self._directory)

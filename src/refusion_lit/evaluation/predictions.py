@@ -183,7 +183,6 @@ class PredictionsFile:
     Attributes:
         path: This process's file.
         done: Ids of the prompts that are predicted.
-        resumed: The predictions that an interrupted run has left.
         state: What was last given to :meth:`write`; ``None`` at the start.
 
     Raises:
@@ -208,7 +207,6 @@ class PredictionsFile:
         self._fingerprint = json.loads(json.dumps({**fingerprint, "num_processes": num_ranks}, default=str))
         self.state: Any = None
         self.done: set[str] = set()
-        self.resumed: list[dict[str, Any]] = []
         self._num_lines = 0
         try:
             lock = try_lock(self.path.with_name(f".{self.path.name}.lock"))
@@ -303,8 +301,7 @@ class PredictionsFile:
             lines = self.path.read_bytes().split(b"\n")
             lines = lines[: max(int(progress["num_lines"]), 0)] if progress else lines[:-1]  # without a torn last line
             self.state = progress["state"] if progress else None
-            self.resumed = [json.loads(line) for line in lines]
-            self.done = {str(values["id"]) for values in self.resumed}
+            self.done = {str(json.loads(line)["id"]) for line in lines}
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"resume: expected the predictions of an interrupted run in {self.path}, and their fingerprint beside "

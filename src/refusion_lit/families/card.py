@@ -27,7 +27,6 @@ from refusion_lit.learning.objective import (
 from refusion_lit.learning.text_order import shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_number, require_probability
 
 
 @dataclass(kw_only=True)
@@ -68,15 +67,10 @@ class CARD(Decoder):
     shares = "all_but_last"
     refuses = "its masks see no text on their right"
 
+    ranges = {"block_size": 1, "threshold": "[0, 1]", "max_rounds": 1}
     block_size: int = 16
     threshold: float = 0.9
     max_rounds: int | None = 8
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        require_at_least("block_size", self.block_size, 1)
-        require_probability("threshold", self.threshold)
-        require_at_least("max_rounds", self.max_rounds, 1, optional=True)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> CARDState:
         """Create a canvas of ``max_new_tokens``."""
@@ -123,16 +117,10 @@ class SoftTail(Objective):
     """
 
     term = "next_token"
+    ranges = {"tail": 1.0, "beta": "(0, inf)", "decay": "(0, 1]"}
     tail: float = 1.5
     beta: float = 1.0
     decay: float = 0.5
-
-    def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
-        super().__post_init__()
-        require_at_least("objective.tail", self.tail, 1.0)
-        require_number("objective.beta", self.beta, "(0, inf)", "use 1, say")
-        require_number("objective.decay", self.decay, "(0, 1]", "use 0.5, say")
 
     @property
     def traits(self) -> ModelTraits:

@@ -22,7 +22,7 @@ from refusion_lit.learning.text_order import extend_to_multiple, text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_probability
+from refusion_lit.utils.require import require_at_least
 
 
 @dataclass(kw_only=True)
@@ -63,16 +63,10 @@ class SetDiffusion(Decoder):
     shares = "all"
     refuses = None  # given tokens are cached after the prompt, as if they had been decoded first
 
+    ranges = {"window_size": 1, "threshold": "[0, 1]", "quota": 1}
     window_size: int = 16
     threshold: float | None = 0.9
     quota: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        require_at_least("window_size", self.window_size, 1)
-        require_at_least("quota", self.quota, 1)
-        if self.threshold is not None:
-            require_probability("threshold", self.threshold)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SetState:
         """Create a canvas as long as the longest response."""
@@ -144,6 +138,7 @@ class StaggeredSets(Objective):
     """
 
     term = "nll"
+    ranges = {"set_size": 1, "pad_responses_to": 1}
     set_size: int = 8
     reach: int = 16
     pad_responses_to: int | None = None
@@ -151,9 +146,7 @@ class StaggeredSets(Objective):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        require_at_least("objective.set_size", self.set_size, 1)
         require_at_least("objective.reach", self.reach, self.set_size)
-        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
 
     @property
     def traits(self) -> ModelTraits:

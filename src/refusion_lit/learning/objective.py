@@ -17,7 +17,7 @@ from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput
 from refusion_lit.learning.drafts import DraftReads
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import Ranges, check_options, require
 
 LOGITS_BYTES = 64 * 2**20
 """Size limit for the float32 logits of one chunk.
@@ -44,15 +44,17 @@ class Objective(ABC):
             number that fits in 64 MB. Changes memory and speed, not the loss.
 
     Class attributes:
+        ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
         term: Name of the only loss term; objectives with several override :attr:`terms`.
     """
 
+    ranges: ClassVar[Ranges] = {"chunk_size": 1}
     term: ClassVar[str] = "loss"
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         """Check the options; subclasses extend it."""
-        require_at_least("objective.chunk_size", self.chunk_size, 1, optional=True)
+        check_options(self, "objective.")
 
     @property
     @abstractmethod

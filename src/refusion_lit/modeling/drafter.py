@@ -23,7 +23,7 @@ from refusion_lit.modeling.exporting import write_program
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import write_atomically
-from refusion_lit.utils.require import require, require_at_least, require_number
+from refusion_lit.utils.require import check_options, require
 
 OPTIONS_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
@@ -45,15 +45,14 @@ class DrafterOptions:
         alpha: The adapters are scaled by alpha / rank, as in LoRA.
     """
 
+    ranges = {"num_masks": 1, "rank": 1, "alpha": "(0, inf)"}
     num_masks: int = 5
     rank: int = 32
     alpha: float = 32.0
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
-        require_at_least("backbone.drafter.num_masks", self.num_masks, 1)
-        require_at_least("backbone.drafter.rank", self.rank, 1)
-        require_number("backbone.drafter.alpha", self.alpha, "(0, inf)", "use the rank, say")
+        check_options(self, "backbone.drafter.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from refusion_lit.utils.require import require_at_least, require_number
+from refusion_lit.utils.require import check_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class LoraOptions:
         target_modules: Names of the linear layers to adapt; ``all-linear`` adapts every linear layer but the head.
     """
 
+    ranges = {"rank": 1, "dropout": "[0, 1)"}
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
@@ -31,8 +32,7 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
-        require_at_least("backbone.lora.rank", self.rank, 1)
-        require_number("backbone.lora.dropout", self.dropout, "[0, 1)", "use 0.05, say")
+        check_options(self, "backbone.lora.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from refusion_lit.learning.objective import Head, MaskRatio, Objective, in_chunk
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy.likelihood import Likelihood, NextToken
 from refusion_lit.types import Example, ModelTraits, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import require, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,17 @@ class GroupPolicy(Objective):
             Longer answers have reward 0.
     """
 
+    ranges = {
+        "group_size": 2,
+        "temperature": "(0, inf)",
+        "clip_low": "[0, 1]",
+        "clip_high": 0.0,
+        "kl_weight": 0.0,
+        "num_updates": 1,
+        "max_resamples": 0,
+        "reward_seconds": "(0, inf)",
+        "max_new_tokens": 1,
+    }
     likelihood: Likelihood = NextToken()  # noqa: RUF009 - immutable
     rewards: tuple[Reward, ...] = ()
     group_size: int = 8
@@ -95,14 +106,6 @@ class GroupPolicy(Objective):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        for name, minimum in (("group_size", 2), ("num_updates", 1), ("max_resamples", 0), ("max_new_tokens", 1)):
-            require_at_least(f"objective.{name}", getattr(self, name), minimum)
-        require_number("objective.temperature", self.temperature, "(0, inf)", "use 1, say")
-        require_number("objective.clip_low", self.clip_low, "[0, 1]")
-        require_at_least("objective.clip_high", self.clip_high, 0.0)
-        require_choice("objective.unit", self.unit, ("token", "sequence"))
-        require_at_least("objective.kl_weight", self.kl_weight, 0.0)
-        require_number("objective.reward_seconds", self.reward_seconds, "(0, inf)", "use 60, say")
         fits = self.unit == "sequence" or self.likelihood.is_exact
         name = type(self.likelihood).__name__
         require(fits, "objective.unit", f"sequence with {name}, which is a bound", self.unit, "set it to sequence")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
 from math import prod
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
 from refusion_lit.engine.drafting import FEW_POSITIONS
@@ -20,7 +20,7 @@ from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_autoregres
 from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
-from refusion_lit.utils.require import is_number, require, require_at_least, require_choice, require_probability
+from refusion_lit.utils.require import is_number, require
 
 Selection = Literal["threshold", "top_k", "capped", "sequential", "random"]
 """Rules by which a round chooses slots."""
@@ -66,6 +66,13 @@ class ReFusion(Decoder):
     refuses = None  # given tokens join the context, at their own positions
     stop_at_eos = False  # serial blocks are decoded whole
 
+    ranges = {
+        "slot_size": 1,
+        "num_serial_blocks": 1,
+        "slot_threshold": "[0, 1]",
+        "token_threshold": "[0, 1]",
+        "num_drafts": 1,
+    }
     slot_size: int = 8
     num_serial_blocks: int | None = None
     slot_threshold: float = 0.9
@@ -80,22 +87,13 @@ class ReFusion(Decoder):
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_at_least("slot_size", self.slot_size, 1)
-        require_at_least("num_serial_blocks", self.num_serial_blocks, 1, optional=True)
-        require_probability("slot_threshold", self.slot_threshold)
-        require_probability("token_threshold", self.token_threshold)
-        require_choice("slot_confidence", self.slot_confidence, ("first", "mean", "min", "product"))
-        require_choice("selection", self.selection, get_args(Selection))
-        require_choice("infill", self.infill, ("mask", "autoregressive", "bonus"))
+        super().__post_init__()
         has_bonus = self.infill == "bonus"
         fix = "raise it, or use another infill"
         holds = not has_bonus or self.token_threshold >= 0.5
         require(holds, "token_threshold", "at least 0.5 with infill 'bonus'", self.token_threshold, fix)
-        require_at_least("num_drafts", self.num_drafts, 1, optional=True)
         holds = has_bonus or self.num_drafts is None
         require(holds, "num_drafts", "null without infill 'bonus'", self.num_drafts, "leave it out, or set infill")
-        require_choice("fused", self.fused, (True, False))
-        require_choice("infill_layout", self.infill_layout, ("packed", "reference"))
         takes_k = self.selection != "threshold"
         needs_k = self.selection in ("top_k", "capped")
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"

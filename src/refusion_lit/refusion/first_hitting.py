@@ -10,7 +10,6 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
-from refusion_lit.utils.require import require_at_least, require_probability
 
 _EPS = 1e-3
 
@@ -50,13 +49,9 @@ class FirstHitting(Decoder):
     shares = "all"
     refuses = None  # given tokens join the context, at their own positions
 
+    ranges = {"num_steps": 1, "diffusion_share": "[0, 1]"}
     num_steps: int | None = 16
     diffusion_share: float = 0.75
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        require_at_least("num_steps", self.num_steps, 1, optional=True)
-        require_probability("diffusion_share", self.diffusion_share)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> GroupState:
         """Create a canvas and draw the groups of its masks."""

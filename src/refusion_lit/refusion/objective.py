@@ -20,7 +20,7 @@ from refusion_lit.learning.objective import (
 from refusion_lit.modeling.devices import to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_number
+from refusion_lit.utils.require import require, require_at_least
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
@@ -40,6 +40,7 @@ class Hybrid(Objective):
         ar_weight: Coefficient of the autoregressive term, at least 0.
     """
 
+    ranges = {"eps": "(0, 1]", "mdm_weight": 0.0, "ar_weight": 0.0}
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
     eps: float = 1e-3
     mdm_weight: float = 1.0
@@ -54,9 +55,6 @@ class Hybrid(Objective):
         require(valid, "objective.slot_sizes", sizes, self.slot_sizes, fix)
         for size in self.slot_sizes:
             require_at_least("objective.slot_sizes", size, 1)
-        require_number("objective.eps", self.eps, "(0, 1]")
-        require_at_least("objective.mdm_weight", self.mdm_weight, 0.0)
-        require_at_least("objective.ar_weight", self.ar_weight, 0.0)
 
     @property
     def traits(self) -> ModelTraits:

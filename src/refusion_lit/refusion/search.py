@@ -18,7 +18,6 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Steps
 from refusion_lit.refusion.slots import SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_choice
 
 EXPLORATION = 1.0
 """Weight of the prior against the value, c of PUCT."""
@@ -187,6 +186,9 @@ class SlotSearch(Decoder):
     refuses = None  # given tokens join the context, at their own positions
     stop_at_eos = False  # serial blocks are decoded whole
 
+    ranges = dict.fromkeys(
+        ("slot_size", "num_serial_blocks", "num_simulations", "horizon", "beam_size", "max_candidates"), 1
+    )
     slot_size: int = 8
     num_serial_blocks: int = 1
     selection: Literal["tree_search", "beam"] = "tree_search"
@@ -194,12 +196,6 @@ class SlotSearch(Decoder):
     horizon: int = 2
     beam_size: int = 4
     max_candidates: int = 4
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        for name in ("slot_size", "num_serial_blocks", "num_simulations", "horizon", "beam_size", "max_candidates"):
-            require_at_least(name, getattr(self, name), 1)
-        require_choice("selection", self.selection, ("tree_search", "beam"))
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""

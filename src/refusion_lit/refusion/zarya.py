@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from numbers import Real
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,7 +24,7 @@ from refusion_lit.refusion.objective import (
     most_slots,
 )
 from refusion_lit.types import SpecialTokens
-from refusion_lit.utils.require import is_number, require, require_at_least, require_choice
+from refusion_lit.utils.require import is_number, require
 
 MaskPattern = Literal["independent", "grouped"]
 TokenWeights = Literal["equal", "harmonic"]
@@ -51,6 +51,7 @@ class Zarya(Hybrid):
         shuffle_masked: Put masked slots in random order too (``diffusion_shuffle`` of Zarya), not in text order.
     """
 
+    ranges = {"max_span": 1}
     slot_borders: tuple[float, ...] | None = None
     mask_pattern: MaskPattern = "independent"
     max_span: int = 50
@@ -60,9 +61,6 @@ class Zarya(Hybrid):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        require_choice("objective.mask_pattern", self.mask_pattern, get_args(MaskPattern))
-        require_at_least("objective.max_span", self.max_span, 1)
-        require_choice("objective.token_weights", self.token_weights, get_args(TokenWeights))
         if self.slot_borders is None:
             return
         holds = isinstance(self.slot_borders, Sequence) and len(self.slot_borders) == len(self.slot_sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,33 +122,10 @@ def _result_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob(RESULTS), key=key)
 
 
-def run_of(
-    folder: Path, results: dict[str, Any], predictions: dict[str, dict[str, ScoredPrediction]] | None
-) -> tuple[list[Run], list[str]]:
-    """Return a single run of which this process has the results as :func:`read_runs` does, without reading its files.
-
-    Args:
-        folder: The run's directory.
-        results: What ``results.json`` holds.
-        predictions: Predictions by prompt id for each decoder; ``None``: read their files.
-    """
-    results = json.loads(json.dumps(results))  # lists for tuples, as the file has them
-    notes: list[str] = []
-    return [_run(folder, folder, _source_name(folder), results, notes, predictions)], notes
-
-
-def _run(
-    folder: Path,
-    argument: Path,
-    source: str,
-    results: dict[str, Any],
-    notes: list[str],
-    predictions: dict[str, dict[str, ScoredPrediction]] | None = None,
-) -> Run:
+def _run(folder: Path, argument: Path, source: str, results: dict[str, Any], notes: list[str]) -> Run:
     relative = folder.relative_to(argument)
     name = str(relative) if relative.parts else argument.resolve().name
-    if predictions is None:
-        predictions = {decoder: read_scores(folder, decoder, notes) for decoder in results["results"]}
+    predictions = {decoder: read_scores(folder, decoder, notes) for decoder in results["results"]}
     for decoder, found in predictions.items():
         expected = results["results"][decoder].get("num_prompts", 0)
         if not found:
@@ -222,11 +199,6 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
                     continue
                 predictions.setdefault(identity, prediction)
     return predictions
-
-
-def scores_of(predictions: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
-    """Return predictions by prompt id, from the values that were written as lines."""
-    return dict(map(_parse, predictions))
 
 
 def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:

@@ -15,8 +15,8 @@ from markupsafe import Markup
 
 from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, Row, compare
 from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
-from refusion_lit.reports.results import described_environment
-from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs, run_of
+from refusion_lit.reports.results import RESULTS, described_environment
+from refusion_lit.reports.runs import Run, read_runs
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
@@ -79,22 +79,18 @@ def _write(comparison: Comparison, directory: Path, formats: Sequence[str]) -> l
     return [directory / name for name in files]
 
 
-def write_test_report(
-    directory: Path, results: dict[str, Any], predictions: dict[str, dict[str, ScoredPrediction]] | None
-) -> None:
+def write_test_report(directory: Path) -> None:
     """Write the report of one test next to its ``results.json``; warn instead of raising if that fails.
 
     The results are already on disk, so a failed report must not fail the test.
 
     Args:
-        directory: The run's directory.
-        results: What ``results.json`` holds.
-        predictions: Predictions by prompt id for each decoder; ``None``: read their files.
+        directory: The run's directory, with ``results.json`` and the predictions.
     """
     from lightning.pytorch.utilities import rank_zero_info  # takes seconds; `refusion-lit report` does not need it
 
     try:
-        comparison = compare(*run_of(directory, results, predictions))
+        comparison = compare(*read_runs([directory / RESULTS]))
         page = _write(comparison, directory / DIRECTORY, ("html",))[0]
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)

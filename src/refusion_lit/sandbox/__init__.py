@@ -40,7 +40,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import check_options, require, require_choice
 
 Level = Literal["limits", "full"]
 LEVELS: tuple[Level, ...] = ("limits", "full")
@@ -67,15 +67,14 @@ class Limits:
         file_mb: Size of a file in MiB, at least 0.
     """
 
+    ranges = {"seconds": 0.05, "cpu_seconds": 1, "memory_mb": 64, "file_mb": 0}
     seconds: float = 60.0
     cpu_seconds: int = 10
     memory_mb: int = 512
     file_mb: int = 16
 
     def __post_init__(self) -> None:
-        minima = {"seconds": 0.05, "cpu_seconds": 1, "memory_mb": 64, "file_mb": 0}
-        for name, minimum in minima.items():
-            require_at_least(f"limits.{name}", getattr(self, name), minimum)
+        check_options(self, "limits.")
 
 
 @dataclass(frozen=True, kw_only=True)

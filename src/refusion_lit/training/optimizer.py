@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from refusion_lit.training.callbacks import last_checkpoint
-from refusion_lit.utils.require import require_at_least, require_probability
+from refusion_lit.utils.require import check_options
 
 _NUM_SHOWN = 4
 
@@ -31,13 +31,13 @@ class WarmupCosine:
         final_lr_ratio: Learning rate at the end over its peak, in [0, 1].
     """
 
+    ranges = {"warmup_steps": 0, "final_lr_ratio": "[0, 1]"}
     warmup_steps: int = 100
     final_lr_ratio: float = 0.02
 
     def __post_init__(self) -> None:
         """Check the options."""
-        require_at_least("model.schedule.warmup_steps", self.warmup_steps, 0)
-        require_probability("model.schedule.final_lr_ratio", self.final_lr_ratio)
+        check_options(self, "model.schedule.")
 
     def __call__(self, optimizer: Optimizer, num_steps: int) -> LambdaLR:
         """Return the schedule.

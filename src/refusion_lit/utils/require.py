@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
 from numbers import Integral, Real
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Ranges = dict[str, float | str]
+"""Minimum of an option, for :func:`require_at_least`, or its interval, for :func:`require_number`, by its name."""
 
 
 def require(holds: bool, option: str, expected: str, got: object, fix: str) -> None:
@@ -24,7 +33,7 @@ def require(holds: bool, option: str, expected: str, got: object, fix: str) -> N
 
 
 def is_number(value: object, kind: type) -> bool:
-    """Whether a value is a number of a kind; a boolean is none."""
+    """Whether a value is a number of a kind; a boolean is not a number."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -47,12 +56,6 @@ def require_between(option: str, value: int, minimum: int, maximum: int) -> None
     require(holds, option, f"an integer from {minimum} to {maximum}", value, fix)
 
 
-def require_probability(option: str, value: float) -> None:
-    """Refuse a value outside [0, 1], or of another kind."""
-    holds = is_number(value, Real) and 0 <= value <= 1
-    require(holds, option, "a probability in [0, 1]", value, f"set {option} between 0 and 1")
-
-
 def require_number(option: str, value: float, interval: str, fix: str = "set it in that range") -> None:
     """Refuse a value outside an interval such as ``(0, 1]``, or of another kind."""
     low, high = (float(end) for end in interval[1:-1].split(","))
@@ -64,3 +67,45 @@ def require_number(option: str, value: float, interval: str, fix: str = "set it 
 def require_choice(option: str, value: object, choices: Sequence[object]) -> None:
     """Refuse a value that is not one of the choices; literal types are not checked when called from Python."""
     require(value in choices, option, f"one of {', '.join(map(str, choices))}", value, "choose one of them")
+
+
+def check_options(options: DataclassInstance, prefix: str = "") -> None:
+    """Refuse values of a dataclass's options that its type annotations or its ranges exclude.
+
+    The class variable ``ranges`` holds :data:`Ranges`; those of the base classes hold, too. An option with a literal
+    type must have one of its values, a ``bool`` must be true or false, and ``None`` passes where the type has it.
+
+    Args:
+        options: The dataclass instance.
+        prefix: Where the options are in a config, as in ``objective.``.
+
+    Raises:
+        ValueError: Naming the option, what was expected and what was got.
+    """
+    for name, (choices, limit, optional) in _allowed(type(options)).items():
+        option, value = prefix + name, getattr(options, name)
+        if optional and value is None:
+            continue
+        if choices:
+            require_choice(option, value, choices)
+        if isinstance(limit, str):
+            require_number(option, value, limit)
+        elif limit is not None:
+            require_at_least(option, value, limit)
+
+
+@cache
+def _allowed(kind: type[DataclassInstance]) -> dict[str, tuple[tuple[object, ...], float | str | None, bool]]:
+    """Return each option's choices, its minimum or interval, and whether it may be ``None``."""
+    try:
+        hints = get_type_hints(kind)
+    except NameError:  # a type that is imported for type checkers only, or local to a function
+        hints = {}
+    ranges = {name: limit for each in reversed(kind.__mro__) for name, limit in vars(each).get("ranges", {}).items()}
+    found = {}
+    for name in [field.name for field in fields(kind)]:
+        kinds = (hints.get(name), *get_args(hints.get(name)))
+        literals = tuple(value for each in kinds if get_origin(each) is Literal for value in get_args(each))
+        choices = literals or ((True, False) if bool in kinds else ())
+        found[name] = (choices, ranges.get(name), name not in hints or type(None) in kinds)
+    return found

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from math import ceil
 from pathlib import Path
 
 import pytest
@@ -115,20 +114,15 @@ class Reference:
             start += size
 
     def one_span(self, span: range, length: int) -> None:
-        step = 0
         while self.response is None and (masked := [p for p in span if self.text[p] is None]):
             read = {p: self.probabilities_at(p - self.decoder.shifted, length) for p in masked}
             best = sorted(masked, key=lambda p: (-read[p][1], p))
             if self.decoder.sampling_rule == "threshold":
                 chosen = {best[0], *(p for p in masked if read[p][1] > self.decoder.threshold)}
-            elif self.decoder.sampling_rule == "first_hitting":
-                chosen = {best[0]}
             else:
-                assert self.decoder.num_steps is not None
-                chosen = set(best[: ceil(len(masked) / (self.decoder.num_steps - step))])
+                chosen = {best[0]}
             for position in chosen:
                 self.text[position] = read[position][0]
-            step += 1
             self.num_rounds += 1
             self.masked.append(masked)
             self.probabilities.append([read[p][1] for p in masked])
@@ -149,12 +143,10 @@ class Reference:
 @st.composite
 def decoders(draw: st.DrawFn) -> BlockDiffusion:
     size = draw(st.sampled_from([1, 2, 4, 6, 8, 32]))
-    rule = draw(st.sampled_from(["threshold", "threshold", "first_hitting", "ancestral"]))
     return BlockDiffusion(
         block_size=size,
-        sampling_rule=rule,
+        sampling_rule=draw(st.sampled_from(["threshold", "threshold", "first_hitting"])),
         threshold=draw(st.sampled_from([0.0, 0.15, 0.3, 0.5, 0.9, 1.0])),
-        num_steps=draw(st.integers(1, 9)) if rule == "ancestral" else None,
         sub_block_size=draw(st.sampled_from([None, *(d for d in range(1, size + 1) if size % d == 0)])),
         shifted=draw(st.booleans()),
         confidence_dtype=draw(st.sampled_from([None, None, "bfloat16"])),
@@ -317,7 +309,9 @@ def sampled_state(decoder: BlockDiffusion, prompt_id: str) -> SubBlockState:
     """Begin a sampled response of one block."""
     special = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=9)
     prompt = Prompt(token_ids=(3,) * decoder.block_size, id=prompt_id)
-    return decoder.begin(prompt, SamplingParams(max_new_tokens=decoder.block_size, temperature=1.0), special)
+    state = decoder.begin(prompt, SamplingParams(max_new_tokens=decoder.block_size, temperature=1.0), special)
+    assert isinstance(state, SubBlockState)
+    return state
 
 
 def one_round(decoder: BlockDiffusion, state: SubBlockState, probabilities: list[float]) -> Forward:
@@ -351,16 +345,13 @@ def committed_by_step(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]
     found = []
     while not state.prefix_ends:
         before, steps = list(state.is_masked), decoder.step(state)
-        request = next(steps, None)  # a step that chooses no place needs no forward
-        if request is not None:
-            assert isinstance(request, Forward)
-            num_drafts = len(request.branches[0].draft_at)
-            state.num_forwards += 1
-            with pytest.raises(StopIteration):
-                steps.send([Reading(tokens=[4] * num_drafts, probabilities=[0.5] * num_drafts)])
+        request = next(steps)
+        assert isinstance(request, Forward)
+        num_drafts = len(request.branches[0].draft_at)
+        state.num_forwards += 1
+        with pytest.raises(StopIteration):
+            steps.send([Reading(tokens=[4] * num_drafts, probabilities=[0.5] * num_drafts)])
         found.append([i for i, was in enumerate(before) if was and not state.is_masked[i]])
-        assert bool(found[-1]) == (request is not None)
-    assert state.schedule_step <= state.schedule_length or decoder.sampling_rule != "ancestral"
     return found
 
 
@@ -372,40 +363,14 @@ def test_first_hitting_places_are_uniform() -> None:
     assert chi_square < 58.6  # 23 degrees of freedom: 1 in 17,000
 
 
-def test_ancestral_places_become_final_at_independent_uniform_steps() -> None:
-    decoder = BlockDiffusion(block_size=2, sampling_rule="ancestral", num_steps=4)
-    pairs: Counter[tuple[int, int]] = Counter()
-    for i in range(3200):
-        steps = committed_by_step(decoder, str(i))
-        assert len(steps) <= 4
-        at = {place: step for step, places in enumerate(steps) for place in places}
-        pairs[at[0], at[1]] += 1
-    assert len(pairs) == 16
-    chi_square = sum((count - 200) ** 2 / 200 for count in pairs.values())
-    assert chi_square < 44.3  # 15 degrees of freedom: 1 in 10,000
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ancestral_forwards_are_bounded_by_steps_and_tokens(temperature: float) -> None:
-    few = BlockDiffusion(sampling_rule="ancestral", num_steps=1)
-    assert full(few, 4, 20, temperature=temperature).num_forwards == 3
-    many = replace(few, num_steps=500, sub_block_size=4)
-    row = full(many, 4, 20, temperature=temperature)
-    assert row.num_forwards <= 20
-    if temperature == 0:
-        assert row.token_ids == full(BlockDiffusion(threshold=1.0, sub_block_size=4), 4, 20).token_ids
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"block_size": 0}, "^block_size: expected an integer of at least 1, got 0"),
-        ({"threshold": 1.5}, r"^threshold: expected a probability in \[0, 1\], got 1.5"),
-        ({"sampling_rule": "best"}, "^sampling_rule: expected one of threshold, first_hitting, ancestral, got 'best'"),
-        ({"sampling_rule": "ancestral"}, "^num_steps: expected an integer of at least 1 .*, got None"),
-        ({"sampling_rule": "ancestral", "num_steps": 0}, "^num_steps: expected an integer of at least 1, got 0"),
+        ({"threshold": 1.5}, r"^threshold: expected a number in \[0, 1\], got 1.5"),
+        ({"sampling_rule": "best"}, "^sampling_rule: expected one of threshold, first_hitting, got 'best'"),
         ({"num_steps": 0}, "^num_steps: expected an integer of at least 1, got 0"),
-        ({"confidence_dtype": "float8"}, "^confidence_dtype: expected one of None, float32, .*, got 'float8'"),
+        ({"confidence_dtype": "float8"}, "^confidence_dtype: expected one of float32, .*, got 'float8'"),
         ({"sampling_rule": "first_hitting", "num_steps": 4}, "^num_steps: expected null .*, got 4"),
         ({"confidence": "sure"}, "^confidence: expected one of unfiltered, filtered, got 'sure'"),
         ({"sub_block_size": 3}, "^sub_block_size: expected a divisor of block_size 8, or null, got 3"),

@@ -174,9 +174,9 @@ def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
     [
         ({"slot_size": 0}, "^slot_size: expected an integer of at least 1, got 0"),
         ({"num_serial_blocks": 0}, "^num_serial_blocks: expected an integer of at least 1, got 0"),
-        ({"slot_threshold": 1.5}, r"^slot_threshold: expected a probability in \[0, 1\], got 1.5"),
-        ({"token_threshold": -0.1}, r"^token_threshold: expected a probability in \[0, 1\], got -0.1"),
-        ({"token_threshold": float("nan")}, "^token_threshold: expected a probability"),
+        ({"slot_threshold": 1.5}, r"^slot_threshold: expected a number in \[0, 1\], got 1.5"),
+        ({"token_threshold": -0.1}, r"^token_threshold: expected a number in \[0, 1\], got -0.1"),
+        ({"token_threshold": float("nan")}, "^token_threshold: expected a number in"),
         ({"slot_confidence": "median"}, "^slot_confidence: expected one of first, mean, min, product, got 'median'"),
         ({"selection": "best"}, "^selection: expected one of threshold, top_k, capped, sequential, random, got 'best'"),
         ({"infill": "none"}, "^infill: expected one of mask, autoregressive, bonus, got 'none'"),

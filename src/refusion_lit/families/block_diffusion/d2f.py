@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best, max_length
+from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.decoder import BlockDecoder, whole_blocks
+from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_probability
 
 
 @dataclass(kw_only=True)
@@ -21,7 +20,7 @@ class PipelineState(RowState):
         blocks: Positions of each block that was opened, from left to right.
     """
 
-    blocks: list[range]
+    blocks: list[range] = field(default_factory=list)
 
     def share(self, number: int) -> float:
         """Return the share of a block's tokens that are known, given ones too; 1 for the text before the blocks."""
@@ -71,6 +70,13 @@ class D2F(BlockDecoder):
         attention="block_causal", predictions=("mask",), prompt_is_block=True
     )
 
+    state = PipelineState
+    ranges = {
+        "threshold": "[0, 1]",
+        "add_threshold": "[0, 1]",
+        "activate_threshold": "[0, 1]",
+        "num_open_blocks": 1,
+    }
     threshold: float = 0.9
     add_threshold: float = 0.1
     activate_threshold: float = 0.95
@@ -78,26 +84,18 @@ class D2F(BlockDecoder):
     shifted: bool = False
     prompt_is_block: bool = True
 
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        super().__post_init__()
-        for name in ("threshold", "add_threshold", "activate_threshold"):
-            require_probability(name, getattr(self, name))
-        require_at_least("num_open_blocks", self.num_open_blocks, 1, optional=True)
-
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention; blocks after a prompt of one block may have any size."""
         size = None if self.prompt_is_block else self.block_size
         return replace(super().requirements(), block_size=size, prompt_is_block=self.prompt_is_block)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
-        """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_known = len(prompt.token_ids)
-        size = self.block_size
-        start = num_known if self.prompt_is_block else num_known // size * size
-        end = num_known + max_length(prompt, sampling, special_tokens)
-        length = start + whole_blocks(end - start, size) - num_known
-        return PipelineState.blank(prompt, sampling, special_tokens, length, blocks=[range(start, start + size)])
+        """Create a canvas of whole blocks, the first of which is open."""
+        state = super().begin(prompt, sampling, special_tokens)
+        assert isinstance(state, PipelineState)
+        start = self._first_block(state.prompt_length)
+        state.blocks.append(range(start, start + self.block_size))
+        return state
 
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over all open blocks and commit tokens in each of them."""
@@ -106,7 +104,7 @@ class D2F(BlockDecoder):
         masked = {i: state.masked(block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
         read = [position for positions in masked.values() for position in positions]
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
-        reading = (yield Forward(phase="denoise", branches=(self._branch(state, read),), draw=draw))[0]
+        reading = (yield Forward(phase="denoise", branches=(self._open_branch(state, read),), draw=draw))[0]
         state.num_cached = state.blocks[first].start
         found = dict(zip(read, zip(reading.tokens, reading.probabilities, strict=True), strict=True))
         activated = [state.share(i - 1) >= self.activate_threshold for i in masked]  # before anything is committed
@@ -133,7 +131,7 @@ class D2F(BlockDecoder):
         ends = state.first_eos([state.tokens[place] for place in state.committed]) is not None
         return state.share(last) >= self.add_threshold and not (is_full or is_last or ends)
 
-    def _branch(self, state: PipelineState, read: Sequence[int]) -> Branch:
+    def _open_branch(self, state: PipelineState, read: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to that of the last block; each block sees those before it."""
         shift = int(self.shifted)
         stop = state.blocks[-1].stop

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_probability
-
-_NUM_STEPS = {
-    "threshold": "an integer of at least 1, or null",
-    "first_hitting": "null",
-    "ancestral": "an integer of at least 1",
-}
-"""What ``num_steps`` may be, by sampling rule."""
+from refusion_lit.utils.require import require
 
 
 @dataclass(kw_only=True)
@@ -42,14 +35,15 @@ class BlockDecoder(Decoder):
         block_size: Tokens per block, at least 1; must be the trained one.
         ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
             them when it fills that token, so the generated text may not fit them.
+
+    Class attributes:
+        state: Class of a prompt's state.
     """
 
+    state = RowState
+    ranges = {"block_size": 1}
     block_size: int = 32
     ignore_right_context: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options; subclasses extend it."""
-        require_at_least("block_size", self.block_size, 1)
 
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention with this block size."""
@@ -77,6 +71,23 @@ class BlockDecoder(Decoder):
         num_blocks = min(num_common // self.block_size, prompt_length // self.block_size - 1)
         return 0 if self._from_response else max(num_blocks, 0) * self.block_size
 
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        """Create a canvas as long as the longest response, extended to the end of its last block."""
+        num_known = len(prompt.token_ids)
+        last = num_known + max_length(prompt, sampling, special_tokens) - self._first_block(num_known)
+        length = self._first_block(num_known) + -(-last // self.block_size) * self.block_size - num_known
+        return self.state.blank(prompt, sampling, special_tokens, length)
+
+    def _first_block(self, prompt_length: int) -> int:
+        """Return where the first block with generated tokens starts."""
+        return prompt_length if self._from_response else prompt_length // self.block_size * self.block_size
+
+    def _branch(self, state: RowState, stop: int, drawn: Sequence[int]) -> Branch:
+        """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
+        start = state.num_cached
+        order = [position // self.block_size for position in range(start, stop)]
+        return state.branch(start, stop, drawn, order=order, shift=self._shift)
+
     @property
     def _shift(self) -> int:
         """1 if a block's first token is predicted by the block before it."""
@@ -97,28 +108,24 @@ class BlockDiffusion(BlockDecoder):
     later blocks. Blocks are always decoded whole; tokens beyond ``max_new_tokens`` are not returned. A prompt is
     finished once no mask is left before its first EOS or its end.
 
-    Sources: BD3-LM (arXiv 2503.09573) with ``first_hitting`` or ``ancestral``; Fast-dLLM v2 (arXiv 2509.26328) is
+    Sources: BD3-LM (arXiv 2503.09573) with ``first_hitting``; Fast-dLLM v2 (arXiv 2509.26328) is
     ``block_size=32, sub_block_size=8, shifted=True``; SDAR's ``low_confidence_dynamic`` (arXiv 2510.06303) is
     ``block_size=4, num_steps=4, threshold=0.85, confidence="filtered", fused=False``, and its
     ``low_confidence_static`` that with ``threshold=1``.
 
     Deliberate differences. BD3-LM: no sliding window; its stop at a low entropy is an option of the sampling
-    (``min_entropy``); top-p keeps the crossing token; the ancestral schedule belongs to each (sub-)block and ends
-    without masks; and temperature 0 is deterministic, so the place, too, is the most certain one (``first_hitting``
-    then equals ``threshold=1``; ``ancestral`` takes the expected number, rounded up). Fast-dLLM v2: any number of new
-    tokens is given, where the released program makes whole blocks and one token more. SDAR: the last block is not
-    cached, which saves its last forward.
+    (``min_entropy``); top-p keeps the crossing token; and temperature 0 is deterministic, so the place, too, is the
+    most certain one (``first_hitting`` then equals ``threshold=1``). Fast-dLLM v2: any number of new tokens is given,
+    where the released program makes whole blocks and one token more. SDAR: the last block is not cached, which saves
+    its last forward.
 
     Attributes:
         block_size: Tokens per block, D; must be the trained one (to decode in smaller steps, set ``sub_block_size``).
         sampling_rule: What a forward commits. ``threshold``: tokens with a probability above ``threshold``, and always
-            the most probable one. ``first_hitting``: one token at a uniformly drawn place. ``ancestral``: with
-            ``num_steps`` steps per sub-block, each masked place at step i (from 0) with probability
-            1 / (num_steps - i), the reverse process of a linear mask schedule; steps that choose no place need no
-            forward.
+            the most probable one. ``first_hitting``: one token at a uniformly drawn place.
         threshold: For ``threshold``, in [0, 1]; the comparison is strict, so 1 commits one token per forward.
-        num_steps: Steps per sub-block. ``ancestral`` needs it. With ``threshold``, each step commits at least its equal
-            share of the sub-block, most certain tokens first (``denoising_steps`` in SDAR); ``None``: at least one.
+        num_steps: Steps per sub-block, for ``threshold``. Each commits at least its equal share of the sub-block, most
+            certain tokens first (``denoising_steps`` in SDAR); ``None``: at least one.
         confidence: What the threshold is compared with: the token's probability under the ``unfiltered`` softmax, or
             under the ``filtered`` one, after temperature, top-k and top-p, as in the programs of SDAR and Fast-dLLM v2.
         confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
@@ -137,8 +144,10 @@ class BlockDiffusion(BlockDecoder):
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
 
+    state = SubBlockState
+    ranges = {"threshold": "[0, 1]", "num_steps": 1, "sub_block_size": 1}
     block_size: int = 8
-    sampling_rule: Literal["threshold", "first_hitting", "ancestral"] = "threshold"
+    sampling_rule: Literal["threshold", "first_hitting"] = "threshold"
     threshold: float = 0.9
     num_steps: int | None = None
     confidence: Literal["unfiltered", "filtered"] = "unfiltered"
@@ -151,31 +160,14 @@ class BlockDiffusion(BlockDecoder):
     def __post_init__(self) -> None:
         """Refuse impossible options."""
         super().__post_init__()
-        require_choice("sampling_rule", self.sampling_rule, tuple(_NUM_STEPS))
-        require_probability("threshold", self.threshold)
-        require_choice("confidence", self.confidence, ("unfiltered", "filtered"))
-        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
-        for name in ("num_steps", "sub_block_size"):
-            if getattr(self, name) is not None:
-                require_at_least(name, getattr(self, name), 1)
-        expected = f"{_NUM_STEPS[self.sampling_rule]} with sampling_rule {self.sampling_rule!r}"
-        holds = self.sampling_rule != ("ancestral" if self.num_steps is None else "first_hitting")
-        require(holds, "num_steps", expected, self.num_steps, "choose a rule that fits, or leave both out")
+        holds = self.num_steps is None or self.sampling_rule == "threshold"
+        require(holds, "num_steps", "null with sampling_rule 'first_hitting'", self.num_steps, "leave one of them out")
         size = self.sub_block_size
         holds = size is None or self.block_size % size == 0
         expected = f"a divisor of block_size {self.block_size}, or null"
         require(holds, "sub_block_size", expected, size, "choose one that fills the block exactly")
         holds = not self.sub_block_cache or (size is not None and self.shifted)
         require(holds, "sub_block_cache", "false without sub_block_size and shifted", self.sub_block_cache, "set both")
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SubBlockState:
-        """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_known = len(prompt.token_ids)
-        end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
-        num_spans = -(-end // self._span_size) - num_known // self._span_size
-        length = end - num_known
-        steps = num_spans * (self.num_steps or 0) * (self.sampling_rule == "ancestral")
-        return SubBlockState.blank(prompt, sampling, special_tokens, length, schedule_length=steps)
 
     @property
     def _span_size(self) -> int:
@@ -190,43 +182,27 @@ class BlockDiffusion(BlockDecoder):
         else:
             span_end = (first // self._span_size + 1) * self._span_size
             drawn = self._positions_to_draw(state, state.masked(first, span_end))
-            if drawn:
-                if not self.fused and state.num_cached < block_start:
-                    yield from self._store(state, block_start, predicts=False)
-                yield from self._denoise(state, block_start, drawn)
-            state.schedule_step += self.sampling_rule == "ancestral"
+            if not self.fused and state.num_cached < block_start:
+                yield from self._store(state, block_start, predicts=False)
+            yield from self._denoise(state, block_start, drawn)
             state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
 
     def _positions_to_draw(self, state: SubBlockState, masked: list[int]) -> list[int]:
-        """Return the positions whose logits are read: all masked ones, or those drawn beforehand.
+        """Return the positions whose logits are read: all masked ones, or the one drawn beforehand.
 
-        In both rules of BD3-LM the places are independent of the tokens, so they can be drawn first.
+        The place of ``first_hitting`` is independent of the tokens, so it can be drawn first.
         """
-        seed = state.sampling.seed
-        prompt_id = state.prompt.id
         if state.sampling.temperature == 0 or self.sampling_rule == "threshold":
             return masked
-        if self.sampling_rule == "first_hitting":
-            uniform = uniform_scalar("first_hitting", seed, prompt_id, state.num_forwards)
-            return [masked[int(uniform * len(masked))]]
-        probability = 1 / self._steps_left(state)
-        step = state.schedule_step
-        return [p for p in masked if uniform_scalar("ancestral", seed, prompt_id, step, p) < probability]
-
-    def _steps_left(self, state: SubBlockState) -> int:
-        assert self.num_steps is not None
-        return self.num_steps - state.span_step
+        uniform = uniform_scalar("first_hitting", state.sampling.seed, state.prompt.id, state.num_forwards)
+        return [masked[int(uniform * len(masked))]]
 
     def _num_to_commit(self, state: SubBlockState, probabilities: Sequence[float]) -> int:
         """Return how many drawn tokens are committed, most probable first; at least 1."""
-        if self.sampling_rule == "threshold":
-            quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
-            return max(1, quota, sum(probability > self.threshold for probability in probabilities))
         if self.sampling_rule == "first_hitting":
             return 1
-        if state.sampling.temperature == 0:
-            return -(-len(probabilities) // self._steps_left(state))
-        return len(probabilities)
+        quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
+        return max(1, quota, sum(probability > self.threshold for probability in probabilities))
 
     def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
         """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""
@@ -266,14 +242,3 @@ class BlockDiffusion(BlockDecoder):
         state.num_cached = block_start
         if predicts:
             state.commit([block_start - state.prompt_length], readings[0].tokens)
-
-    def _branch(self, state: SubBlockState, stop: int, drawn: Sequence[int]) -> Branch:
-        """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
-        start = state.num_cached
-        order = [position // self.block_size for position in range(start, stop)]
-        return state.branch(start, stop, drawn, order=order, shift=int(self.shifted))
-
-
-def whole_blocks(length: int, block_size: int) -> int:
-    """Return a length rounded up to whole blocks."""
-    return -(-length // block_size) * block_size

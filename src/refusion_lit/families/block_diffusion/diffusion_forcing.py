@@ -14,7 +14,7 @@ from refusion_lit.learning.objective import MaskRatio, Objective, mask_probabili
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_number
+from refusion_lit.utils.require import require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class DiffusionForcing(Objective):
     """
 
     term = "mdm"
+    ranges = {"block_size": 1, "t_min": "(0, 1]"}
     block_size: int = 16
     t_min: float = 0.2
     t_max: float = 0.7
@@ -47,8 +48,6 @@ class DiffusionForcing(Objective):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        require_at_least("objective.block_size", self.block_size, 1)
-        require_number("objective.t_min", self.t_min, "(0, 1]")
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
 
     @property

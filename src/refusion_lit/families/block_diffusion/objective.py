@@ -17,13 +17,7 @@ from refusion_lit.learning.objective import MaskRatio, Objective, mask_probabili
 from refusion_lit.learning.text_order import extend_responses, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import (
-    require,
-    require_at_least,
-    require_choice,
-    require_number,
-    require_probability,
-)
+from refusion_lit.utils.require import require, require_number
 
 _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 _MIN_PROBABILITY = 1e-3
@@ -67,6 +61,7 @@ class BlockMasked(Objective):
     """
 
     term = "mdm"
+    ranges = {"block_size": 1, "t_min": "(0, 1]"}
     block_size: int = 8
     t_min: float = 1e-3
     t_max: float = 1.0
@@ -79,11 +74,7 @@ class BlockMasked(Objective):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        require_at_least("objective.block_size", self.block_size, 1)
-        require_number("objective.t_min", self.t_min, "(0, 1]")
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
-        require_choice("objective.fill_blocks_with", self.fill_blocks_with, ("eos", "mask"))
-        require_choice("objective.denominator", self.denominator, ("response", "all_tokens"))
         weighted = not self.complementary or self.denominator == "response"
         fix = "use 'response', which counts each token of the two views once"
         require(weighted, "objective.denominator", "'response' with complementary", self.denominator, fix)
@@ -227,6 +218,7 @@ class EditableBlockMasked(BlockMasked):
         keep_weight: Coefficient of the term ``keep``, at least 0.
     """
 
+    ranges = {"max_replaced": "[0, 1]", "kept": "[0, 1]", "edit_weight": 0.0, "keep_weight": 0.0}
     max_replaced: float = 0.1
     kept: float = 0.1
     edit_weight: float = 0.5
@@ -235,10 +227,6 @@ class EditableBlockMasked(BlockMasked):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        for name in ("max_replaced", "kept"):
-            require_probability(f"objective.{name}", getattr(self, name))
-        for name in ("edit_weight", "keep_weight"):
-            require_at_least(f"objective.{name}", getattr(self, name), 0.0)
         for name in ("complementary", "shifted"):
             fix = "leave it out, or train with BlockMasked"
             require(not getattr(self, name), f"objective.{name}", "false with visible tokens as targets", True, fix)

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best, max_length
+from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.block_diffusion.decoder import BlockDecoder, whole_blocks
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_probability
+from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 
 MAX_POST_FORWARDS = 16
 """Maximum number of forwards of a block without masks (``max_post_steps``): stops edits that undo each other."""
@@ -42,20 +40,9 @@ class TokenEditing(BlockDecoder):
         attention="block_causal", predictions=("mask", "visible"), block_size=32
     )
 
+    ranges = {"mask_threshold": "[0, 1]", "edit_threshold": "[0, 1]"}
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        super().__post_init__()
-        for name in ("mask_threshold", "edit_threshold"):
-            require_probability(name, getattr(self, name))
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_known = len(prompt.token_ids)
-        end = whole_blocks(num_known + max_length(prompt, sampling, special_tokens), self.block_size)
-        return RowState.blank(prompt, sampling, special_tokens, end - num_known)
 
     def step(self, state: RowState) -> Steps[None]:
         """Fill and edit a whole block, then commit it."""
@@ -67,7 +54,7 @@ class TokenEditing(BlockDecoder):
         while num_post < MAX_POST_FORWARDS:
             is_post = None not in tokens
             draw = Draw(sampling=state.sampling, round=state.num_forwards)
-            branch = self._branch(state, positions, tokens)
+            branch = self._noisy_branch(state, positions, tokens)
             reading = (yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw))[0]
             state.num_cached = start
             edited = self._edited(tokens, reading.tokens, reading.probabilities)
@@ -92,13 +79,11 @@ class TokenEditing(BlockDecoder):
             if token is not None and token != drawn[i] and probabilities[i] > self.edit_threshold
         ]  # fmt: skip
 
-    def _branch(self, state: RowState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
-        """Return the text from the end of the cache to the block's end; each block sees itself and those before it."""
-        start = state.num_cached
-        stop = (masked[0] // self.block_size + 1) * self.block_size
-        order = [position // self.block_size for position in range(start, stop)]
-        text = state.text(start, stop)
+    def _noisy_branch(self, state: RowState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
+        """Return the text from the end of the cache to the block's end, with the tokens that are filled so far."""
+        branch = self._branch(state, (masked[0] // self.block_size + 1) * self.block_size, masked)
+        text = list(branch.tokens)
         for position, token in zip(masked, tokens, strict=True):
             if token is not None:
-                text[position - start] = token
-        return replace(state.branch(start, stop, masked, order=order), tokens=text)
+                text[position - state.num_cached] = token
+        return replace(branch, tokens=text)

@@ -17,7 +17,7 @@ from refusion_lit.families.llada.decoder import canvas_branch
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import AttentionMask
-from refusion_lit.utils.require import require, require_at_least, require_probability
+from refusion_lit.utils.require import require
 
 _UNKNOWN = -1e4
 """Logit of an id that one of the models lacks: never probable, but finite, so that products of models are defined."""
@@ -54,14 +54,10 @@ class APD(Decoder):
     )
     refuses = "it writes from left to right, and its verifier sees no text on the right of a token"
 
+    ranges = {"mixture_weight": "[0, 1]", "max_lookahead": 1}
     mixture_weight: float = 0.7
     max_lookahead: int | None = 100
     shifted: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        require_probability("mixture_weight", self.mixture_weight)
-        require_at_least("max_lookahead", self.max_lookahead, 1, optional=True)
 
     def step(self, state: RowState) -> Steps[None]:
         """Draft masks, verify the drafts, and commit those that are accepted."""

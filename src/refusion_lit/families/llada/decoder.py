@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import require
 
 _STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
 _DREAM = ("origin", *_STATISTIC)
@@ -90,6 +90,7 @@ class LLaDA(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
     refuses = None  # given tokens are unmasked tokens of the canvas
 
+    ranges = {"steps": 1, "block_length": 1, "guidance_scale": "[0, inf)", "kernel_size": 1}
     steps: int | None = None
     block_length: int | None = None
     order: Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"] = "low_confidence"
@@ -103,19 +104,14 @@ class LLaDA(Decoder):
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_choice("order", self.order, _ORDERS)
-        require_at_least("steps", self.steps, 1, optional=True)
+        super().__post_init__()
         if self.block_length is not None:
-            require_at_least("block_length", self.block_length, 1)
             require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",
                     self.block_length, "leave it out, or choose another order")  # fmt: skip
-        require_number("guidance_scale", self.guidance_scale, "[0, inf)", "set it to 0 for none")
-        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
         require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
                 f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
         if self.kernel_size is not None:
-            require_at_least("kernel_size", self.kernel_size, 1)
             holds = self.order in ("low_confidence", "origin") and self.block_length is None
             require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence' or 'origin'",
                     self.kernel_size, "leave it out, or leave out block_length and order")  # fmt: skip

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import canvas_branch, paced_steps, step_quota, time_share
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice
+from refusion_lit.utils.require import require
 
 _STATISTIC = {"maskgit_plus": "filtered", "entropy": "negative_entropy"}
 
@@ -70,6 +70,7 @@ class FastDLLM(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
     refuses = None  # given tokens are unmasked tokens of the canvas
 
+    ranges = {"block_length": 1, "threshold": 0.0, "factor": 0.0, "steps": 1}
     block_length: int | None = 32
     threshold: float | None = 0.9
     factor: float | None = None
@@ -82,19 +83,13 @@ class FastDLLM(Decoder):
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_choice("cache", self.cache, ("none", "prefix", "dual"))
-        require_choice("order", self.order, ("low_confidence", *_STATISTIC))
-        require_choice("confidence_dtype", self.confidence_dtype, (None, *get_args(ConfidenceDtype)))
-        require_at_least("block_length", self.block_length, 1, optional=True)
-        require_at_least("threshold", self.threshold, 0.0, optional=True)
+        super().__post_init__()
         if self.factor is not None:
             require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
-            require_at_least("factor", self.factor, 0.0)
         has_rule = self.threshold is not None or self.factor is not None
         is_scheduled = self.order == "entropy" and has_rule
         require(not is_scheduled, "order", "no entropy with a threshold or factor", self.order, "set both to null")
         if self.steps is not None:
-            require_at_least("steps", self.steps, 1)
             require(self.factor is None, "steps", "null with a factor", self.steps, "set factor to null")
             is_dream = self.threshold is None or (self.block_length is None and self.cache == "none")
             require(is_dream, "steps", "null with a threshold, unless block_length is null and cache none", self.steps,

@@ -24,7 +24,7 @@ from refusion_lit.learning.objective import (
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_number
+from refusion_lit.utils.require import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +50,11 @@ class Masked(Objective):
     """
 
     term = "mdm"
+    ranges = {"eps": "(0, 1]", "pad_responses_to": 1, "cart_p": "(0, 1]"}
     eps: float = 1e-3
     pad_responses_to: int | None = None
     shifted: bool = False
     cart_p: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
-        super().__post_init__()
-        require_number("objective.eps", self.eps, "(0, 1]")
-        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
-        if self.cart_p is not None:
-            require_number("objective.cart_p", self.cart_p, "(0, 1]", "set it in that range, or to null")
 
     @property
     def traits(self) -> ModelTraits:
@@ -149,6 +142,13 @@ class R2FT(Objective):
         pad_responses_to: Lengthen responses with end-of-sequence tokens, as for :class:`Masked`.
     """
 
+    ranges = {
+        "max_unit": 1,
+        "min_span": 1,
+        "beta": "(0, inf)",
+        "likelihood_weight": 0.0,
+        "pad_responses_to": 1,
+    }
     max_unit: int = 14
     min_span: int = 30
     max_span: int = 49
@@ -159,12 +159,7 @@ class R2FT(Objective):
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
         super().__post_init__()
-        require_at_least("objective.max_unit", self.max_unit, 1)
-        require_at_least("objective.min_span", self.min_span, 1)
         require_at_least("objective.max_span", self.max_span, self.min_span)
-        require_number("objective.beta", self.beta, "(0, inf)", "use 1, say")
-        require_at_least("objective.likelihood_weight", self.likelihood_weight, 0.0)
-        require_at_least("objective.pad_responses_to", self.pad_responses_to, 1, optional=True)
 
     @property
     def traits(self) -> ModelTraits:

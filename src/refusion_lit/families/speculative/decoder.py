@@ -17,7 +17,7 @@ from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import require
 
 Layout = Literal["two_forwards", "single_forward"]
 """Where the masks of a round stand: in a forward of their own, or after every possible acceptance of a verification."""
@@ -84,6 +84,7 @@ class SelfSpeculative(Decoder):
     shares = "all_but_last"
     refuses = "its text is that of decoding from left to right, which sees no text on the right of a token"
 
+    ranges = {"num_drafts": 0, "slot_size": 1, "forward_cost": "[0, inf)"}
     num_drafts: int | None = None
     slot_size: int | None = None
     layout: Layout | None = None
@@ -92,12 +93,7 @@ class SelfSpeculative(Decoder):
 
     def __post_init__(self) -> None:
         """Refuse impossible options."""
-        require_at_least("num_drafts", self.num_drafts, 0, optional=True)
-        require_at_least("slot_size", self.slot_size, 1, optional=True)
-        require_choice("layout", self.layout, (None, "two_forwards", "single_forward"))
-        if self.forward_cost is not None:
-            require_number("forward_cost", self.forward_cost, "[0, inf)", "use 32, say")
-        require_choice("coupling", self.coupling, ("shared_noise", "rejection"))
+        super().__post_init__()
         expected = "shared_noise where no layout is named, as rejection makes the text depend on it"
         fix = "set layout to single_forward or two_forwards"
         require(self.coupling == "shared_noise" or self.layout is not None, "coupling", expected, self.coupling, fix)

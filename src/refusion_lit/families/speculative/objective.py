@@ -13,7 +13,7 @@ from refusion_lit.learning.objective import MaskRatio, Objective, response_posit
 from refusion_lit.learning.text_order import text_then_masks
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require, require_at_least, require_number
+from refusion_lit.utils.require import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,9 @@ class GatedDraft(Objective):
     """
 
     term = "draft"
+    ranges = {"stride": 1, "decay": "(0, 1]"}
     stride: int = 5
     decay: float = 0.8
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        super().__post_init__()
-        require_at_least("objective.stride", self.stride, 1)
-        require_number("objective.decay", self.decay, "(0, 1]", "use 0.8, say")
 
     @property
     def traits(self) -> ModelTraits:

@@ -9,7 +9,6 @@ from typing import ClassVar
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +42,11 @@ class WeDLM(Decoder):
     requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
     shares = "all"
 
+    ranges = {"window_size": 1, "entropy_threshold": "[-inf, inf]", "position_penalty": 0.0}
     window_size: int = 16
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
     ignore_right_context: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse impossible options."""
-        require_at_least("window_size", self.window_size, 1)
-        require_at_least("position_penalty", self.position_penalty, 0.0)
-        if self.entropy_threshold is not None:
-            require_number("entropy_threshold", self.entropy_threshold, "[-inf, inf]")
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens that the first window does not reach, unless ``ignore_right_context``."""

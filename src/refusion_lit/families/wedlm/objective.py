@@ -24,7 +24,6 @@ from refusion_lit.learning.objective import (
 from refusion_lit.learning.text_order import shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require_at_least
 
 _MIN_RATIO = 1e-8
 
@@ -51,14 +50,9 @@ class DualStream(Objective):
         ar_weight: Weight of the next-token term against the masked one (``ar_loss_weight``), at least 0.
     """
 
+    ranges = {"block_size": 1, "ar_weight": 0.0}
     block_size: int = 32
     ar_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
-        super().__post_init__()
-        require_at_least("objective.block_size", self.block_size, 1)
-        require_at_least("objective.ar_weight", self.ar_weight, 0.0)
 
     @property
     def traits(self) -> ModelTraits:
