@@ -175,3 +175,20 @@ def test_the_default_decoder_fits_a_model_of_masks_alone() -> None:
     model.backbone.traits = replace(model.backbone.traits, predictions=("mask",))
     assert not model.default_decoder.requirements().mismatches(model.backbone.traits)
     model.generate(["1+2>"], max_new_tokens=4)
+
+
+def test_a_decoder_that_says_nothing_of_its_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "from refusion_lit.decoding import Decoder\n\n\nclass Silent(Decoder):\n    def step(self, state): ...\n"
+    (tmp_path / "silent.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["generate", "--ckpt_path", str(MODEL), "--decoder", "silent.Silent", "--prompt", "1+2>"]) == 2
+    told = capsys.readouterr().err
+    assert "decoder: expected what Silent needs of a model, got 'no class attribute requires'; add requires" in told
+
+
+def test_a_training_warns_of_decoders_that_do_not_fit_its_objective(tmp_path: Path) -> None:
+    options = ["--model.objective=Autoregressive", "--trainer.max_steps=1", f"--runs_dir={tmp_path}"]
+    with pytest.warns(UserWarning, match=r"model.decoders.refusion: ReFusion does not fit .*; a test will refuse it"):
+        assert main(["fit", "--config", QUICKSTART, *TINY, *options]) == 0

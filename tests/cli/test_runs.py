@@ -54,6 +54,20 @@ def test_a_fit_is_resumed_in_its_directory_with_its_config(runs: Path, capsys: p
     assert "beginning" not in capsys.readouterr().err
 
 
+def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -> None:
+    run = runs / "quickstart" / "version_0"
+    started = json.loads((run / "environment.json").read_text())["command"]
+    with pytest.warns(
+        UserWarning, match=r"other options than the run was started with: model.optimizer.init_args.lr; config"
+    ):
+        assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", "--model.optimizer.lr=0.01"]) == 0
+    found = json.loads((run / "environment.json").read_text())
+    assert found["command"] == started
+    assert [each["changed"] for each in found["resumed"]] == [
+        {"trainer.max_steps": 6, "model.optimizer.init_args.lr": 0.01}
+    ]
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_losses_are_written_with_and_without_tensorboard(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,9 +44,9 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def data_module(num_workers: int = 0) -> InstructionDataModule:
+def data_module(num_workers: int = 0, **options: int) -> InstructionDataModule:
     task = Additions(num_train=4 * NUM_BATCHES + 1, num_validation=2, num_test=2)
-    return InstructionDataModule(task, CharacterTokenizer(), batch_size=4, num_workers=num_workers)
+    return InstructionDataModule(task, CharacterTokenizer(), num_workers=num_workers, **{"batch_size": 4, **options})
 
 
 def fit(
@@ -89,6 +89,17 @@ def test_resuming_after_any_step_changes_nothing(
 ) -> None:
     folder, seen = unbroken
     assert fit(tmp_path, folder / f"step={step}.ckpt") == seen[step:]
+
+
+@pytest.mark.parametrize(("option", "value"), [("batch_size", 2), ("seed", 5)])
+def test_another_order_is_refused_in_the_middle_of_an_epoch_alone(
+    unbroken: tuple[Path, list[tuple[int, list[str]]]], tmp_path: Path, option: str, value: int
+) -> None:
+    folder, _ = unbroken
+    with pytest.raises(ValueError, match=rf"data.{option}: expected \d, as the epoch was begun with, got {value}; "):
+        fit(tmp_path, folder / "step=3.ckpt", data_module(**{option: value}))
+    seen = fit(tmp_path, folder / f"step={NUM_BATCHES}.ckpt", data_module(**{option: value}))
+    assert len(seen) == NUM_STEPS - NUM_BATCHES
 
 
 def test_workers_change_neither_batches_nor_resuming(

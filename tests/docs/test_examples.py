@@ -22,7 +22,7 @@ from refusion_lit.data.batches import EncodedExample, collate_responses
 from refusion_lit.decoding import decode
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.tasks import SPLITS
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -94,7 +94,9 @@ def test_options_of_the_guide_are_refused_by_name() -> None:
     (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "window" in block]
     scope: dict[str, Any] = {"__name__": "page"}
     exec(compile(block, "extending.md", "exec", dont_inherit=True), scope)
-    assert scope["MyDecoder"](window=4).window == 4
+    decoder = scope["MyDecoder"](window=4)
+    assert decoder.window == 4
+    assert not decoder.requirements().mismatches(ModelTraits(attention="causal", predictions=("mask",)))
     with pytest.raises(ValueError, match=r"^window: expected .* at least 1, got 0"):
         scope["MyDecoder"](window=0)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors import safe_open
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import refusion_lit
+from refusion_lit.modeling.architecture import check_source
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig, architecture_of, decoding_dtype
 from refusion_lit.modeling.lora import LoraOptions
@@ -485,3 +487,19 @@ def test_auto_loads_a_directory_in_its_own_type(
     assert refusion_lit.load(tmp_path, dtype="float64").backbone.dtype == torch.float64
     config = BackboneConfig(source=str(tmp_path), dtype="auto")
     assert config.build(maskless_tokenizer()).dtype == expected
+
+
+def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(head=unreachable))
+    for cached, is_offline in ((None, False), ("somewhere/config.json", True)):
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, found=cached: found)
+        if cached is None:
+            with pytest.raises(ValueError, match=r"the hub cannot be asked .*no network"):
+                check_source("me/model", "ckpt_path")
+        else:  # files are taken from the cache without asking for each
+            check_source("me/model", "ckpt_path")
+        assert huggingface_hub.constants.HF_HUB_OFFLINE is is_offline

@@ -204,3 +204,13 @@ def test_a_hub_data_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"^task\.dataset: needs the package datasets; run pip install datasets\."):
         InstructionFiles(dataset="some/rows").examples("train")
+
+
+def test_a_report_says_where_its_examples_come_from(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", [{"query": str(i), "response": "a"} for i in range(4)])
+    found = [
+        InstructionFiles(train=train, **others).tested() for others in ({"test": train}, {"validation": train}, {})
+    ]
+    chosen = "which also chose the best checkpoint"
+    held_out = f"validation examples held out of the training files, {chosen}"
+    assert found == ["test split", f"validation examples, {chosen}", held_out]

@@ -52,6 +52,8 @@ def run(args: list[str]) -> int:
         setup.model.check_decoder(setup.decoder)
     chat = Chat(setup, options.system, Console())
     if not setup.model.tokenizer.chat_template:
+        fix = "leave it out; every question stands alone"
+        require(not options.system, "system", "a tokenizer with a chat template", options.system, fix)
         sys.stderr.write("The tokenizer has no chat template: every question stands alone, without history.\n")
     sys.stderr.write(f"decoder: {type(setup.decoder).__name__}\n")
     for line in _lines(chat.console):

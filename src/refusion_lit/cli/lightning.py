@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,17 +92,44 @@ class SaveRun(SaveConfigCallback):
         """Write the config and ``environment.json``; called on the first process alone."""
         assert isinstance(pl_module, SlotDiffusionModule)
         described = environment(self.config.get("seed_everything"))
+        text = self.parser.dump(self.config, skip_none=False)
         if self._is_resumed:  # by another command; the one that started the run stays
-            described["command"] = (read_environment(self._directory) or described).get("command")
+            before = read_environment(self._directory) or described
+            changed = _changed(read_yaml(self._directory / run_directory.CONFIG, "resume"), yaml.safe_load(text))
+            resumed = {"command": described["command"], "changed": changed}
+            described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
+            names = sorted(changed.keys() - _LENGTHS)
+            if names and stage == "fit":  # the others refuse what would change their predictions
+                kept = f"{run_directory.CONFIG} keeps those of its start, {ENVIRONMENT} has the change"
+                rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
         write_json_atomically(self._directory / ENVIRONMENT, described)
         if self._is_resumed:
             config = read_config(self._directory)
         else:
-            text = self.parser.dump(self.config, skip_none=False)
             write_atomically(self._directory / run_directory.CONFIG, text)
             config = shortened(yaml.safe_load(text))
         pl_module.evaluation.config = config
         pl_module.evaluation.environment = described
+
+
+_LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
+"""Options that a resumed run may change without a word."""
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the options of a config that another one has with other values, by their dotted names, as they are now.
+
+    Where a run lands and what it resumes from is left out.
+    """
+    changed = {}
+    for name in after.keys() - {"ckpt_path", "resume", "run_name", "run_version", "runs_dir"}:
+        old = before.get(name)
+        new = after[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changed |= _changed(old, new, f"{prefix}{name}.")
+        elif old != new:
+            changed[f"{prefix}{name}"] = new
+    return changed
 
 
 class RefusionCLI(LightningCLI):

@@ -63,7 +63,13 @@ class OneLineParser(OneLineErrors, ArgumentParser):
         try:
             return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
-            raise ValueError(brief(str(error))) from error
+            raise ValueError(_located(brief(str(error)), parsed.get("decoder"))) from error
+
+
+def _located(message: str, decoder: Namespace | None) -> str:
+    """Name the decoder's option in full in a message that begins with its name."""
+    is_decoders = decoder is not None and message.partition(":")[0] in decoder.get("init_args", ())
+    return f"decoder.{message}" if is_decoders else message
 
 
 def _with_decoder_first(args: Sequence[str]) -> list[str]:

@@ -227,6 +227,9 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
 
 
 def _missing(names: str, parser: Any) -> str:  # noqa: ANN401
+    if names == "ckpt_path":
+        fix = "give one, as in --ckpt_path runs/NAME/VERSION"
+        return f"ckpt_path: expected a checkpoint, a run, a directory or a hub id, got none; {fix}."
     fix = f"give {'them' if ', ' in names else 'it'}"
     if "config" not in names and any(action.dest == "config" for action in parser._actions):
         fix = f"{fix}, or a config that does, such as `--config configs/quickstart.yaml`"

@@ -127,6 +127,16 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         expected = f"at most {num_samples // num_ranks} ({num_samples} samples over {num_ranks} processes)"
         require(len(self) > 0, "data.batch_size", expected, batch_size, "make it smaller")
 
+    @property
+    def order(self) -> dict[str, int]:
+        """What the order of an epoch depends on, by the option that sets it."""
+        return {
+            "data.task": self._num_samples,
+            "data.batch_size": self.batch_size,
+            "data.seed": self.seed,
+            "trainer.devices": self.num_replicas,
+        }
+
     def __len__(self) -> int:
         """Return the number of this rank's batches per epoch; ``start`` does not change it."""
         return self._num_samples // (self.batch_size * self.num_replicas)
@@ -193,11 +203,22 @@ class TrainingLoader(DataLoader[ResponseBatch]):
         return int(min(num_accumulated - self._num_yielded % num_accumulated, num_left_in_epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the number of this rank's micro-batches yielded in it."""
-        return {"epoch": getattr(self.sampler, "epoch", 0), "num_batches": self._num_yielded}
+        """Return the epoch, the number of this rank's micro-batches yielded in it, and what their order depends on."""
+        state = {"epoch": getattr(self.sampler, "epoch", 0), "num_batches": self._num_yielded}
+        if isinstance(self.sampler, LengthGroupedBatches) and 0 < self._num_yielded < len(self.sampler):
+            state["order"] = self.sampler.order
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after the micro-batches that were yielded."""
+        """Resume after the micro-batches that were yielded.
+
+        Raises:
+            ValueError: In mid-epoch, if the options give another order: samples would be repeated or left out.
+        """
+        for option, before in state.get("order", {}).items():
+            got = self.sampler.order[option] if isinstance(self.sampler, LengthGroupedBatches) else None
+            expected = f"{before}{' samples' * (option == 'data.task')}, as the epoch was begun with"
+            require(got == before, option, expected, got, "resume with the options of the run's start")
         self._resumed = (int(state["epoch"]), int(state["num_batches"]))
 
 

@@ -16,7 +16,7 @@ from refusion_lit.types import (
     SamplingParams,
     SpecialTokens,
 )
-from refusion_lit.utils.require import Ranges, check_options
+from refusion_lit.utils.require import Ranges, check_options, require
 
 State = TypeVar("State", bound="RowState")
 
@@ -275,6 +275,10 @@ class Decoder(ABC):
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model; with ``shifted``, shifted predictions."""
+        name = type(self).__name__
+        example = 'requires = ModelRequirements(attention="causal", predictions=("mask",))'
+        has_some = hasattr(self, "requires")
+        require(has_some, "decoder", f"what {name} needs of a model", "no class attribute requires", f"add {example}")
         if not self.shifted:
             return self.requires
         own = self.requires.predictions

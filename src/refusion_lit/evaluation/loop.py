@@ -286,6 +286,7 @@ class Evaluation:
             "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
             "results": self.results,
             "metrics": list(self._task.metrics),
+            "tested": self._task.tested(),
             "mismatches": self.mismatches,
             "environment": self.environment or environment(self._seed),
             "config": self.config,

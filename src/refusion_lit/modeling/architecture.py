@@ -253,17 +253,19 @@ def _check_hub(source: str, option: str) -> None:
     from huggingface_hub.utils import HFValidationError, get_session
 
     reason = "offline mode is on"
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-        except Exception as error:  # any error of the library's HTTP client
-            constants.HF_HUB_OFFLINE = True
-            reason = reason_of(error)
     try:
-        is_cached = not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(source, "config.json"), str)
+        is_cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
     except HFValidationError:
         is_cached = False
         reason = "and it cannot be a hub id"
+    else:
+        if not constants.HF_HUB_OFFLINE:
+            try:
+                get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+                return
+            except Exception as error:  # any error of the library's HTTP client
+                constants.HF_HUB_OFFLINE = is_cached  # a source that is not there must not put a process offline
+                reason = reason_of(error)
     if not is_cached:
         raise ValueError(
             f"{option}: expected a directory or a hub id, got {source!r}: there is no such directory, and the hub "

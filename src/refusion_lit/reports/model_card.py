@@ -148,7 +148,7 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
                     task_type="text-generation",
                     task_name="Text generation",
                     dataset_type=_lookup(task, "init_args", "dataset") or name,
-                    dataset_name=f"{name}, test split",
+                    dataset_name=f"{name}, {_examples(test)}",
                     metric_type=figure,
                     metric_name=f"{title} with {decoder}",
                     metric_value=round(float(figures[figure]), 4),
@@ -166,6 +166,11 @@ def _read_test(directory: Path) -> dict[str, Any]:
     return results
 
 
+def _examples(results: Mapping[str, Any]) -> str:
+    """Return what was tested, as the task says."""
+    return str(results.get("tested", "test split"))
+
+
 def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
     """Return a sentence on a test, and the table of its figures."""
     marked = {name for name, reasons in (results.get("mismatches") or {}).items() if reasons}
@@ -173,9 +178,9 @@ def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
     options = ", ".join(f"{name} {value}" for name, value in sampling.items() if value not in (None, []))
     num_prompts = max(int(figures.get("num_prompts", 0)) for figures in results["results"].values())
     task = _class_name(_lookup(results, "config", "data", "task"))
-    prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the test split"
+    prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the {_examples(results)}"
     decoders = [f"`{name}` is {_shown(each)}" for name, each in (results.get("decoders") or {}).items()]
-    lead = f"On {prompts}{f' of {task}' if task else ''}, decoded with {options}{'; ' * bool(decoders)}"
+    lead = f"On {prompts}{f' ({task})' if task else ''}, decoded with {options}{'; ' * bool(decoders)}"
     lead += f"{', '.join(decoders)}:"
     return lead, markdown_figures(results["results"], marked=marked, metrics=results.get("metrics") or ())
 

@@ -64,6 +64,10 @@ class Task(ABC):
         score, _ = score_of(self, example, response)
         return math.nan if score is None else float(score)
 
+    def tested(self) -> str:
+        """Return what the examples of the test split are, for tables, model cards and the hub."""
+        return "test split"
+
     def characters(self) -> str | None:
         """Return all characters of queries and responses, for a character tokenizer; ``None`` if unknown."""
         return None

@@ -86,6 +86,13 @@ class InstructionFiles(Task):
             return [e for e in found if not self._is_held_out(e)]
         return found
 
+    def tested(self) -> str:
+        """Return whether test examples have a source of their own, or are those that training validates with."""
+        if self._sources("test") is not None:
+            return "test split"
+        held_out = " held out of the training files" if self._sources("validation") is None else ""
+        return f"validation examples{held_out}, which also chose the best checkpoint"
+
     def score(self, example: Example, response: str) -> float:
         """Return 1 if the response equals the reference except for surrounding white space, else 0."""
         return float(response.strip() == example.response.strip())

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -155,8 +156,18 @@ class SlotDiffusionModule(L.LightningModule):
             assert isinstance(data, InstructionDataModule)
             self.rollouts.start(data, self.text_model(), self.global_rank)
         self.model.traits = self.objective.traits
+        self._warn_of_misfits()
         self.model.train()
         self._progress.start(self.device, self.trainer.world_size)
+
+    def _warn_of_misfits(self) -> None:
+        """Say before the training which of the config's decoders a test of its model will refuse."""
+        if self.evaluation.options.allow_mismatch:
+            return
+        for name, decoder in self.evaluation.named.items():
+            for reason in decoder.requirements().mismatches(self.model.traits)[:1]:
+                what = f"model.decoders.{name}: {type(decoder).__name__} does not fit what the objective trains"
+                rank_zero_warn(f"{what}: {reason}; a test will refuse it, so name another one.")
 
     @property
     def has_trained(self) -> bool:
