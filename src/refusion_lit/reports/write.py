@@ -16,7 +16,7 @@ from markupsafe import Markup
 from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, Row, compare
 from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
 from refusion_lit.reports.results import RESULTS, described_environment
-from refusion_lit.reports.runs import Run, read_runs
+from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
