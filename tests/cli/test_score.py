@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,13 @@ def test_scores_are_overwritten_and_the_rest_is_kept(
     assert [row["score"] for row in rows] == [1.0, 1.0, 0.0]
     assert [row["x"] for row in rows] == [0, 1, 2]
     assert (tmp_path / "p.jsonl").read_text() == before
+
+
+def test_compressed_predictions_are_scored_into_a_file_that_reports_find(gsm8k: list[str], tmp_path: Path) -> None:
+    packed = tmp_path / "p.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "p.jsonl").read_bytes()))
+    assert main(["score", str(packed), *gsm8k[2:]]) == 0
+    assert (tmp_path / "p.scored.jsonl").is_file()
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:

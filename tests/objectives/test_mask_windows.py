@@ -103,3 +103,19 @@ def test_loss_by_the_definition(backbone: Backbone) -> None:
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=rf"^objective\.{next(iter(options))}"):
         MaskWindows(**options)  # type: ignore[arg-type]
+
+
+def test_counts_of_single_samples_add_up_to_those_of_the_batch(backbone: Backbone) -> None:
+    objective = MaskWindows(window=4, num_tilings=3, decay=0.7)
+    batch, together = corrupted_by(objective, backbone)
+    counts = torch.zeros_like(together.counts)
+    for row, (prompt, response) in enumerate(SIZES):
+        alone = ResponseBatch(
+            input_ids=batch.input_ids[row : row + 1, : prompt + response],
+            prompt_lengths=batch.prompt_lengths[row : row + 1],
+            response_lengths=batch.response_lengths[row : row + 1],
+            sample_keys=batch.sample_keys[row : row + 1],
+        )
+        noise = KeyedNoise.for_samples(alone.sample_keys, seed=0, epoch=0)
+        counts += objective.corrupt(alone, noise, backbone.special_tokens).counts
+    torch.testing.assert_close(counts, together.counts, rtol=1e-12, atol=0)

@@ -171,6 +171,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"response_format": {"type": "json_object"}},
         "json_schema: a decoder that draws in any order cannot keep optional or unnamed properties",
     ),
+    (
+        {"extra_body": {"max_completion_tokens": 4}, "max_tokens": 4},
+        "max_completion_tokens: expected one of max_tokens and max_completion_tokens, got both",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text', 'json_object' or"),
 ]
 
@@ -234,7 +238,20 @@ def test_answers_keep_a_schema(tmp_path: Path) -> None:
                 chat(client, "1+1", response_format=asked, **options)
 
 
+def test_content_may_come_in_parts_of_text(client: Any) -> None:
+    def ask(content: Any) -> Any:
+        return client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": content}])
+
+    parts = [{"type": "text", "text": "12+"}, {"type": "text", "text": "34>"}]
+    assert ask(parts).choices[0].message.content == ask("12+34>").choices[0].message.content
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content: .* type text, got 'image_url'; this"):
+        ask([*parts, image])
+
+
 def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"400 - prompt: Input should be a valid string"):
+        client.completions.create(model=NAME, prompt=[3, 4, 5])
     with pytest.raises(openai.NotFoundError, match=r"model: expected 'additions', got '/etc/passwd'; see"):
         client.completions.create(model="/etc/passwd", prompt="1")
     with pytest.raises(openai.BadRequestError, match="messages: expected one message of the user, as this model has"):

@@ -45,7 +45,8 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     source = Path(options.predictions)
-    output = Path(options.output) if options.output else source.with_suffix(".scored.jsonl")
+    unpacked = source.with_suffix("") if source.suffix == ".gz" else source
+    output = Path(options.output) if options.output else unpacked.with_suffix(".scored.jsonl")
     if options.num_workers < 1:
         raise ValueError(f"num_workers: expected an integer of at least 1, got {options.num_workers}; raise it.")
     if output.resolve() == source.resolve():

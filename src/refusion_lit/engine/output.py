@@ -55,7 +55,8 @@ class Generation:
         finish_reason: ``eos``, ``length``, ``stop`` (a stop string or a low entropy), or ``unfinished`` (masked places
             remain before the end, which no correct decoder leaves).
         num_given: Number of given tokens in ``token_ids``.
-        num_forwards: Forwards in which the prompt took part.
+        num_forwards: Forwards in which the prompt took part. Decoders that weigh a forward's cost (``SelfSpeculative``
+            and ``infill: bonus`` of ``ReFusion``) take more or fewer beside other prompts, for the same text.
         num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
             count too.
         seconds: Time from the prompt's admission to its end.

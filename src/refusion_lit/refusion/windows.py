@@ -102,7 +102,7 @@ class MaskWindows(Objective):
             labels=torch.cat((following, own), 1),
             weights=torch.cat((text_weights, mask_weights), 1).float(),
             terms=F.pad(torch.ones_like(own), (num_text, 0)),
-            counts=torch.stack((text_weights.sum(), mask_weights.sum())).float(),
+            counts=torch.stack((text_weights.double().sum(), mask_weights.double().sum())),
             visible=text_then_masks(num_text, (starts + first).where(is_mask, 0), (place - first).where(is_mask, 0)),
             is_masked=F.pad(is_mask, (num_text, 0)),
             is_real=torch.cat((is_text, is_mask), 1),

@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "echo", "tools", "store")
 """Fields that some clients always send; zero, false or empty they ask for nothing."""
@@ -14,6 +14,10 @@ _REASONS = {
     "logprobs": "a decoder that commits several tokens per forward has no log-probability of a next token",
     "tools": "this server calls no tools; use response_format for JSON",
 }
+
+
+_KINDS = ("str", "bool", "list[str]", "dict[str,any]")
+"""What pydantic adds to a field's name if its value may be of several kinds."""
 
 
 class _Strict(BaseModel):
@@ -86,6 +90,20 @@ class Message(_Strict):
     role: Literal["system", "user", "assistant"]
     content: str
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def join_parts(cls, content: Any) -> Any:  # noqa: ANN401 - any JSON
+        """Join content that comes in parts of type ``text``; other parts are refused by their type."""
+        if not isinstance(content, list):
+            return content
+        texts: list[str] = []
+        for part in content:
+            kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+            if kind != "text" or not isinstance(text, str):
+                raise ValueError(f"expected text or parts of type text, got {kind!r}; this server reads text alone")
+            texts.append(text)
+        return "".join(texts)
+
 
 class ChatRequest(Asked):
     """Body of ``/v1/chat/completions``."""
@@ -102,7 +120,10 @@ class CompletionRequest(Asked):
 def message_of(error: RequestValidationError) -> str:
     """Return a message about the first field that is missing, unknown or wrong; it begins with the field's name."""
     first = error.errors()[0]
-    name = ".".join(part for part in first["loc"][1:] if isinstance(part, str)) or "body"
+    parts = [str(part) for part in first["loc"][1:]]
+    name = ".".join(part for part in parts if part not in _KINDS) or "body"
+    if name == "max_completion_tokens" and first["type"] == "extra_forbidden":
+        return "max_completion_tokens: expected one of max_tokens and max_completion_tokens, got both; leave one out."
     if first["type"] == "extra_forbidden":
         return f"{name}: refused, as {_REASONS.get(name, 'this server has no such field')}; leave it out."
     got = (

@@ -258,12 +258,15 @@ def _checked(model: LanguageModel) -> LanguageModel:
     """Return a model that raises an error instead of returning logits that are not numbers."""
     checked = copy.copy(model)
 
-    def logits(hidden: Tensor) -> Tensor:
-        found = model.logits(hidden)
-        if found.amax(-1).isnan().any():
-            raise ArithmeticError("the model computed logits that are not numbers for this request")
-        return found
+    def guarded(head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def logits(hidden: Tensor) -> Tensor:
+            found = head(hidden)
+            if found.amax(-1).isnan().any():
+                raise ArithmeticError("the model computed logits that are not numbers for this request")
+            return found
 
-    checked.logits = logits  # type: ignore[method-assign]
-    checked.head_runner = lambda: checked.logits  # type: ignore[method-assign]
+        return logits
+
+    checked.logits = guarded(model.logits)  # type: ignore[method-assign]
+    checked.head_runner = lambda: guarded(model.head_runner())  # type: ignore[method-assign]
     return checked
