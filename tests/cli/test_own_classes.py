@@ -192,3 +192,15 @@ def test_a_training_warns_of_decoders_that_do_not_fit_its_objective(tmp_path: Pa
     options = ["--model.objective=Autoregressive", "--trainer.max_steps=1", f"--runs_dir={tmp_path}"]
     with pytest.warns(UserWarning, match=r"model.decoders.refusion: ReFusion does not fit .*; a test will refuse it"):
         assert main(["fit", "--config", QUICKSTART, *TINY, *options]) == 0
+
+
+def test_an_objective_that_cannot_pack_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model.objective=R2FT", "--data.pack_length=256", f"--runs_dir={tmp_path}"]
+    assert main(["fit", "--config", QUICKSTART, *TINY, *options]) == 2
+    told = capsys.readouterr()
+    assert (
+        "data.pack_length: expected an objective whose samples can be packed, got 'R2FT'; set it to null." in told.err
+    )
+    assert "packed in" not in told.out + told.err

@@ -293,6 +293,11 @@ def test_micro_batches_add_up_to_the_batch(
 
 
 @each_objective
+def test_objectives_that_pack_say_which_positions_are_real(objective: Objective) -> None:
+    assert (corrupt(objective, make_batch([(3, 9), (1, 1)])).is_real is not None) is objective.packs
+
+
+@each_objective
 def test_padding_is_seen_by_nobody_else(objective: Objective) -> None:
     sizes = [(3, 9), (1, 1), (6, 14)]
     corrupted = corrupt(objective, make_batch(sizes, padding=4))

@@ -303,6 +303,10 @@ class RefusionCLI(LightningCLI):
         except ValueError as error:
             config = self.config[self.subcommand] if self.subcommand else self.config
             raise ValueError(_located(brief(str(error)), config.model)) from error
+        objective = self.model.objective
+        if isinstance(self.datamodule, InstructionDataModule) and self.datamodule.pack_length is not None:
+            expected = "an objective whose samples can be packed"
+            require(objective.packs, "data.pack_length", expected, type(objective).__name__, "set it to null")
 
 
 def _with_decoder_files(args: Sequence[str], given: Sequence[Given]) -> list[str]:

@@ -46,10 +46,12 @@ class Objective(ABC):
     Class attributes:
         ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
         term: Name of the only loss term; objectives with several override :attr:`terms`.
+        packs: Whether samples can be packed: :meth:`corrupt` says which positions are real.
     """
 
     ranges: ClassVar[Ranges] = {"chunk_size": 1}
     term: ClassVar[str] = "loss"
+    packs: ClassVar[bool] = True
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:

@@ -142,6 +142,7 @@ class R2FT(Objective):
         pad_responses_to: Lengthen responses with end-of-sequence tokens, as for :class:`Masked`.
     """
 
+    packs = False
     ranges = {
         "max_unit": 1,
         "min_span": 1,

@@ -36,6 +36,7 @@ class GatedDraft(Objective):
     """
 
     term = "draft"
+    packs = False
     ranges = {"stride": 1, "decay": "(0, 1]"}
     stride: int = 5
     decay: float = 0.8
