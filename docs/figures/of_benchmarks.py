@@ -49,19 +49,6 @@ def _decode_summary(results: Result) -> str:
 table("batches", _path("batches"))(batches)
 
 
-@table("threads", _path("decode"))
-def _threads(results: Result) -> str:
-    one, two = (
-        next(case["runs"] for case in results["cases"] if case["case"].endswith(f"batch sizes, {threads}"))
-        for threads in ("1 thread", "2 threads")
-    )
-    rows = []
-    for size in (1, 4, 16, 64):
-        speeds = [runs[f"refusion, batch {size}"]["tokens_per_second"] for runs in (one, two)]
-        rows.append([size, *(f"{speed:.0f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}"])
-    return markdown_table(["batch size", "one thread (tokens/s)", "two threads", "two : one"], rows)
-
-
 @table("serve", _path("serve"))
 def _serve(results: Result) -> str:
     aims = [

@@ -16,7 +16,7 @@ from torch import Tensor
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.keys import uniform_scalar
-from refusion_lit.utils.require import require, require_at_least, require_probability
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 _MIN_PROBABILITY = 1e-300
 """Keeps logarithms of underflowed probabilities finite."""
@@ -72,7 +72,7 @@ def dependency_curve(
     for option, value in (("max_distance", max_distance), ("num_targets", num_targets), ("batch_size", batch_size)):
         require_at_least(option, value, 1)
     if mask_ratio is not None:
-        require_probability("mask_ratio", mask_ratio)
+        require_number("mask_ratio", mask_ratio, "[0, 1]")
     shift = _prediction_shift(model.traits)
     mask = model.special_tokens.mask_token_id
     if mask is None:

@@ -108,7 +108,8 @@ def test_fit_notes_what_the_weights_were_trained_for(tmp_path: Path) -> None:
     _trainer(tmp_path, max_steps=1).fit(module, data)
     assert module.model.traits == Hybrid().traits
     module.objective = Autoregressive()
-    _trainer(tmp_path, max_steps=1).fit(module, data)
+    with pytest.warns(UserWarning, match="model.decoders.refusion: ReFusion does not fit what the objective trains"):
+        _trainer(tmp_path, max_steps=1).fit(module, data)
     assert module.model.traits.predictions == ("next_token",)
     with pytest.raises(ValueError, match="ReFusion does not fit this model"):
         _trainer(tmp_path).test(module, data, verbose=False)

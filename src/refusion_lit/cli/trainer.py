@@ -18,7 +18,6 @@ from refusion_lit.cli.messages import show_own_logs
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.training.callbacks import last_checkpoint
 from refusion_lit.training.module import SlotDiffusionModule
-from refusion_lit.utils.require import require
 
 # True, but nothing a user could act on.
 _EXPECTED = (
@@ -71,9 +70,6 @@ def run(command: str, args: list[str]) -> int:
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=0,
             )
-        if command == "fit":
-            fix = "raise trainer.max_time, or trainer.limit_train_batches"
-            require(cli.model.has_trained, "fit", "time and batches for a step", "none, and no step was done", fix)
         failed = False
     except SIGTERMException as stopped:
         failed = False

@@ -100,7 +100,7 @@ def _check_bounds(schema: object) -> None:
     for keyword, value in schema.items():
         option = f"{_OPTION}: {keyword}"
         if keyword in _BOUNDS or (keyword in _EXCLUSIVE and not isinstance(value, bool)):  # which draft 4 has
-            require(is_number(value, Real), option, "a number", value, "correct it")
+            require(is_number(value, Real), option, "a number", value, "write one")
             number = _as_float(value)
             require(math.isfinite(number), option, "a finite number of 64 bits", number, "correct it, or leave it out")
         elif keyword in _SIZES:
@@ -113,7 +113,7 @@ def _check_bounds(schema: object) -> None:
                 json.dumps(value, allow_nan=False)
             except ValueError as error:
                 raise ValueError(
-                    f"{option}: expected values that JSON has, got another ({error}); correct it."
+                    f"{option}: expected values that JSON has, got another ({error}); write JSON alone."
                 ) from error
         elif keyword in _NAMED and isinstance(value, Mapping):
             _check_bounds([*value.values()])

@@ -121,7 +121,8 @@ def message_of(error: RequestValidationError) -> str:
     """Return a message about the first field that is missing, unknown or wrong; it begins with the field's name."""
     first = error.errors()[0]
     parts = [str(part) for part in first["loc"][1:]]
-    name = ".".join(part for part in parts if part not in _KINDS) or "body"
+    is_field = bool(parts) and not parts[0].isdigit()  # else a place in the body's text
+    name = ".".join(part for part in parts if part not in _KINDS) if is_field else "body"
     if name == "max_completion_tokens" and first["type"] == "extra_forbidden":
         return "max_completion_tokens: expected one of max_tokens and max_completion_tokens, got both; leave one out."
     if first["type"] == "extra_forbidden":

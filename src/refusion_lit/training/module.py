@@ -169,10 +169,11 @@ class SlotDiffusionModule(L.LightningModule):
                 what = f"model.decoders.{name}: {type(decoder).__name__} does not fit what the objective trains"
                 rank_zero_warn(f"{what}: {reason}; a test will refuse it, so name another one.")
 
-    @property
-    def has_trained(self) -> bool:
-        """Whether this process has trained on any batch since the module was made or a checkpoint was loaded."""
-        return bool(self._progress.sample_ids)
+    def on_fit_end(self) -> None:
+        """Refuse to call a training without any batch a success."""
+        fix = "raise trainer.max_time, or trainer.limit_train_batches"
+        has_trained = bool(self._progress.sample_ids)
+        require(has_trained, "fit", "time and batches for a step", "none, and no step was done", fix)
 
     @property
     def num_positions(self) -> Tensor:
