@@ -51,13 +51,18 @@ def serving(
 
 def slow(worker: Worker, seconds: float = 0.02) -> None:
     """Let every forward take a while."""
-    logits = worker.checked.logits
+    runner = worker.checked.head_runner
 
-    def slowly(hidden: Any) -> Any:
-        time.sleep(seconds)
-        return logits(hidden)
+    def slow_runner() -> Callable[[Any], Any]:
+        head = runner()
 
-    worker.checked.logits = slowly
+        def slowly(hidden: Any) -> Any:
+            time.sleep(seconds)
+            return head(hidden)
+
+        return slowly
+
+    worker.checked.head_runner = slow_runner
 
 
 def wait_for(holds: Callable[[], object], seconds: float = 60.0) -> None:

@@ -91,7 +91,7 @@ WRONG_BOUNDS = [
     ({"type": "integer", "minimum": INFINITE}, "minimum: expected a finite number of 64 bits, got inf; correct it"),
     ({"type": "number", "maximum": NO_NUMBER}, "maximum: expected a finite number of 64 bits, got nan"),
     ({"type": "integer", "minimum": -(10**5000)}, "minimum: expected a finite number of 64 bits, got -inf"),
-    ({"type": "integer", "maximum": True}, "maximum: expected a number, got True; correct it."),
+    ({"type": "integer", "maximum": True}, "maximum: expected a number, got True; write one."),
     ({"type": "number", "exclusiveMinimum": "1"}, "exclusiveMinimum: expected a number, got '1'"),
     ({"type": "string", "minLength": -1}, "minLength: expected an integer of at least 0, got -1; correct it"),
     ({"type": "string", "maxLength": 4.5}, "maxLength: expected an integer of at least 0, got 4.5"),
