@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_578,
+    "command to text: lines": 4_572,
     "token ids to text: files": 20,
     "token ids to text: lines": 4_155,
     "examples to loss: files": 17,
     "examples to loss: lines": 3_252,
     "test: files": 58,
-    "test: lines": 12_185,
+    "test: lines": 12_193,
     "package: files": 172,
-    "package: lines": 27_744,
-    "package: lines of code": 17_466,
+    "package: lines": 27_745,
+    "package: lines of code": 17_464,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -61,10 +61,10 @@ def test_a_card_has_the_results_of_tests(tmp_path: Path) -> None:
     assert r"| `b` \* | 0.500 |" in card
     assert r"\* the model was not trained for this decoder" in card
     assert "On 1 prompt of the test split, decoded" in card
-    results["tested"] = "validation examples, which also chose the best checkpoint"
+    results["tested"] = "validation examples held out of the training files"
     (run / "results.json").write_text(json.dumps(results))
     card = model_card("out", ModelTraits(), None, [run])
-    assert "On 1 prompt of the validation examples, which also chose the best checkpoint, decoded" in card
+    assert "On 1 prompt of the validation examples held out of the training files, decoded" in card
     assert "max_new_tokens 8, temperature 0.0; `a` is ReFusion(slot_size=4), `b` is LLaDA():" in card
 
 

@@ -18,7 +18,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
@@ -39,6 +39,7 @@ from refusion_lit.cli.usage_errors import (
     check_groups,
     explained,
     is_yaml_file,
+    located,
     options_given,
 )
 from refusion_lit.data.module import InstructionDataModule
@@ -302,7 +303,9 @@ class RefusionCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             config = self.config[self.subcommand] if self.subcommand else self.config
-            raise ValueError(_located(brief(str(error)), config.model)) from error
+            components = {"model.objective": config.model.objective}
+            components |= {f"model.decoders.{name}": each for name, each in (config.model.decoders or {}).items()}
+            raise ValueError(located(brief(str(error)), components)) from error
         objective = self.model.objective
         if isinstance(self.datamodule, InstructionDataModule) and self.datamodule.pack_length is not None:
             expected = "an objective whose samples can be packed"
@@ -333,21 +336,6 @@ def _continues(config: Namespace, directory: Path) -> bool:
     """Return whether a fit continues from a checkpoint in its own directory."""
     source = config.get("ckpt_path")
     return bool(source) and Path(source).resolve().is_relative_to(directory.resolve())
-
-
-def _located(message: str, model: Namespace) -> str:
-    """Name the objective or decoder whose own check has raised a message that begins with one of its options."""
-    parts = {"model.objective": model.objective}
-    parts |= {f"model.decoders.{name}": decoder for name, decoder in (model.decoders or {}).items()}
-    option = message.partition(":")[0]
-    for name, part in parts.items():
-        if part is not None and option.rpartition(".")[2] in part.get("init_args", ()):
-            try:
-                instantiate_class((), part.as_dict())
-            except ValueError as error:
-                if str(error) == message:
-                    return f"{name}.{message.removeprefix('objective.')}"
-    return message
 
 
 def _check_trainer(trainer: Namespace) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, loaded
+from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, loaded, located
 from refusion_lit.decoding import Decoder  # registers the checkpoint formats of all families
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
@@ -63,13 +63,7 @@ class OneLineParser(OneLineErrors, ArgumentParser):
         try:
             return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
-            raise ValueError(_located(brief(str(error)), parsed.get("decoder"))) from error
-
-
-def _located(message: str, decoder: Namespace | None) -> str:
-    """Name the decoder's option in full in a message that begins with its name."""
-    is_decoders = decoder is not None and message.partition(":")[0] in decoder.get("init_args", ())
-    return f"decoder.{message}" if is_decoders else message
+            raise ValueError(located(brief(str(error)), {"decoder": parsed.get("decoder")})) from error
 
 
 def _with_decoder_first(args: Sequence[str]) -> list[str]:

@@ -226,6 +226,26 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
     return ValueError(f"expected options that can be parsed, got {type(error).__name__}: {error}; check the config.")
 
 
+def located(message: str, components: Mapping[str, Any]) -> str:
+    """Name the component whose own check has raised a message that begins with one of its options.
+
+    Args:
+        message: The message.
+        components: Class and options of each component, by the option that names it.
+    """
+    from lightning.pytorch.cli import instantiate_class  # takes seconds, which only an error may
+
+    option = message.partition(":")[0]
+    for name, component in components.items():
+        if component is not None and option.rpartition(".")[2] in component.get("init_args", ()):
+            try:
+                instantiate_class((), component.as_dict())
+            except ValueError as error:
+                if str(error) == message:
+                    return f"{name}.{message.removeprefix('objective.')}"
+    return message
+
+
 def _missing(names: str, parser: Any) -> str:  # noqa: ANN401
     if names == "ckpt_path":
         fix = "give one, as in --ckpt_path runs/NAME/VERSION"

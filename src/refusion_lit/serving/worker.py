@@ -176,15 +176,14 @@ class Worker(GenerationCallback):
         torch.set_num_threads(self._num_threads)  # which torch keeps by thread
         end = _STOPPING
         try:
-            with torch.no_grad():
-                self._renew()
-                prompt = Prompt(token_ids=self.checked.special_tokens.eos_token_ids[:1], id="0")
-                self.engine.submit(-1, prompt, self.sampling)
-                self.engine.step()
-                self.engine.abort(-1)
-                self.is_ready = True
-                while self._take():
-                    self._step()
+            self._renew()
+            prompt = Prompt(token_ids=self.checked.special_tokens.eos_token_ids[:1], id="0")
+            self.engine.submit(-1, prompt, self.sampling)
+            self.engine.step()
+            self.engine.abort(-1)
+            self.is_ready = True
+            while self._take():
+                self._step()
         except Exception as error:
             log.exception("the engine has stopped")
             self.has_failed = True
@@ -267,6 +266,5 @@ def _checked(model: LanguageModel) -> LanguageModel:
 
         return logits
 
-    checked.logits = guarded(model.logits)  # type: ignore[method-assign]
     checked.head_runner = lambda: guarded(model.head_runner())  # type: ignore[method-assign]
     return checked

@@ -87,11 +87,11 @@ class InstructionFiles(Task):
         return found
 
     def tested(self) -> str:
-        """Return whether test examples have a source of their own, or are those that training validates with."""
+        """Return whether test examples have a source of their own, or are the validation examples."""
         if self._sources("test") is not None:
             return "test split"
         held_out = " held out of the training files" if self._sources("validation") is None else ""
-        return f"validation examples{held_out}, which also chose the best checkpoint"
+        return f"validation examples{held_out}"
 
     def score(self, example: Example, response: str) -> float:
         """Return 1 if the response equals the reference except for surrounding white space, else 0."""

@@ -1,9 +1,9 @@
 """Fused backbone: forward of known architectures with the model's own weights and far fewer operations per layer.
 
 Small models spend most of a forward in calls, not in arithmetic. :class:`FusedBody` runs Qwen2, Qwen3 and Llama bodies
-on their own parameters: it calls no module's ``forward`` but the rotary embedding's. For bodies
-that it does not support in every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward.
-Results are equal up to rounding, not bitwise.
+on their own parameters: it calls no module's ``forward`` but the rotary embedding's. For bodies that it does not
+support in every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward. Results are equal
+up to rounding, not bitwise.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ class Linear:
         batch_invariant: bool = False,
     ) -> None:
         present = [bias for bias in biases if bias is not None]
+        assert len(present) in (0, len(weights)), "layers that are one product have biases all or none"
         self.weights = tuple(weights)
         self.biases = tuple(biases) if present else (None,) * len(self.weights)
         self.bias = torch.cat(present) if len(present) > 1 else next(iter(present), None)
