@@ -1,0 +1,121 @@
+"""Which part of the recipe does the work: whose answers, where the masks stand, or what they learn?
+
+usage: python experiments/refusion_pays/levers.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@24
+           [--num_questions 448] [--num_positions 150000] [--work_dir DIR] [--output FILE]
+
+SmolLM2-135M-Instruct answers the questions; every recipe trains on the same questions from the base's weights, for the
+same number of positions, and all models decode the same prompts. A training resumes; what is finished is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import refusion_lit
+from refusion_lit.evaluation.predictions import read_json_lines
+from refusion_lit.reports.results import environment
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import configs, kept, train, write_json
+from experiments.lossless.table import BASE, read_prompts
+from experiments.refusion_pays.convert import answer
+from experiments.refusion_pays.real_model import compared
+
+HERE = Path(__file__).parent
+HYBRID, WINDOWS = "--model.objective=Hybrid", "--model.objective=MaskWindows"
+ADAPTER = ("--model.backbone.lora.rank=32", "--model.backbone.lora.alpha=64", "--model.optimizer.init_args.lr=1e-3")
+RECIPES: dict[str, tuple[str, ...]] = {
+    "own answers, MaskWindows": ("own", WINDOWS),
+    "own answers, Hybrid": ("own", HYBRID),
+    "human answers, MaskWindows": ("human", WINDOWS),
+    "human answers, Hybrid": ("human", HYBRID),
+    "own answers, SoftWindows": ("own", "--model.objective=experiments.refusion_pays.soft.SoftWindows"),
+    "own answers, MaskWindows, adapters": ("own", WINDOWS, *ADAPTER),
+}
+"""Whose answers, and the options of the training beside levers.yaml."""
+DECODERS = ["SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4"]
+MAX_NEW_TOKENS = 96
+
+
+def human_answers(questions: Path, own: Path, output: Path) -> Path:
+    """Write the human answers to the questions that have an own answer."""
+    human = read_json_lines(questions, "--questions", texts=("question", "answer"))
+    rows = read_json_lines(own, "answers", texts=("id", "prompt"))
+    texts = [{"id": row["id"], "prompt": row["prompt"], "response": human[_number(row)]["answer"]} for row in rows]
+    output.write_text("\n".join([*(json.dumps(each) for each in texts), ""]), encoding="utf-8")
+    return output
+
+
+def _number(row: dict[str, Any]) -> int:
+    """Return the line of a question in its file."""
+    return int(row["id"].removeprefix("train-"))
+
+
+def positions_per_step(options: list[str]) -> float:
+    """Return the mean number of positions that a step computes, of the first epoch's steps."""
+    from refusion_lit.cli.lightning import RefusionCLI
+    from refusion_lit.data.module import InstructionDataModule
+    from refusion_lit.training.module import SlotDiffusionModule
+
+    quiet = ["--trainer.logger=false", "--trainer.max_steps=1"]
+    cli = RefusionCLI(
+        SlotDiffusionModule, InstructionDataModule, args=[*options, *quiet], run=False, save_config_callback=None
+    )
+    cli.model.configure_model()
+    counts = [cli.model.corrupt(each.batch).input_ids.numel() for each in cli.datamodule.train_dataloader()]
+    return sum(counts) / len(counts)
+
+
+def one_recipe(name: str, data: dict[str, Path], prompts: str, num_positions: int, work: Path) -> dict[str, Any]:
+    """Train and measure a recipe."""
+    whose, *overrides = RECIPES[name]
+    options = [*configs(HERE / "own_answers.yaml", HERE / "levers.yaml"), *overrides]
+    options += ["--data.task.init_args.train", str(data[whose])]
+    options += ["--data.batch_size", "6"] if HYBRID in overrides else []  # rows, half as long as with windows
+    num_steps = round(num_positions / positions_per_step(options))
+    started = time.process_time(), time.perf_counter()
+    steps = ["--trainer.max_steps", str(num_steps), "--trainer.val_check_interval", str(num_steps)]
+    last = train(work / name.replace(", ", "_").replace(" ", "_") / "fit", *options, *steps)
+    minutes = round((time.perf_counter() - started[1]) / 60, 1)
+    torch.set_num_threads(1)
+    base, model = (refusion_lit.load(source, device="cpu", dtype="bfloat16") for source in (BASE, last))
+    chosen = read_prompts(base, *prompts.split("@"))
+    found = compared(base, model, chosen, MAX_NEW_TOKENS, DECODERS)
+    checkpoint = torch.load(last, weights_only=True, map_location="cpu")
+    return {
+        "num_steps": num_steps, "num_positions": checkpoint["refusion_lit_num_positions"], "minutes": minutes,
+        "num_prompts": len(chosen), "max_new_tokens": MAX_NEW_TOKENS, "decoders": found,
+        "environment": environment(0, ["python", "experiments/refusion_pays/levers.py"]),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the recipes that are not done, and gather all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--questions", required=True, type=Path, help="GSM8K's train.jsonl")
+    parser.add_argument("--prompts", required=True, metavar="FILE@NUMBER", help="to measure with, GSM8K's test.jsonl")
+    parser.add_argument("--num_questions", type=int, default=448)
+    parser.add_argument("--num_positions", type=int, default=150_000, help="that each training computes")
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/refusion_pays/levers"))
+    parser.add_argument("--output", type=Path, default=HERE / "levers.json")
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    own = answer(args.questions, args.num_questions, args.work_dir)
+    data = {"own": own, "human": human_answers(args.questions, own, args.work_dir / "human.jsonl")}
+    found = {}
+    for name in RECIPES:
+        part = args.work_dir / f"{name}.json"
+        found[name] = kept(part, one_recipe, name, data, args.prompts, args.num_positions, args.work_dir)
+        write_json(args.output, {"num_questions": args.num_questions, "recipes": found})
+
+
+if __name__ == "__main__":
+    main()
