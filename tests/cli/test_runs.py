@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--run_version=../../evil"], "run_version: expected a name inside RUNS_DIR, got '../../evil'"),
         (["--run_version=/tmp/evil"], "run_version: expected a name inside RUNS_DIR"),
         (["--run_name=../evil"], "run_name: expected a name inside RUNS_DIR"),
-        (["--resume=none"], "got none; give one that exists."),
+        (["--resume=none"], "got 'none'; give one that exists."),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: expected a number of batches of at least 1"),
         (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches: expected an integer of at least 1"),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val: expected a number above 0, or null, got -1"),
@@ -241,6 +242,19 @@ def test_a_run_is_named_from_inside_its_directory(
     monkeypatch.chdir(tmp_path / inside)
     args = with_resume("test", [], named)
     assert args[1:4] == [f"--runs_dir={tmp_path}", "--run_name=quickstart", "--run_version=version_0"]
+
+
+def test_a_folder_of_runs_is_refused_with_its_newest_run(tmp_path: Path) -> None:
+    for age, (version, option) in enumerate([("first", "fit"), ("second", "fit"), ("tested", "verbose")]):
+        run = tmp_path / "quickstart" / version
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(f"{option}: true")
+        os.utime(run, (1000 + age, 1000 + age))
+    newest = tmp_path / "quickstart" / "second"
+    with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give its newest one, {newest}"):
+        with_resume("fit", [], str(tmp_path / "quickstart"))
+    with pytest.raises(ValueError, match=r"a version in runs/default, got '.*nowhere'; give one that exists"):
+        with_resume("fit", [], str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("resume", ["--resume", "--resume=version_0"])

@@ -64,6 +64,10 @@ def test_predictions_for_other_prompts_are_refused_with_both(
     assert main(["score", _lines(tmp_path / "q.jsonl", rows), *gsm8k[2:]]) == 2
     error = capsys.readouterr().err
     assert "q.jsonl was made for something else: the prompt of 'test:test.jsonl:2' was 'another', is 'q1'" in error
+    assert "were made with." in error
+    (tmp_path / "config.yaml").touch()  # a run's, whose predictions lie beside it
+    assert main(["score", str(tmp_path / "q.jsonl"), *gsm8k[2:]]) == 2
+    assert f"were made with; {tmp_path / 'config.yaml'} has them under data.task." in capsys.readouterr().err
     assert not (tmp_path / "q.scored.jsonl").exists()
     rows[1]["prompt"] = "q1"
     assert main(["score", _lines(tmp_path / "q.jsonl", rows), *gsm8k[2:]]) == 0

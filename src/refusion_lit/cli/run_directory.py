@@ -137,15 +137,19 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     known = {each.name: str(each.value) for each in options_given(args) if each.value is not None}
     folder = Path(known.get("runs_dir") or "runs") / (known.get("run_name") or "default")
     version = resume or known.get("run_version")
-    if resume and not (folder / resume).is_dir():
-        raise ValueError(
-            f"resume: expected a run's directory (with {CONFIG}) or a version in {folder}, got {resume}; "
-            "give one that exists."
-        )
-    if version is None:
-        runs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
-        version = next((path.parent.name for path in runs if _command_of(path) == command), None)
+    if resume and not (directory.name == resume and (folder / resume).is_dir()):
+        newest = _newest_run(directory, command)
+        fix = f"give its newest one, {newest}" if newest else "give one that exists"
+        require(False, "resume", f"a run's directory (with {CONFIG}) or a version in {folder}", resume, fix)
+    newest = _newest_run(folder, command) if version is None else None
+    version = newest.name if newest else version
     return [*args, *([] if version is None else [f"--run_version={version}"]), *goes_on]
+
+
+def _newest_run(folder: Path, command: str) -> Path | None:
+    """Return the directory of the newest run of a command in a folder of runs."""
+    runs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
+    return next((path.parent for path in runs if _command_of(path) == command), None)
 
 
 def _command_of(config: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from refusion_lit.cli.messages import print_line
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.evaluation.predictions import check_writable, read_json_lines, write_predictions
+from refusion_lit.reports.results import CONFIG
 from refusion_lit.tasks import CodeTask, Task
 from refusion_lit.tasks.base import examples_of, score_of
 from refusion_lit.types import Example
@@ -91,7 +92,7 @@ def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], so
     if unknown:
         raise ValueError(
             f"predictions: {len(unknown)} of {len(lines)} ids in {source} are not in the task's split, the first is "
-            f"{unknown[0]!r}; give --task and --split as they were when the predictions were made."
+            f"{unknown[0]!r}; give --task and --split as they were when the predictions were made{_noted(source)}."
         )
     (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
     if count > 1:
@@ -109,7 +110,13 @@ def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example]
             raise ValueError(
                 f"predictions: {source} was made for something else: the prompt of {line['id']!r} was "
                 f"{got!r:.80}, is {expected!r:.80} in the task; give --task and --split with the options "
-                "that the predictions were made with."
+                f"that the predictions were made with{_noted(source)}."
             )
     if any(line.get("prompt") is None for line in lines):
         print_line("warning", f"{source} has lines without a prompt, which are matched by their ids alone")
+
+
+def _noted(source: Path) -> str:
+    """Return where the options of the task are noted that a run's predictions were made for."""
+    config = source.parent / CONFIG
+    return f"; {config} has them under data.task" if config.is_file() else ""

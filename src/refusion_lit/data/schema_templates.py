@@ -40,6 +40,7 @@ _KINDS: dict[object, tuple[set[type], set[str]]] = {
     "null": ({NoneType}, set()),
 }
 """Types of a kind's values in an enumeration, and its keywords."""
+_FIX = "change the schema, or use Autoregressive or SelfSpeculative"
 _DIGITS = "0123456789"
 
 Span = Sequence[Sequence[Tensor]]
@@ -223,14 +224,16 @@ class Templates:
         if texts not in self._sets:
             found = [token for text in texts for token in self._ids.get(text, ())]
             if not found:
-                raise ValueError(f"json_schema: this tokenizer has no token for any of {', '.join(map(repr, texts))}.")
+                raise ValueError(
+                    f"json_schema: this tokenizer has no token for any of {', '.join(map(repr, texts))}; {_FIX}."
+                )
             self._sets[texts] = torch.tensor(found)
         return self._sets[texts]
 
     def _encoded(self, text: str) -> list[int]:
         ids = encode_text(self._tokenizer, text)
         if "".join(self._texts[token] for token in ids) != text:
-            raise ValueError(f"json_schema: this tokenizer cannot write {text[:40]!r}.")
+            raise ValueError(f"json_schema: this tokenizer cannot write {text[:40]!r}; {_FIX}.")
         return ids
 
 
@@ -254,5 +257,4 @@ def _blocks(low: int, high: int) -> Iterator[list[str]]:
 
 
 def _refusal(what: str, name: str) -> ValueError:
-    fix = "change the schema, or use Autoregressive or SelfSpeculative"
-    return ValueError(f"json_schema: a decoder that draws in any order cannot keep {what} in {name}; {fix}.")
+    return ValueError(f"json_schema: a decoder that draws in any order cannot keep {what} in {name}; {_FIX}.")
