@@ -26,6 +26,8 @@ from experiments.lossless.table import BASE
 HERE = Path(__file__).parent
 MAX_NEW_TOKENS = 256
 """Of an answer. Longer ones are left out: seven of ten of the base's answers end within it."""
+EOS = 2
+"""SmolLM2's. A model trained on an answer that was cut at the length limit learns to stop anywhere."""
 
 
 def answer(questions: Path, num_questions: int, work_dir: Path) -> Path:
@@ -39,7 +41,10 @@ def answer(questions: Path, num_questions: int, work_dir: Path) -> Path:
         "--batch_size", "64", "--max_new_tokens", str(MAX_NEW_TOKENS), "--prompts", str(prompts),
         "--output", str(answers), "--resume",
     )  # fmt: skip
-    subprocess.run([sys.executable, HERE / "finished.py", answers, "--output", finished], check=True)
+    rows = {row["id"]: row for row in read_json_lines(answers, "answers", texts=("id", "response"))}
+    kept = [json.dumps(row) for row in rows.values() if row["response"] and row["response_ids"][-1] == EOS]
+    print(f"{len(kept)} of {len(rows)} answers ended: {finished}", flush=True)
+    finished.write_text("\n".join([*kept, ""]), encoding="utf-8")
     return finished
 
 

@@ -1,0 +1,57 @@
+"""The conversion's trial runs from its questions to its figures, on a model that counts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from experiments.refusion_pays import convert
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tiny import TINY_QWEN
+
+TOKENS = ("<pad>", "<unk>", "<eos>", *"0123456789")  # SmolLM2's EOS has id 2, too
+
+
+def write_counter(path: Path) -> None:
+    """Write a model that continues a digit by all higher ones, and then ends."""
+    vocabulary = {token: i for i, token in enumerate(TOKENS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    ids = {"vocab_size": len(TOKENS), "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
+    other = {"tie_word_embeddings": False, "max_position_embeddings": 512}
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY_QWEN | other | ids))
+    following = [2, 2, 2, *range(4, len(TOKENS)), 2]
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weights.zero_()
+        model.get_input_embeddings().weight.copy_(torch.eye(len(TOKENS), TINY_QWEN["hidden_size"]))
+        head = torch.zeros(len(TOKENS), TINY_QWEN["hidden_size"])
+        head[following, range(len(TOKENS))] = 4.0
+        model.get_output_embeddings().weight.copy_(head)
+    model.save_pretrained(path)
+
+
+def test_a_trial_of_the_conversion_trains_twice_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_counter(tmp_path / "runs" / "smollm2" / "base")
+    questions = tmp_path / "questions.jsonl"
+    texts = [f"{i:0120}"[::-1] + str(i % 10) for i in range(16)]  # long, as rows are packed; one is answered by nothing
+    questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
+    monkeypatch.chdir(tmp_path)
+    options = ["--questions", str(questions), "--prompts", f"{questions}@1", "--work_dir", "trial"]
+    monkeypatch.setattr(sys, "argv", ["convert.py", *options, "--max_steps", "2"])
+    convert.main()
+    answers = [json.loads(line) for line in Path("trial/finished.jsonl").read_text().splitlines()]
+    assert {each["prompt"]: each["response"] for each in answers}[texts[5]] == "6789"
+    assert [text for text in texts if text not in {each["prompt"] for each in answers}] == [texts[9]]
+    [(name, run)] = json.loads(Path("trial/real_model.json").read_text())["runs"].items()
+    assert name == "shorter"
+    assert run["decoders"]["base, Autoregressive"]["texts"] == ["123456789<eos>"]
+    assert run["decoders"]["ReFusion bonus 32x1"]["tokens_per_forward"] > 0
