@@ -26,6 +26,7 @@ from refusion_lit.decoding import (
 from refusion_lit.engine.admission import KeptCache
 from refusion_lit.engine.checks import check_arguments, decoding_options
 from refusion_lit.engine.output import GenerationCallback
+from refusion_lit.families.defaults import class_and_options
 from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
@@ -58,13 +59,19 @@ class TextModel:
     def default_decoder(self) -> Decoder:
         """The decoder of this model where none is named.
 
-        It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the published one of the
-        model's format, or one for its traits.
+        It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the one that the model's
+        config or format names, or one for its traits. What it is set to is part of the config that an export writes;
+        one that does not fit the model, or is not of this package, raises a ``ValueError``.
         """
-        if self.backbone.drafter is not None:
-            return SelfSpeculative()
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
-        return default_decoder(self.backbone.traits, stored.get("decoder"))
+        own = default_decoder(self.backbone.traits, stored.get("decoder"))
+        return SelfSpeculative() if self.backbone.drafter is not None and not isinstance(own, SelfSpeculative) else own
+
+    @default_decoder.setter
+    def default_decoder(self, decoder: Decoder) -> None:
+        check_model(self.backbone, decoder)
+        stored = getattr(self.backbone.config, "refusion_lit", None) or {}
+        self.backbone.config.refusion_lit = {**stored, "decoder": class_and_options(decoder)}
 
     def to(self, device: str | torch.device) -> TextModel:
         """Move the weights to a device."""

@@ -44,6 +44,45 @@ def test_export_loads_in_transformers_and_in_ours(checkpoint: str, tmp_path: Pat
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 2
 
 
+def test_a_directory_names_its_own_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bonus = ReFusion(slot_size=4, num_serial_blocks=4, infill="bonus", num_drafts=3)
+    options = ["--decoder=ReFusion", "--decoder.slot_size=4", "--decoder.num_serial_blocks=4"]
+    options += ["--decoder.infill=bonus", "--decoder.num_drafts=3"]
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *options]) == 0
+    assert "--decoder.infill bonus --decoder.num_drafts 3" in (first / "README.md").read_text()
+    model = refusion_lit.load(first)
+    assert model.default_decoder == bonus
+    expected, own = (model.generate(["12+34,5+6>"], decoder=d, max_new_tokens=32)[0] for d in (bonus, None))
+    assert (own.token_ids, own.num_forwards) == (expected.token_ids, expected.num_forwards)
+    assert main(["generate", f"--ckpt_path={first}", "--prompt=1+1>", "--max_new_tokens=16"]) == 0
+    assert main(["export", f"--ckpt_path={first}", f"--output={again}"]) == 0
+    assert refusion_lit.load(again).default_decoder == bonus
+    config = json.loads((again / "config.json").read_text())
+    config["refusion_lit"]["decoder"]["init_args"]["slots"] = 4
+    (again / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert main(["generate", f"--ckpt_path={again}", "--prompt=1+1>"]) == 2
+    assert "refusion_lit.decoder: expected options of ReFusion in the model's config" in capsys.readouterr().err
+    assert main(["generate", f"--ckpt_path={again}", "--prompt=1+1>", "--decoder=ReFusion"]) == 0
+
+
+def test_a_decoder_that_others_could_not_use_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "from refusion_lit.decoding import Autoregressive\n\n\nclass Own(Autoregressive): ...\n"
+    (tmp_path / "own_decoder.py").write_text(own)
+    export = ["export", f"--ckpt_path={MODEL}", f"--output={tmp_path / 'out'}"]
+    for decoder, message in (
+        ("LLaDA", "LLaDA does not fit this model"),
+        ("own_decoder.Own", "decoder: expected one of Autoregressive, BlockDiffusion, CARD"),
+    ):
+        assert main([*export, f"--decoder={decoder}"]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
 def test_results_of_another_model_are_not_on_the_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = {"results": {"d": {"score": 1.0}}, "fingerprints": {"d": {"weights": "0123456789abcdef"}}}
     (tmp_path / "results.json").write_text(json.dumps(results))

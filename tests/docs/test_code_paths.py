@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_572,
+    "command to text: lines": 4_616,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_155,
+    "token ids to text: lines": 4_198,
     "examples to loss: files": 17,
     "examples to loss: lines": 3_252,
     "test: files": 58,
-    "test: lines": 12_193,
+    "test: lines": 12_240,
     "package: files": 172,
-    "package: lines": 27_745,
-    "package: lines of code": 17_464,
+    "package: lines": 27_803,
+    "package: lines of code": 17_502,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import OneLineParser, as_list
+from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
 from refusion_lit.reports.results import RESULTS
 from refusion_lit.utils.errors import reason_of, write_failure
 from refusion_lit.utils.files import atomic_directory, check_fingerprint, write_atomically
@@ -27,6 +27,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
     draft = "directory of a drafter for the model, to be written with it into one directory"
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
+    add_decoder_option(parser, "the decoder that the directory names as its own; by default the model's own")
     adapters = "write low-rank adapters (in peft's layout) or the drafter alone, without the model"
     parser.add_argument("--adapter_only", type=bool, default=False, help=adapters)
     results = "directory of a test run, for the model card; several as [A, B]"
@@ -57,6 +58,8 @@ def run(args: list[str]) -> int:
     options.ckpt_path = model_source(options.ckpt_path)
     model = _load(options)
     backbone = model.backbone
+    if options.decoder is not None:
+        model.default_decoder = options.decoder
     card = _card(options, model)
     with _filled(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
@@ -82,6 +85,7 @@ def _load(options: Namespace) -> TextModel:
     if not options.adapter_only:
         return load(source, dtype="float32", device="cpu", draft=options.draft)
     require(options.draft is None, "draft", "none with --adapter_only", options.draft, "drop one of them")
+    require(options.decoder is None, "decoder", "none with --adapter_only", options.decoder, "drop one of them")
     expected = "the checkpoint of a run with model.backbone.lora or drafter"
     require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
     return load_checkpoint(source)
@@ -104,8 +108,10 @@ def _card(options: Namespace, model: TextModel) -> str:
         _check_results(results, weights_digest(tested))
     if options.adapter_only and backbone.drafter is not None:
         return drafter_card(name, backbone.drafter.origin, prompt)
-    about = {"adapters": backbone.adapters, "prompt": prompt, "has_drafter": backbone.drafter is not None}
-    return model_card(name, backbone.traits, _run_of(options.ckpt_path), results, **about)
+    return model_card(
+        name, backbone.traits, _run_of(options.ckpt_path), results, adapters=backbone.adapters, prompt=prompt,
+        decoder=model.default_decoder, has_drafter=backbone.drafter is not None,
+    )  # fmt: skip
 
 
 def _check_results(directories: Sequence[Path], weights: str | None) -> None:

@@ -96,10 +96,11 @@ def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128) -> No
     add_loading_options(parser)
 
 
-def add_decoder_option(parser: OneLineParser) -> None:
+def add_decoder_option(
+    parser: OneLineParser, which: str = "by default the model's own, which is SelfSpeculative for one with a drafter"
+) -> None:
     """Add the decoder with its options."""
-    own = "by default the model's own, which is SelfSpeculative for one with a drafter"
-    text = f"class of the decoder, or a YAML file like those in configs/decoder; {own}"
+    text = f"class of the decoder, or a YAML file like those in configs/decoder; {which}"
     # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from refusion_lit.engine.decoder import Decoder
@@ -12,18 +13,26 @@ from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
 from refusion_lit.families.block_diffusion.token_editing import TokenEditing
 from refusion_lit.families.card import CARD
 from refusion_lit.families.llada.decoder import LLaDA
+from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.set_diffusion import SetDiffusion
+from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm.decoder import WeDLM
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.types import ModelTraits
+from refusion_lit.utils.require import require_choice
 
 _CLASSES: Mapping[str, type[Decoder]] = {
-    cls.__name__: cls for cls in (Autoregressive, BlockDiffusion, D2F, LLaDA, ReFusion, TokenEditing, WeDLM)
-}
+    cls.__name__: cls
+    for cls in (
+        Autoregressive, BlockDiffusion, CARD, D2F, FastDLLM, LLaDA, ReFusion, SelfSpeculative, SetDiffusion,
+        TokenEditing, WeDLM,
+    )
+}  # fmt: skip
+"""Decoders that a model's config may name; nothing is imported by a name in a file."""
 
 
 def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = None) -> Decoder:
-    """Return the default decoder of a model: the one that its authors publish, if it fits, or one for its traits.
+    """Return the default decoder of a model: the one that its authors name, if it fits, or one for its traits.
 
     By attention pattern and meaning of the logits:
 
@@ -36,10 +45,20 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
 
     Args:
         traits: What the model was trained to do, including fine-tuning after its publication.
-        published: Class and options (``class_path``, ``init_args``) that its format declares.
+        published: Class and options (``class_path``, ``init_args``) that its format or its config declares.
+
+    Raises:
+        ValueError: If the options are not those of the class.
     """
     if published is not None and published.get("class_path") in _CLASSES:
-        decoder = _CLASSES[published["class_path"]](**published.get("init_args", {}))
+        cls, options = _CLASSES[published["class_path"]], published.get("init_args") or {}
+        try:
+            decoder = cls(**options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"refusion_lit.decoder: expected options of {cls.__name__} in the model's config, got {options} "
+                f"({error}); name another --decoder, or correct config.json."
+            ) from error
         if not decoder.requirements().mismatches(traits):
             return decoder
     shifted = traits.predictions is not None and "mask" not in traits.predictions
@@ -59,3 +78,20 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
     if "mask" in traits.predictions:
         return WeDLM()
     return CARD() if "mask_shifted" in traits.predictions else Autoregressive()
+
+
+def class_and_options(decoder: Decoder) -> dict[str, Any]:
+    """Return a decoder as class and options, for :func:`default_decoder`.
+
+    Raises:
+        ValueError: If a model cannot name it: others may not have its class.
+    """
+    name = type(decoder).__name__
+    require_choice("decoder", name if type(decoder) in _CLASSES.values() else type(decoder), tuple(_CLASSES))
+    return {"class_path": name, "init_args": changed_options(decoder)}
+
+
+def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+    """Return the options of a decoder that are not its class's defaults."""
+    values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
+    return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}

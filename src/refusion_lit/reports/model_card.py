@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from refusion_lit.families.defaults import default_decoder
-from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.engine.decoder import Decoder
+from refusion_lit.families.defaults import changed_options, default_decoder
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
@@ -33,6 +33,7 @@ def model_card(
     *,
     adapters: Adapters | None = None,
     prompt: str = PLAIN_PROMPT,
+    decoder: Decoder | None = None,
     has_drafter: bool = False,
 ) -> str:
     """Return a model card in Markdown, with the front matter that the Hugging Face hub reads.
@@ -45,6 +46,7 @@ def model_card(
         results: Directories of test runs, each with a ``results.json``.
         adapters: The low-rank adapters, if the directory holds them alone.
         prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the tokenizer.
+        decoder: The model's own decoder; by default one for its traits.
         has_drafter: Whether the directory holds a drafter, too.
 
     Raises:
@@ -62,9 +64,8 @@ def model_card(
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
-    made: Any = SelfSpeculative() if has_drafter else default_decoder(traits)
-    made = _tested(made, tests)
-    options = _changed(made)
+    made = _tested(decoder or default_decoder(traits), tests)
+    options = changed_options(made)
     return _rendered(
         "model_card.md.jinja",
         data,
@@ -84,12 +85,6 @@ def model_card(
         environment=described_environment(environment),
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
-
-
-def _changed(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
-    """Return the options of a decoder that are not its class's defaults."""
-    values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
-    return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}
 
 
 def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
