@@ -179,6 +179,35 @@ def _real_model(found: Result) -> str:
     return markdown_table(titles, rows)
 
 
+@table("refusion_pays levers", _path("refusion_pays", "levers.json"))
+def _levers(found: Result) -> str:
+    titles = (
+        "training", "steps", "positions", "decoder", "tokens/forward", "positions/token",
+        "tokens/s, times `Autoregressive`", "tokens before the first difference", "perplexity under the base",
+    )  # fmt: skip
+    reference = "base, Autoregressive"
+    recipes = list(found["recipes"].items())
+    shown = [("none", recipes[0][1], reference)]
+    shown += [(name, run, decoder) for name, run in recipes for decoder in run["decoders"] if decoder != reference]
+    rows = []
+    for name, run, decoder in shown:
+        figures = run["decoders"][decoder]
+        rows.append(
+            [
+                name,
+                "" if name == "none" else run["num_steps"],
+                "" if name == "none" else run["num_positions"],
+                f"`{decoder}`",
+                f"{figures['tokens_per_forward']:.2f}",
+                f"{figures['positions_per_token']:.1f}",
+                _speed(figures, "autoregressive"),
+                f"{figures['common_prefix']:.0f}",
+                f"{figures['perplexity_under_base']:.2f}",
+            ]
+        )
+    return markdown_table(titles, rows)
+
+
 def _speed(figures: Result, other: str) -> str:
     """Return a ratio of speeds, with its interval where there are prompts enough for one; empty if not measured."""
     ratio, interval = (figures.get(f"speed_over_{other}{suffix}") for suffix in ("", "_95"))

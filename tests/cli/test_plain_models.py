@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_its_own_decoder_is_autoregressive_and_others_are_refused(plain: str) ->
         model.generate(["ab"], decoder=ReFusion(slot_size=2), max_new_tokens=6)
     with pytest.warns(UserWarning, match="ReFusion does not fit"):
         model.generate(["ab"], decoder=ReFusion(slot_size=2), max_new_tokens=6, allow_mismatch=True)
+
+
+def test_an_eos_token_that_is_named_as_a_mask_is_none(plain: str, tmp_path: Path) -> None:
+    named = shutil.copytree(plain, tmp_path / "named")
+    config = json.loads((named / "tokenizer_config.json").read_text())
+    (named / "tokenizer_config.json").write_text(json.dumps({**config, "mask_token": config["eos_token"]}))
+    model = refusion_lit.load(named)
+    assert model.backbone.special_tokens.mask_token_id in model.backbone.special_tokens.eos_token_ids
+    assert model.default_decoder == Autoregressive()
+    expected = refusion_lit.load(plain).generate(["ab"], max_new_tokens=6)[0]
+    assert model.generate(["ab"], max_new_tokens=6)[0].token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("decoder", ["ReFusion", "LLaDA", "WeDLM", "SelfSpeculative"])

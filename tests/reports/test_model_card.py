@@ -120,7 +120,9 @@ def test_all_programs_of_a_card_decode_as_the_test_did_or_say_so(tmp_path: Path)
         assert "--ckpt_path out --decoder ReFusion --decoder.slot_size 4 " in card
         assert "|= {'slot_size': 4," in card
         assert ("It lacks `infill`, which the decoder above sets" in card) == lacks
-    assert "--decoder.infill bonus --max_new_tokens 64 --prompt" in card
+    limit = results["sampling"]["max_new_tokens"]
+    assert f"--decoder.infill bonus --max_new_tokens {limit} --prompt" in card
+    assert card.count(f"max_new_tokens={limit})") == 2
     assert "--ckpt_path out --max_new_tokens 64 --prompt" in model_card("out", hybrid, None)
 
 

@@ -22,7 +22,7 @@ from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
-from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_new
+from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
@@ -121,7 +121,7 @@ class BackboneConfig:
         if self.attention is not None:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
         pretrained = self.source is not None and not self.random_init
-        if pretrained and traits.predictions is None and mask_is_new(tokenizer):
+        if pretrained and traits.predictions is None and mask_is_untrained(tokenizer):
             traits = replace(traits, predictions=("next_token",))  # nobody has trained it for masks
         with _seeded(seed):
             model = self._load_weights(config, published) if pretrained else self._initialise_weights(config)

@@ -60,6 +60,12 @@ def mask_is_new(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, _NEW_MASK, False))
 
 
+def mask_is_untrained(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether nobody can have trained the mask token as a mask: it is new, or begins or ends texts too."""
+    others = (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    return mask_is_new(tokenizer) or (tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others)
+
+
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pretrained: bool) -> tuple[int, ...]:
     """Give embedding and head a row for every token; new rows start as the mean of the rows before them.
 

@@ -78,6 +78,7 @@ def model_card(
         own_options={"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}
         | {name: value for name, value in options.items() if name in _EXPORTED},
         prompt=prompt,
+        max_new_tokens=next((_lookup(test, "sampling", "max_new_tokens") for test in tests), None) or 64,
         has_drafter=has_drafter,
         is_autoregressive=traits.attention == "causal" and "next_token" in (traits.predictions or ()),
         has_own_decoder=has_own_decoder(traits),
