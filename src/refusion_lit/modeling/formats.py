@@ -91,7 +91,7 @@ class CheckpointFormat:
         options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
         traits = self.traits(values)
         options["model_type"] = self.base_type(values)
-        options["refusion_lit"] = {**traits.to_dict(), "layout": self.name, "decoder": self.default_decoder(traits)}
+        options["refusion_lit"] = {**traits.to_dict(), "decoder": self.default_decoder(traits)}
         return self.completed(options)
 
     def completed(self, options: dict[str, Any]) -> dict[str, Any]:
