@@ -86,7 +86,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure; results land in benchmarks/results. `nox -s bench -- decode growth` measures these parts only."""
-    install(session, ".", "matplotlib")
+    install(session, ".")
     parts = session.posargs or [
         "decode",
         "batches",
@@ -140,7 +140,7 @@ def reproduce(session: nox.Session) -> None:
         known = sorted(path.parent.name for path in Path("experiments").glob("*/reproduce.yaml"))
         session.error(f"expected the name of an experiment ({', '.join(known)}), got {session.posargs}")
     folder = Path("experiments") / session.posargs[0]
-    install(session, ".[eval]" if folder.name == "main_results" else ".", "matplotlib")
+    install(session, ".[eval]" if folder.name == "main_results" else ".")
     output = Path("runs") / "reproduce" / folder.name
     session.run("python", "experiments/reproduce.py", str(folder), str(output), env=ENVIRONMENT)
 
@@ -148,7 +148,7 @@ def reproduce(session: nox.Session) -> None:
 @nox.session
 def figures(session: nox.Session) -> None:
     """Write every generated table and plot from the committed JSON; `nox -s figures -- --check` lists what differs."""
-    install(session, ".", "matplotlib")
+    install(session, ".")
     session.run("python", "-m", "docs.figures", *session.posargs)
 
 

@@ -79,7 +79,7 @@ def test_predictions_for_other_prompts_are_refused_with_both(
 def test_only_own_files_are_overwritten(gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.scored.jsonl").write_text("mine")
     assert main(gsm8k) == 2
-    assert "output: expected a new file or one with predictions of refusion-lit" in capsys.readouterr().err
+    assert "output: expected a new file, or one with predictions of refusion-lit" in capsys.readouterr().err
     assert (tmp_path / "p.scored.jsonl").read_text() == "mine"
     assert main([*gsm8k, "--overwrite"]) == 0
     assert main(gsm8k) == 0
@@ -113,10 +113,10 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
     wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
     messages = {
         "folder": "output: expected a file in a directory that exists",
-        "twice": "expected each id once, got 'test:test.jsonl:1' 2 times in",
+        "twice": "expected each id once, got 'test:test.jsonl:1 2 times in",
         "unknown": "1 of 1 ids",
         "fields": "fields.jsonl:1: expected a field 'response'; it has 'id'; correct the line",
-        "empty": "empty.jsonl; give another",
+        "empty": "empty.jsonl'; give another",
         "missing": "no.jsonl: expected a data file, but there is none; check the path",
         "same": "output: expected another file",
     }

@@ -101,7 +101,7 @@ def test_only_traces_are_replaced(name: str, tmp_path: Path, capsys: pytest.Capt
     trace = ["trace", "--ckpt_path", CAUSAL, "--prompt", PROMPT, "--max_new_tokens=8", "--output", str(output)]
     output.write_text("notes")
     assert main(trace) == 2
-    assert f"output: expected a new file, or one with a trace, got '{output}'" in capsys.readouterr().err
+    assert f"output: expected a new file, or one with a trace, got '{output}, which" in capsys.readouterr().err
     assert output.read_text() == "notes"
     output.unlink()
     assert main(trace) == main(trace) == 0

@@ -92,7 +92,7 @@ def test_the_wrong_strategy_is_refused_with_a_way_out(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["test", *SMALL, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}"]) == 2
-    assert "is a sharded checkpoint" in capsys.readouterr().err
+    assert "ModelParallelStrategy for a sharded checkpoint, got" in capsys.readouterr().err
 
 
 def test_a_torn_or_hostile_checkpoint_is_refused(sharded: Path, tmp_path: Path) -> None:

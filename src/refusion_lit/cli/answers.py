@@ -48,10 +48,8 @@ def write_answers(options: Namespace) -> None:
     """
     _check_output(options)
     requests = [_Request("0", options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
-    if not requests:
-        raise ValueError(
-            f"prompts: expected at least one prompt, got an empty file {options.prompts}; write one on each line."
-        )
+    fix = "write one on each line"
+    require(bool(requests), "prompts", "at least one prompt", f"an empty file {options.prompts}", fix)
     for request in requests:
         if not request.prompt:
             raise ValueError(f"prompt {request.id}: expected some text, got an empty prompt; fill it in or remove it.")
@@ -114,9 +112,7 @@ def _check_output(options: Namespace) -> None:
         return
     require(options.output != "", "output", "a file's name", "", "give one, or leave --output out")
     output = Path(options.output)
-    holds = options.prompts is None or output.resolve() != Path(options.prompts).resolve()
-    require(holds, "output", "another file than --prompts", str(output), "choose another name")
-    check_writable(output, "output", overwrite=options.overwrite)
+    check_writable(output, overwrite=options.overwrite, source=options.prompts)
     is_free = options.resume or options.overwrite or not output.exists()
     fix = "add --resume to keep them and answer what is missing, or --overwrite to replace them"
     require(is_free, "output", "a new file", f"{output}, which holds answers", fix)

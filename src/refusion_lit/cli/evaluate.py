@@ -16,8 +16,7 @@ from refusion_lit.cli.parser import (
     decoding_of,
     load_model_of,
 )
-from refusion_lit.evaluation.predictions import check_writable
-from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.files import require_free, write_atomically
 from refusion_lit.utils.require import require, require_number
 
 
@@ -58,18 +57,14 @@ def run(args: list[str]) -> int:
         raise ValueError("evaluate: needs the package lm-eval; run pip install lm-eval.") from error
     output = None if options.output is None else Path(options.output)
     if output is not None:
-        check_writable(output, "output", overwrite=True)
-        require(not output.exists(), "output", "a new file", str(output), "choose another name, or remove it first")
+        require_free(output)
     if options.limit is not None:
         require_number("limit", options.limit, "(0, inf)", "leave it out for all examples")
     manager = TaskManager(include_path=options.include_path)
     tasks = as_list(options.tasks)
     unknown = [task for task in tasks if task not in manager.all_tasks]
-    if unknown or not tasks:
-        raise ValueError(
-            f"tasks: expected names of the harness's tasks or of those below --include_path, got "
-            f"{', '.join(unknown) or 'none'}; `lm-eval ls tasks` lists the harness's own."
-        )
+    expected = "names of the harness's tasks or of those below --include_path"
+    require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
     names = ("decoder", "likelihood", "num_draws", "seed")
     decoding = decoding_of(options)
     model = RefusionLitModel(

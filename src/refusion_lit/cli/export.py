@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
-from refusion_lit.reports.results import RESULTS
+from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import reason_of, write_failure
 from refusion_lit.utils.files import atomic_directory, check_fingerprint, write_atomically
 from refusion_lit.utils.require import require
@@ -101,6 +101,8 @@ def _card(options: Namespace, model: TextModel) -> str:
     backbone = model.backbone
     prompt = prompt_code(model.tokenizer, model.prompt_template)
     name = options.push_to_hub or options.output
+    run = Path(options.ckpt_path).parent.parent  # unless the checkpoint was moved out of it
+    is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
     results = [Path(path) for path in as_list(options.results)]
     if results:
         # A test merges adapters.
@@ -109,7 +111,7 @@ def _card(options: Namespace, model: TextModel) -> str:
     if options.adapter_only and backbone.drafter is not None:
         return drafter_card(name, backbone.drafter.origin, prompt)
     return model_card(
-        name, backbone.traits, _run_of(options.ckpt_path), results, adapters=backbone.adapters, prompt=prompt,
+        name, backbone.traits, run if is_run else None, results, adapters=backbone.adapters, prompt=prompt,
         decoder=model.default_decoder, has_drafter=backbone.drafter is not None,
     )  # fmt: skip
 
@@ -123,12 +125,6 @@ def _check_results(directories: Sequence[Path], weights: str | None) -> None:
         for fingerprint in recorded.values():
             check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
                               fix="Give the directory of a test of this checkpoint")  # fmt: skip
-
-
-def _run_of(source: str) -> Path | None:
-    """Return the directory of the run that wrote a checkpoint, ``None`` if the file was moved out of it."""
-    run = Path(source).parent.parent
-    return run if source.endswith(".ckpt") and (run / "config.yaml").is_file() else None
 
 
 def _upload(directory: str, repository: str, *, private: bool) -> None:

@@ -7,6 +7,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+from refusion_lit.utils.require import require
+
 
 def configs_directory() -> Path:
     """Return where the example configs are: inside an installed package, or beside ``src`` in a checkout.
@@ -34,10 +36,8 @@ def run(args: list[str]) -> int:
     configs = sorted(source.rglob("*.yaml"))
     for path in configs:
         copy = target / path.relative_to(source)
-        if copy.exists() and copy.read_bytes() != path.read_bytes():
-            raise ValueError(
-                f"DIR: expected a place without configs, got {copy}, which was changed. Choose another one."
-            )
+        is_free = not copy.exists() or copy.read_bytes() == path.read_bytes()
+        require(is_free, "DIR", "a place without configs", f"{copy}, which was changed", "choose another one")
     if source.resolve() != target.resolve():
         shutil.copytree(source, target, dirs_exist_ok=True)
     sys.stdout.write(f"{len(configs)} configs in {target}\n")

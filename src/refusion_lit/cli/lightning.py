@@ -361,7 +361,11 @@ def _use_source(config: Namespace, source: str) -> None:
         ValueError: If it cannot be read, or not with the strategy of the config.
     """
     if is_checkpoint_file(source):
-        _check_sharding(config, source)
+        strategy = str(getattr(config.trainer.strategy, "class_path", config.trainer.strategy))
+        reads_shards = strategy.endswith("ModelParallelStrategy")
+        fix = "turn the checkpoint into a directory with `refusion-lit export`, or test with that strategy"
+        expected = "the strategy ModelParallelStrategy for a sharded checkpoint"
+        require(reads_shards or not is_sharded_checkpoint(source), "trainer.strategy", expected, strategy, fix)
         metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source), source)
         config.data.tokenizer = Namespace(
             class_path="refusion_lit.data.tokenizers.StoredTokenizer",
@@ -402,16 +406,6 @@ def _check_backbone(backbone: Namespace, command: str) -> None:
         )
     if backbone.source is None or backbone.random_init:
         rank_zero_warn("ckpt_path: none given, so that the model has random weights; give --ckpt_path to use others")
-
-
-def _check_sharding(config: Namespace, source: str) -> None:
-    """Refuse a sharded checkpoint if the strategy cannot read one."""
-    strategy = str(getattr(config.trainer.strategy, "class_path", config.trainer.strategy))
-    if is_sharded_checkpoint(source) and not strategy.endswith("ModelParallelStrategy"):
-        raise ValueError(
-            f"ckpt_path: {source} is a sharded checkpoint, which the strategy {strategy} cannot read. Turn it into a "
-            "directory with `refusion-lit export`, or test with the strategy ModelParallelStrategy."
-        )
 
 
 class _ParseOnly(RefusionCLI):

@@ -104,18 +104,6 @@ class RunProgress(ProgressBar):
             line = ": ".join(filter(None, (line, self._losses(trainer))))
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Remove the bars before the table is printed."""
-        self._stop()
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Remove the bars."""
-        self._stop()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Remove the bars, so that the error stands alone."""
-        self._stop()
-
     def _start_bars(self) -> None:
         if self._bars is None:
             self._bars = bars(self._console)
@@ -126,12 +114,15 @@ class RunProgress(ProgressBar):
         bounded = None if total is None or not math.isfinite(total) else total
         return self._bars.add_task(name, total=bounded, completed=completed, text="")
 
-    def _stop(self) -> None:
+    def _stop(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the arguments of several hooks
+        """Remove the bars: before the table of a test, after predictions, and so that an error stands alone."""
         if self._bars is not None:
             self._bars.stop()
         if self._answers is not None:
             self._answers.stop()
         self._bars = self._steps = self._batches = self._answers = None
+
+    on_test_epoch_end = on_predict_end = on_exception = _stop
 
     def _losses(self, trainer: L.Trainer) -> str:
         shown = trainer.progress_bar_metrics.items()

@@ -55,11 +55,6 @@ def next_version(folder: Path) -> str:
     return version
 
 
-def is_first_process() -> bool:
-    """Return whether this process writes the run's directory."""
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
-
-
 @dataclass(frozen=True)
 class Claim:
     """The right to write a run's directory, held by one process.
@@ -90,7 +85,7 @@ def claim(directory: Path) -> Claim | None:
     Raises:
         ValueError: If nothing can be written there, or another run is writing there.
     """
-    if not is_first_process():
+    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) > 0:
         return None
     is_new = not directory.exists()
     try:

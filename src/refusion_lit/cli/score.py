@@ -19,6 +19,7 @@ from refusion_lit.tasks import CodeTask, Task
 from refusion_lit.tasks.base import examples_of, score_of
 from refusion_lit.types import Example
 from refusion_lit.utils.files import read_fingerprint
+from refusion_lit.utils.require import require, require_at_least
 
 
 def build_parser() -> OneLineParser:
@@ -48,24 +49,16 @@ def run(args: list[str]) -> int:
     source = Path(options.predictions)
     unpacked = source.with_suffix("") if source.suffix == ".gz" else source
     output = Path(options.output) if options.output else unpacked.with_suffix(".scored.jsonl")
-    if options.num_workers < 1:
-        raise ValueError(f"num_workers: expected an integer of at least 1, got {options.num_workers}; raise it.")
-    if output.resolve() == source.resolve():
-        raise ValueError(f"output: expected another file than the predictions, got {output}; name a new one.")
-    check_writable(output, "output", overwrite=options.overwrite)
+    require_at_least("num_workers", options.num_workers, 1)
+    check_writable(output, overwrite=options.overwrite, source=source)
     task = options.task
     if isinstance(task, CodeTask):
         task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)
-        if not task.allow_code_execution:
-            raise ValueError(
-                f"allow_code_execution: {type(task).__name__} runs programs that a model wrote on this machine, which "
-                "is off; add --allow_code_execution if you want that."
-            )
-        _ = task.sandbox.applied  # refuses weak isolation, and says what it found, before anything else
+        _ = task.sandbox.applied  # refuses to run code, or weak isolation, before anything else
     examples = {example.id: example for example in examples_of(task, options.split)}
     lines = read_json_lines(source, "predictions", texts=("id", "response"))
-    if not lines:
-        raise ValueError(f"predictions: expected at least one prediction, got an empty file {source}; give another.")
+    expected = "at least one prediction"
+    require(bool(lines), "predictions", expected, f"an empty file {source}", "give another")
     _check_ids(lines, examples, source)
     _check_prompts(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
@@ -95,10 +88,8 @@ def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], so
             f"{unknown[0]!r}; give --task and --split as they were when the predictions were made{_noted(source)}."
         )
     (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
-    if count > 1:
-        raise ValueError(
-            f"predictions: expected each id once, got {identity!r} {count} times in {source}; keep one line for each."
-        )
+    got = f"{identity} {count} times in {source}"
+    require(count == 1, "predictions", "each id once", got, "keep one line for each")
 
 
 def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:

@@ -141,11 +141,9 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
                 raise ValueError(str(error).removeprefix(f"{file}: ")) from error
         parsed[subcommand].pop("config", None)
         resolved = yaml.safe_load(cli.parser.dump(parsed, skip_none=False, skip_validation=True))[subcommand]
-        if resolved["trainer"].get("logger") not in (None, True):
-            raise ValueError(
-                "trainer.logger: expected the default in a sweep, which finds results by it, got another logger; "
-                "leave the option out."
-            )
+        logger = resolved["trainer"].get("logger")
+        expected = "the default in a sweep, which finds results by it"
+        require(logger in (None, True), "trainer.logger", expected, logger, "leave the option out")
         source = str(resolved.get("ckpt_path") or "")
         is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())
         require(is_here, "ckpt_path", "a checkpoint or directory that exists, or a hub id", source, "correct the path")

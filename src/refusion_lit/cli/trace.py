@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.traces.document import Trace, check_replaceable, read_trace, visible, write_trace
+from refusion_lit.traces.document import FORMAT, Trace, read_trace, visible, write_trace
 from refusion_lit.traces.html import page
 from refusion_lit.traces.terminal import animate, print_statistics
-from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.files import require_free, write_atomically
 from refusion_lit.utils.require import require
 
 
@@ -38,8 +37,8 @@ def run(args: list[str]) -> int:
         ValueError: If an option, the model or the saved trace is wrong.
     """
     options = build_parser().parse(args)
-    _check(options)
-    output = _output(options)
+    output = Path(options.output)
+    _check(options, output)
     trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
     console = Console()
     console.print(Text(f"decoder: {visible(trace.decoder)}"))
@@ -53,7 +52,7 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _check(options: Namespace) -> None:
+def _check(options: Namespace, output: Path) -> None:
     if options.trace_file is not None:
         if options.ckpt_path is not None or options.prompt is not None:
             raise ValueError("trace_file: expected it alone, got a model or a prompt too; give one or the other.")
@@ -62,18 +61,10 @@ def _check(options: Namespace) -> None:
     elif not options.prompt:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
 
-
-def _output(options: Namespace) -> Path:
-    """Return where to write, having made sure that it can be."""
-    output = Path(options.output)
     is_known = output.suffix in (".html", ".json")
     require(is_known, "output", "a name that ends in .html or .json", str(output), "rename it")
-    if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
-        raise ValueError(f"output: expected a file in a directory that can be written, got {output}; make it first.")
-    if options.trace_file is not None and output.resolve() == Path(options.trace_file).resolve():
-        raise ValueError(f"output: expected another file than --trace_file, got {output}; choose another name.")
-    check_replaceable(output, "output")
-    return output
+    is_trace = output.is_file() and FORMAT.encode() in output.read_bytes()
+    require_free(output, "a trace", is_kind=is_trace, source=options.trace_file)
 
 
 def _decode(options: Namespace) -> Trace:

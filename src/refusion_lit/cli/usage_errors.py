@@ -19,7 +19,6 @@ import yaml
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
 
-_ZARYA = "set class_path: Zarya, which has it"
 _SEARCH = "the interval search is gone; set t_min and t_max"
 _SANDBOX = "the sandbox limits time, memory and the size of a file; leave it out"
 REMOVED = {
@@ -30,6 +29,10 @@ REMOVED = {
     **{f"{at}.layout": "its name is checkpoint_format" for at in ("backbone", "chat", "evaluate", "generate", "trace")},
     **{f"limits.{name}": _SANDBOX for name in ("disk_mb", "num_files", "num_open_files", "num_processes")},
     **{f"objective.search_{name}": _SEARCH for name in ("batches", "delta", "every", "widths")},
+    **{
+        f"objective.{name}": "set class_path: Zarya, which has it"
+        for name in ("mask_pattern", "max_span", "shuffle_masked", "slot_borders", "token_weights")
+    },
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
     "data.cache_dir": "every run encodes its files; leave it out",
@@ -55,13 +58,8 @@ REMOVED = {
     "SerialHybrid": "it drafts no better than Hybrid on the same texts; use Hybrid, or MaskWindows for serial blocks",
     "objective.gamma": "the preference has no margin; leave it out",
     "objective.kernel": "the loss is computed in chunks; leave it out",
-    "objective.mask_pattern": _ZARYA,
-    "objective.max_span": _ZARYA,
     "objective.resample": "masks are drawn once; leave it out",
     "objective.schedule": "the mask probability is t; leave it out",
-    "objective.shuffle_masked": _ZARYA,
-    "objective.slot_borders": _ZARYA,
-    "objective.token_weights": _ZARYA,
     "objective.weighting": "a mask weighs 1 / gamma; leave it out",
     "order_temperature": "places are the most confident ones; leave it out",
     "position_bytes": "positions and forwards per token are in the tables; leave it out",
@@ -337,12 +335,11 @@ class _Refusal:
         listing = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
         default = getattr(self._actions.get(option.name), "default", None)
         is_example = isinstance(default, int | float | str) and default != ""
+        begin = f"{option.where}{option.name}: expected {listing}, got {option.value!r}"
         if reason := removal_of(f"{option.name}.{option.value}"):
-            return (
-                f"{option.where}{option.name}: expected {listing}, got {option.value!r}, which was removed; {reason}."
-            )
+            return f"{begin}, which was removed; {reason}."
         fix = "set it to such a value" + (f", for example {default} (the default)" if is_example else "")
-        return f"{option.where}{option.name}: expected {listing}, got {option.value!r}; {fix}."
+        return f"{begin}; {fix}."
 
     def _chosen_of(self, options: Sequence[Given], default: Given) -> Given:
         """Return the last of some options that are below the one that the message names; the exact one if given."""
@@ -355,10 +352,12 @@ class _Refusal:
         above = name.rpartition(".")[0]
         if self._component(above) is None:
             return list(self._actions)
-        names = [each.value for each in self._given if each.name in (above, f"{above}.class_path")]
-        names = [str(self._default_class(above)), *(_leaf(name) for name in names if isinstance(name, str))]
+        default: Any = getattr(self._actions.get(above), "default", None)
+        names = [default.get("class_path") if hasattr(default, "get") else None]
+        names += [each.value for each in self._given if each.name in (above, f"{above}.class_path")]
+        last = [_leaf(name) for name in names if isinstance(name, str)][-1:]
         classes = self._classes(above)
-        chosen = [cls for cls in classes if cls.__name__ == names[-1]] or classes
+        chosen = [cls for cls in classes if cls.__name__ in last] or classes
         return list(dict.fromkeys(f"{above}.{each}" for cls in chosen for each in inspect.signature(cls).parameters))
 
     def _component(self, name: str) -> Any:  # noqa: ANN401
@@ -367,11 +366,6 @@ class _Refusal:
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         action = next((self._actions[each] for each in names if each in self._actions), None)
         return action if hasattr(action, "_typehint") else None
-
-    def _default_class(self, name: str) -> str | None:
-        default: Any = getattr(self._actions.get(name), "default", None)
-        path = default.get("class_path") if hasattr(default, "get") else None
-        return None if path is None else _leaf(str(path))
 
     def _classes(self, name: str) -> list[type]:
         action = self._component(name)

@@ -29,11 +29,11 @@ from refusion_lit.utils.files import (
     read_fingerprint,
     read_json,
     release_lock,
+    require_free,
     try_lock,
     write_atomically,
     write_json_atomically,
 )
-from refusion_lit.utils.require import require
 
 
 def predictions_fingerprint(
@@ -108,27 +108,19 @@ def as_line(values: Mapping[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False) + "\n"
 
 
-def check_writable(file: Path, option: str, *, overwrite: bool) -> None:
+def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = None) -> None:
     """Refuse to write predictions over a file that was not written as predictions.
 
     Args:
         file: The file to write.
-        option: The option that names it.
         overwrite: Write over any file.
+        source: A file that the command reads, if any.
 
     Raises:
         ValueError: If it holds something else or is a directory, or its directory does not exist.
     """
-    directory = file.resolve().parent
-    require(directory.is_dir(), option, "a file in a directory that exists", str(file), f"create {directory} first")
-    is_writable = os.access(directory, os.W_OK)
-    require(is_writable, option, "a file in a directory that can be written", str(file), "choose another one")
-    require(not file.is_dir(), option, "a file", str(file), "name a file in that directory")
-    if file.exists() and not overwrite and read_fingerprint(file) is None:
-        raise ValueError(
-            f"{option}: expected a new file or one with predictions of refusion-lit, got {file}, which is something "
-            "else; choose another name, or add --overwrite."
-        )
+    is_kind = overwrite or read_fingerprint(file) is not None
+    require_free(file, "predictions of refusion-lit", is_kind=is_kind, source=source, fix="add --overwrite")
 
 
 def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprint: Fingerprint) -> None:
@@ -219,7 +211,7 @@ class PredictionsFile:
                 if resume:
                     self._resume()
                 else:
-                    check_writable(path, "output", overwrite=overwrite)
+                    check_writable(path, overwrite=overwrite)
                 self._file = self._opened()
             except BaseException:
                 release_lock(lock)

@@ -189,7 +189,7 @@ class Worker(GenerationCallback):
             self.has_failed = True
             end = _failure(error)
         with self._news:
-            self.is_draining = True  # no job may arrive that nobody tells
+            self.is_draining = True  # submit refuses jobs from here on: nothing would answer them
         for job in (*self._active.values(), *self._waiting):
             job.tell(end)
         self._active.clear()

@@ -86,16 +86,14 @@ class CodeTask(Task):
         Raises:
             ValueError: If this is not allowed, or the machine offers too little isolation.
         """
-        if not self.allow_code_execution:
-            raise ValueError(
-                "allow_code_execution: expected true, because scoring runs generated code on this machine, got false; "
-                "add --allow_code_execution to allow it."
-            )
         return self.sandbox.run(*self.program(example, response))
 
     @cached_property
     def sandbox(self) -> Sandbox:
-        """The sandbox of this task; prints the isolation it found on first access."""
+        """The sandbox of this task, if code may run; prints the isolation it found on first access."""
+        expected = "true, because scoring runs programs that a model wrote on this machine"
+        fix = "add --allow_code_execution to allow it"
+        require(self.allow_code_execution, "allow_code_execution", expected, False, fix)
         sandbox = Sandbox(limits=self.limits, minimum=self.minimum_isolation)
         sys.stderr.write(f"isolation of generated code: {sandbox.describe()}\n")
         return sandbox

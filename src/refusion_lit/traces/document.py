@@ -140,16 +140,6 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     write_atomically(path, json.dumps(document) + "\n")
 
 
-def check_replaceable(path: Path, option: str) -> None:
-    """Refuse to replace a file that holds no trace.
-
-    Raises:
-        ValueError: If there is such a file under this name.
-    """
-    is_free = not path.exists() or (path.is_file() and FORMAT.encode() in path.read_bytes())
-    require(is_free, option, "a new file, or one with a trace", str(path), "choose another name")
-
-
 def read_trace(path: str | Path) -> Trace:
     """Load a trace saved with :func:`write_trace`.
 

@@ -1,4 +1,4 @@
-"""Reasons of failed reads and writes in one line for users, and the error that is none."""
+"""Reasons of failed reads and writes in one line for users, and an exception for work that is done already."""
 
 from __future__ import annotations
 

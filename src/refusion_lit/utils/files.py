@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 from filelock import FileLock as Lock
 from filelock import Timeout
 
+from refusion_lit.utils.require import require
+
 Options = dict[str, Any]
 Fingerprint = Mapping[str, Any]
 """Names of what a file depends on, with JSON values; ``None`` where something is unknown."""
@@ -121,6 +123,35 @@ def write_json_atomically(path: str | Path, values: Any) -> None:  # noqa: ANN40
     write_atomically(path, json.dumps(values, indent=2) + "\n")
 
 
+def require_free(
+    output: Path,
+    kind: str = "",
+    *,
+    is_kind: bool = False,
+    source: str | Path | None = None,
+    fix: str = "remove it first",
+) -> None:
+    """Refuse an output file that cannot be written, that a command reads, or that holds what must not be lost.
+
+    Args:
+        output: The file, which the option ``output`` names.
+        kind: What the file may hold, in words; by default it must be new.
+        is_kind: Whether it holds that.
+        source: A file that the command reads, if any.
+        fix: What to do where it holds something else, if not to choose another name.
+    """
+    directory = output.resolve().parent
+    require(directory.is_dir(), "output", "a file in a directory that exists", str(output), f"create {directory} first")
+    is_writable = os.access(directory, os.W_OK)
+    require(is_writable, "output", "a file in a directory that can be written", str(output), "choose another one")
+    require(not output.is_dir(), "output", "a file", str(output), "name a file in that directory")
+    is_other = source is None or output.resolve() != Path(source).resolve()
+    require(is_other, "output", "another file than the one that is read", str(output), "choose another name")
+    expected = f"a new file{f', or one with {kind}' if kind else ''}"
+    got = f"{output}, which is something else"
+    require(is_kind or not output.exists(), "output", expected, got, f"choose another name, or {fix}")
+
+
 def read_text(path: str | Path, option: str, expected: str = "a file") -> str:
     """Return the text of a UTF-8 file that a user named, without its byte order mark and with line feeds.
 
@@ -173,7 +204,7 @@ def read_yaml(path: Path, option: str) -> Options:
     text = read_text(path, option, "a YAML file")
     try:
         values = yaml.safe_load(text)
-    # What PyYAML raises for numbers and dates that are none (!!int x, 2001-99-99) is not its own error.
+    # PyYAML lets the errors of Python's own conversions through, as of !!int x or the date 2001-99-99.
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{option}: {path} is not YAML ({reason}); correct the file.") from error
