@@ -108,7 +108,7 @@ def test_a_swept_component_keeps_options_that_are_written_before_it(option: str,
         ({"base": ["none.yaml"]}, "base: expected a YAML file"),
         (
             {"options": {"fit.x": 1}},
-            "fit.x: expected a subcommand of this sweep .*, got fit; remove the option",
+            "fit.x: expected a subcommand of this sweep .*, got 'fit'; remove the option",
         ),
     ],
 )

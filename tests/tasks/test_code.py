@@ -112,9 +112,9 @@ def test_bad_options_and_files(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [MBPP, MBPP])
     with pytest.raises(ValueError, match=r"x\.jsonl:2: expected each problem once, got MBPP/11 again"):
         Mbpp(files=path).examples("test")
-    with pytest.raises(ValueError, match=r"either files or a hub data set in task\.dataset, got neither"):
+    with pytest.raises(ValueError, match=r"either files or a hub data set in task\.dataset, got 'neither'"):
         Mbpp()
-    with pytest.raises(ValueError, match="got both"):
+    with pytest.raises(ValueError, match="got 'both'"):
         Mbpp(files=path, dataset="some/data")
     with pytest.raises(ValueError, match="minimum_isolation"):
         Mbpp(files=path, minimum_isolation="most")  # type: ignore[arg-type]

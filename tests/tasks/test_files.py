@@ -74,7 +74,7 @@ def test_a_directory_is_no_data_file(tmp_path: Path) -> None:
             r"x\.jsonl:1: expected a field 'query'; .*'answer'; .*task\.preset",
         ),
         (b'{"query": 3, "response": "b"}\n', r"x\.jsonl:1: expected text in field 'query', got int"),
-        (b'{"query": "a", "response": " "}\n', r"x\.jsonl:1: expected a response, got an empty one"),
+        (b'{"query": "a", "response": " "}\n', r"x\.jsonl:1: expected a response that is not empty, got ' '"),
         (b"[1]\n", r"x\.jsonl:1: expected a JSON object, got list"),
     ],
 )

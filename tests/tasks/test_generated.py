@@ -120,7 +120,7 @@ class TestEveryTask:
         capacity = task_class().num_keys // 3
         for split in SPLITS:
             task_class(**{f"num_{split}": capacity})
-            with pytest.raises(ValueError, match=rf"num_{split}: expected 0 to {capacity} .*, got {capacity + 1}\. "):
+            with pytest.raises(ValueError, match=rf"num_{split}: expected 0 to {capacity} .*, got {capacity + 1}; "):
                 task_class(**{f"num_{split}": capacity + 1})
         with pytest.raises(ValueError, match="num_test: expected 0 to"):
             task_class(num_test=-1)

@@ -105,20 +105,14 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
             that no checkpoint needs.
     """
     if is_sharded_checkpoint(path):
-        if not is_complete_sharded(path):
-            raise ValueError(
-                f"ckpt_path: {path} lacks {_PLAIN_VALUES}, which is written last; it is not complete. Use an earlier "
-                "checkpoint."
-            )
+        got = f"{path}, which lacks {_PLAIN_VALUES}, written last"
+        require(is_complete_sharded(path), "ckpt_path", "a complete checkpoint", got, "use an earlier one")
         _check_index(Path(path) / _INDEX)
         return torch.load(Path(path) / _PLAIN_VALUES, map_location="cpu", weights_only=True)
-    if Path(path).is_dir():
-        raise ValueError(
-            f"ckpt_path: expected a checkpoint file, got the directory {path}; a Hugging Face directory to start from "
-            "goes into model.backbone.source."
-        )
-    if not Path(path).is_file():
-        raise ValueError(f"ckpt_path: expected a checkpoint file, got {path}, which does not exist. Check the path.")
+    expected = "a checkpoint file"
+    fix = "a Hugging Face directory to start from goes into model.backbone.source"
+    require(not Path(path).is_dir(), "ckpt_path", expected, f"the directory {path}", fix)
+    require(Path(path).is_file(), "ckpt_path", expected, f"{path}, which does not exist", "check the path")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
@@ -181,16 +175,11 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
     for name in sorted({*stored, *expected}):
         got = tuple(stored[name].shape) if name in stored else None
         wanted = tuple(expected[name].shape) if name in expected else None
-        if got != wanted:
-            raise ValueError(
-                f"{option}: expected weights that fit the architecture in the config, got {name} of shape {got}, not "
-                f"{wanted}. Take the config that the checkpoint was trained with."
-            )
-        if not bool(stored[name].isfinite().all()):
-            raise ValueError(
-                f"{option}: expected finite weights, got infinities or NaN in {name}: the training had diverged. Take "
-                "an earlier checkpoint."
-            )
+        fitting = f"weights that fit the architecture in the config, of shape {wanted} for {name}"
+        require(got == wanted, option, fitting, got, "take the config that the checkpoint was trained with")
+        is_finite = bool(stored[name].isfinite().all())
+        found = "infinities or NaN: the training had diverged"
+        require(is_finite, option, f"finite weights in {name}", found, "take an earlier checkpoint")
 
 
 def _is_readable(path: Path, *, resumable: bool) -> bool:

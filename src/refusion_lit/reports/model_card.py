@@ -18,11 +18,14 @@ from refusion_lit.modeling.saving import has_own_decoder
 from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
+from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
 PLAIN_PROMPT = 'input_ids = tokenizer("...", add_special_tokens=False, return_tensors="pt").input_ids'
 _EXPORTED = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
 """Options of ReFusion that an exported decoder knows."""
+_TESTED = "test split"
+"""What was tested, where the results do not say it."""
 
 
 def model_card(
@@ -112,14 +115,7 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
         tags=["speculative-decoding"],
         base_model=_public(origin.base),
     )
-    return _rendered(
-        "drafter_card.md.jinja",
-        data,
-        name,
-        base=base,
-        options=origin.options,
-        prompt=prompt,
-    )
+    return _rendered("drafter_card.md.jinja", data, name, base=base, options=origin.options, prompt=prompt)
 
 
 def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
@@ -144,7 +140,7 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
                     task_type="text-generation",
                     task_name="Text generation",
                     dataset_type=_lookup(task, "init_args", "dataset") or name,
-                    dataset_name=f"{name}, {_examples(test)}",
+                    dataset_name=f"{name}, {test.get('tested', _TESTED)}",
                     metric_type=figure,
                     metric_name=f"{title} with {decoder}",
                     metric_value=round(float(figures[figure]), 4),
@@ -155,16 +151,9 @@ def _read_test(directory: Path) -> dict[str, Any]:
     """Return the content of a test's ``results.json``."""
     path = directory / RESULTS
     results = read_results(path)
-    if results is None:
-        raise ValueError(
-            f"results: expected the results of `refusion-lit test` in {path}, got another file; test the model again."
-        )
-    return results
-
-
-def _examples(results: Mapping[str, Any]) -> str:
-    """Return what was tested, as the task says."""
-    return str(results.get("tested", "test split"))
+    expected = f"the results of `refusion-lit test` in {path}"
+    require(results is not None, "results", expected, "another file", "test the model again")
+    return results or {}
 
 
 def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
@@ -174,7 +163,7 @@ def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
     options = ", ".join(f"{name} {value}" for name, value in sampling.items() if value not in (None, []))
     num_prompts = max(int(figures.get("num_prompts", 0)) for figures in results["results"].values())
     task = _class_name(_lookup(results, "config", "data", "task"))
-    prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the {_examples(results)}"
+    prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the {results.get('tested', _TESTED)}"
     decoders = [f"`{name}` is {_shown(each)}" for name, each in (results.get("decoders") or {}).items()]
     lead = f"On {prompts}{f' ({task})' if task else ''}, decoded with {options}{'; ' * bool(decoders)}"
     lead += f"{', '.join(decoders)}:"

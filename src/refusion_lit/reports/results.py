@@ -110,13 +110,9 @@ def written(value: Any) -> str:  # noqa: ANN401 - an option's value
         return f"{name}({arguments})" if arguments else name
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {written(inner)}' for name, inner in value.items())}}}"
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float)
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, default=str)
-    )
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def environment(seed: object, command: list[str] | None = None) -> dict[str, Any]:

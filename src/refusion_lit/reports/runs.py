@@ -11,6 +11,7 @@ from typing import Any
 
 from refusion_lit.reports.results import RESULTS, read_results
 from refusion_lit.utils.files import read_fingerprint, read_json
+from refusion_lit.utils.require import require
 
 _SCORED = ".scored.jsonl"
 
@@ -97,11 +98,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
                 notes.append(f"{path} could not be read and was left out: {reason}")
         if errors and not found:
             raise errors[0]
-        if not found:
-            raise ValueError(
-                f"RUN: expected the {RESULTS} of a finished `test` in {argument} or below, got none; "
-                "run `refusion-lit test` first."
-            )
+        expected = f"the {RESULTS} of a finished `test` in {argument} or below"
+        require(bool(found), "RUN", expected, None, "run `refusion-lit test` first")
         if argument.is_dir():
             notes += _failed_points(folder)
         runs |= {path.resolve(): run for path, run in found}

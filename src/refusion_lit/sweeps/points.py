@@ -134,11 +134,9 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
         for name, value in sorted({**sweep.options, **options}.items(), key=lambda item: _depth(item[0])):
             scope, _, rest = name.partition(".")
             if scope in ("fit", "test"):
-                if scope not in sweep.subcommands:
-                    raise ValueError(
-                        f"{name}: expected a subcommand of this sweep ({sweep.subcommands}), got {scope}; remove the "
-                        "option or add the subcommand."
-                    )
+                expected = f"a subcommand of this sweep ({sweep.subcommands})"
+                fix = "remove the option or add the subcommand"
+                require(scope in sweep.subcommands, name, expected, scope, fix)
                 if scope != subcommand:
                     continue
                 name = rest
@@ -180,10 +178,8 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
         elif isinstance(node[part], str):  # a component given by its class name only
             node[part] = {"class_path": node[part]}
         node = node[part]
-        if not isinstance(node, dict):
-            raise ValueError(
-                f"{name}: expected a group of options at {'.'.join(path[: i + 1])}, got {node!r}; correct the name."
-            )
+        expected = f"a group of options at {'.'.join(path[: i + 1])}"
+        require(isinstance(node, dict), name, expected, node, "correct the name")
     _init_args(node, leaf)[leaf] = value
 
 

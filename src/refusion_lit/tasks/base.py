@@ -145,12 +145,10 @@ class GeneratedTask(Task):
         capacity = self.num_keys // len(SPLITS)
         for split in SPLITS:
             size = self.size(split)
-            if not 0 <= size <= capacity:
-                raise ValueError(
-                    f"num_{split}: expected 0 to {capacity} (a third of the {self.num_keys} distinct queries of "
-                    f"{type(self).__name__} with these options), got {size}. "
-                    f"Change num_{split}, or the options that make queries longer."
-                )
+            queries = f"{self.num_keys} distinct queries of {type(self).__name__} with these options"
+            expected = f"0 to {capacity} (a third of the {queries})"
+            fix = "change it, or the options that make queries longer"
+            require(0 <= size <= capacity, f"num_{split}", expected, size, fix)
 
     @property
     @abstractmethod

@@ -50,11 +50,9 @@ class CodeTask(Task):
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if (self.files is None) == (self.dataset is None):
-            raise ValueError(
-                "task.files: expected either files or a hub data set in task.dataset, got "
-                f"{'neither' if self.files is None else 'both'}; set exactly one."
-            )
+        is_one = (self.files is None) != (self.dataset is None)
+        got = "neither" if self.files is None else "both"
+        require(is_one, "task.files", "either files or a hub data set in task.dataset", got, "set exactly one")
         require_choice("minimum_isolation", self.minimum_isolation, LEVELS)
 
     @abstractmethod

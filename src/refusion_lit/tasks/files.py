@@ -12,7 +12,7 @@ from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.readers import Row, hub_library, read_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.keys import uniform_scalar
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_number
 
 Preset = Literal["query_response", "question_answer", "instruction", "messages"]
 _FIELDS: Mapping[Preset, tuple[str, str]] = {
@@ -65,15 +65,12 @@ class InstructionFiles(Task):
     def __post_init__(self) -> None:
         if self.train is None and self.test is None and self.dataset is None:
             raise ValueError("task.train: expected files, or a hub data set in task.dataset, got neither; set one.")
-        if self.preset == "messages" and self.response_field is not None:
-            raise ValueError(
-                "task.response_field: expected none with preset 'messages', whose last assistant turn is the response, "
-                f"got {self.response_field!r}; remove it (query_field names the field of the turns)."
-            )
-        in_range = 0 <= self.validation_fraction < 1
-        option = "task.validation_fraction"
-        value = self.validation_fraction
-        require(in_range, option, "a number in [0, 1)", value, "set it to 0.05, for example")
+        is_used = self.preset != "messages" or self.response_field is None
+        expected = "none with preset 'messages', whose last assistant turn is the response"
+        fix = "remove it (query_field names the field of the turns)"
+        require(is_used, "task.response_field", expected, self.response_field, fix)
+        fix = "set it to 0.05, for example"
+        require_number("task.validation_fraction", self.validation_fraction, "[0, 1)", fix)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of a split; each file is read once."""
@@ -146,11 +143,9 @@ class InstructionFiles(Task):
     def _rows(self, source: str) -> Iterator[Row]:
         if self.dataset is None:
             return read_rows(source)
-        if source not in self._hub_splits:
-            raise ValueError(
-                f"task.dataset: expected a split of {self.dataset}, got {source!r}; it has "
-                f"{', '.join(self._hub_splits)}. Choose from these in task.train, task.validation and task.test."
-            )
+        known = ", ".join(self._hub_splits)
+        fix = f"it has {known}: choose from these in task.train, task.validation and task.test"
+        require(source in self._hub_splits, "task.dataset", f"a split of {self.dataset}", source, fix)
         with hub_library(self.dataset) as library:
             loaded = library.load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
         return (Row(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
@@ -170,10 +165,8 @@ class InstructionFiles(Task):
         response = text_field(row, self.response_field or response_field)
         if self.preset == "instruction" and values.get("input"):
             query = f"{query}\n\n{text_field(row, 'input')}"
-        if not response.strip():
-            raise ValueError(
-                f"{row.location}: expected a response, got an empty one; remove it, or set malformed: skip in the task."
-            )
+        fix = "remove it, or set malformed: skip in the task"
+        require(bool(response.strip()), row.location, "a response that is not empty", response, fix)
         return Example(id=identity, query=query, response=response)
 
 

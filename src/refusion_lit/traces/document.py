@@ -86,9 +86,9 @@ class Trace:
         touched = (p + 1 for r in self.rounds for p in (*r.positions, *r.accepted))
         return max(self.prompt_length + len(self.token_ids), *touched, self.prompt_length) - self.prompt_length
 
-    def piece(self, token: int) -> str:
-        """Return the text of a token id, or ``<id>`` if the trace has none."""
-        return self.pieces.get(token, f"<{token}>")
+    def piece(self, token: int | None) -> str:
+        """Return the text of a token id, ``<id>`` if the trace has none, ``?`` for an unknown id."""
+        return "?" if token is None else self.pieces.get(token, f"<{token}>")
 
 
 def trace_of(
@@ -113,11 +113,9 @@ def trace_of(
     Raises:
         ValueError: If the decode recorded no trace.
     """
-    if len(generation.trace) != generation.num_forwards:
-        raise ValueError(
-            f"trace: expected one entry for each of {generation.num_forwards} forwards, got {len(generation.trace)}; "
-            "decode with trace=True."
-        )
+    number = len(generation.trace)
+    expected = f"one entry for each of {generation.num_forwards} forwards"
+    require(number == generation.num_forwards, "trace", expected, number, "decode with trace=True")
     ids = {token for entry in generation.trace for token in entry.tokens} | set(generation.token_ids)
     return Trace(
         decoder=decoder,

@@ -54,7 +54,7 @@ def _data(trace: Trace) -> dict[str, Any]:
     pieces: dict[str, int] = {}
 
     def compact(change: Change) -> list[Any]:
-        text = "?" if change.token is None else visible(trace.piece(change.token))
+        text = visible(trace.piece(change.token))
         probability = None if change.probability is None else round(change.probability, 4)
         piece = pieces.setdefault(text, len(pieces))
         return [change.index, piece, probability, change.status[0], change.num_drafts]

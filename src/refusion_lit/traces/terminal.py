@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refusion_lit.traces.document import Trace, explain, visible
-from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
+from refusion_lit.traces.timeline import Timeline, timeline, trace_statistics
 
 _SECONDS_PER_FORWARD = 0.4
 # From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
@@ -87,15 +87,16 @@ def _frame(trace: Trace, history: Timeline, number: int) -> Group:
     text = Text()
     forwards = history.final_forwards()
     for index, change in enumerate(history.after(number)):
+        style: Style | str = "italic"
         if change is None:
-            text.append("·", "dim")
+            style = "dim"
         elif change.status == "accepted":
-            style = round_style(forwards[index], trace.num_forwards)
-            text.append(_piece(trace, change), style + Style(bold=forwards[index] == number))
+            style = round_style(forwards[index], trace.num_forwards) + Style(bold=forwards[index] == number)
         elif change.status == "rejected":
-            text.append(_piece(trace, change), "red strike")
-        else:
-            text.append(_piece(trace, change), "italic underline" if change.num_drafts > 1 else "italic")
+            style = "red strike"
+        elif change.num_drafts > 1:
+            style = "italic underline"
+        text.append("·" if change is None else visible(trace.piece(change.token)), style)
     heading = f"{visible(trace.decoder)}, {_heading(trace, history, number)}"
     return Group(Text(heading, "bold"), Text(_about(trace, number), "dim"), text, _legend())
 
@@ -109,7 +110,3 @@ def _legend() -> Text:
         legend.append(name, style)
         legend.append("  ")
     return legend
-
-
-def _piece(trace: Trace, change: Change) -> str:
-    return "?" if change.token is None else visible(trace.piece(change.token))
