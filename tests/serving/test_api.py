@@ -83,6 +83,8 @@ def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
     assert [choice.message.content for choice in found.choices] == [row.text for row in rows]
     again = chat(client, "1+1", temperature=1.0)
     assert alone(model, "1+1", temperature=1.0, seed=again.seed).text == again.choices[0].message.content
+    stopped = chat(client, "1+1", stop="one text of more than 16 characters")
+    assert stopped.choices[0].message.content == alone(model, "1+1").text
     several = client.completions.create(model=NAME, prompt=TEXTS[:3])
     assert [choice.text for choice in several.choices] == [alone(model, text).text for text in TEXTS[:3]]
 
@@ -166,6 +168,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, got 0."),
     ({"temperature": -1}, "temperature: Input should be greater than or equal to 0, got -1."),
     ({"n": 17}, "n: Input should be less than or equal to 16, got 17."),
+    ({"stop": ["a"] * 17}, "stop: expected at most 16 texts, got 17"),
     ({"stop": [""]}, "stop: expected a list of texts, none of them empty"),
     (
         {"response_format": {"type": "json_object"}},

@@ -68,7 +68,7 @@ class Asked(_Strict):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | None = Field(default=None, max_length=16)
+    stop: str | list[str] | None = None
     n: int = Field(default=1, ge=1, le=16)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()

@@ -176,6 +176,7 @@ class Service:
         own = asked.model_dump(include={"temperature", "top_p", "top_k", "stop", "seed"}, exclude_none=True)
         if "stop" in own:
             own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
+            require(len(own["stop"]) <= 16, "stop", "at most 16 texts", len(own["stop"]), "leave some out")
         sampling = replace(default, max_new_tokens=limit, **own)
         if asked.seed is None and sampling.temperature > 0:
             sampling = replace(sampling, seed=secrets.randbits(31))  # told in the answer
