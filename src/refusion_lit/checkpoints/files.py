@@ -155,19 +155,16 @@ def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Pa
         resumable: Leave out files of weights alone (``save_weights_only``), from which no training resumes.
     """
     found = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
-    for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"), reverse=True):
-        if _is_readable(path, resumable=resumable):
-            return path
-    return None
+    found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"), reverse=True)
+    return next((path for path in found if _is_readable(path, resumable=resumable)), None)
 
 
-def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], option: str) -> None:
+def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Refuse weights whose names or shapes are not a model's, or that are not finite.
 
     Args:
         stored: Weights by name.
         expected: The model's weights by name.
-        option: The option that named the weights, for the message.
 
     Raises:
         ValueError: Naming the first weight that is missing, unexpected, of another shape, infinite or not a number.
@@ -175,11 +172,11 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
     for name in sorted({*stored, *expected}):
         got = tuple(stored[name].shape) if name in stored else None
         wanted = tuple(expected[name].shape) if name in expected else None
-        fitting = f"weights that fit the architecture in the config, of shape {wanted} for {name}"
-        require(got == wanted, option, fitting, got, "take the config that the checkpoint was trained with")
+        fitting = f"weights that fit the architecture in the config, with {name} of shape {wanted}"
+        require(got == wanted, "ckpt_path", fitting, got, "take the config that the checkpoint was trained with")
         is_finite = bool(stored[name].isfinite().all())
         found = "infinities or NaN: the training had diverged"
-        require(is_finite, option, f"finite weights in {name}", found, "take an earlier checkpoint")
+        require(is_finite, "ckpt_path", f"finite weights in {name}", found, "take an earlier checkpoint")
 
 
 def _is_readable(path: Path, *, resumable: bool) -> bool:

@@ -310,5 +310,5 @@ def _load_weights(backbone: Backbone, weights: Mapping[str, Any]) -> None:
     named = {
         name.removeprefix(_WEIGHTS_PREFIX): value for name, value in weights.items() if name.startswith(_WEIGHTS_PREFIX)
     }
-    check_weights(named, backbone.state_dict(), "ckpt_path")
+    check_weights(named, backbone.state_dict())
     backbone.load_state_dict(named)

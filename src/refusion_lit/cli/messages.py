@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TextIO
 
 _PACKAGE = str(Path(__file__).parents[1])
-_COLOURS = {"warning": "33", "error": "31"}
 
 
 def show_warnings() -> None:
@@ -28,21 +27,15 @@ def show_warnings() -> None:
         if text in shown or issubclass(category, DeprecationWarning | FutureWarning | PendingDeprecationWarning):
             return
         shown.add(text)
-        print_line("warning", text, file)
+        print_warning(text, file)
 
     warnings.showwarning = show
 
 
-def print_line(kind: str, text: str, file: TextIO | None = None) -> None:
-    """Print a warning or an error; its name is coloured on a terminal.
-
-    Args:
-        kind: ``warning`` or ``error``.
-        text: What it says.
-        file: Where to; standard error by default.
-    """
+def print_warning(text: str, file: TextIO | None = None) -> None:
+    """Print a warning, to standard error by default; its first word is coloured on a terminal."""
     stream = file or sys.stderr
-    name = f"\x1b[{_COLOURS[kind]}m{kind}\x1b[0m" if stream.isatty() else kind
+    name = "\x1b[33mwarning\x1b[0m" if stream.isatty() else "warning"
     stream.write(f"refusion-lit: {name}: {text}\n")
 
 
@@ -60,6 +53,6 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())
         if record.levelno >= logging.WARNING:
-            print_line("warning", text)
+            print_warning(text)
         elif record.pathname.startswith(_PACKAGE):
             sys.stderr.write(f"{text}\n")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from refusion_lit.cli.messages import print_line
+from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.evaluation.predictions import check_writable, read_json_lines, write_predictions
 from refusion_lit.reports.results import CONFIG
@@ -104,7 +104,7 @@ def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example]
                 f"that the predictions were made with{_noted(source)}."
             )
     if any(line.get("prompt") is None for line in lines):
-        print_line("warning", f"{source} has lines without a prompt, which are matched by their ids alone")
+        print_warning(f"{source} has lines without a prompt, which are matched by their ids alone")
 
 
 def _noted(source: Path) -> str:

@@ -140,7 +140,7 @@ class SlotDiffusionModule(L.LightningModule):
             if metadata.adapters is not None and self.model.adapters is None and not is_fit:
                 checkpoint["state_dict"] = merged_weights(checkpoint["state_dict"], metadata)
         if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
-            check_weights(checkpoint["state_dict"], self.state_dict(), "ckpt_path")
+            check_weights(checkpoint["state_dict"], self.state_dict())
         self._progress = TrainingProgress(checkpoint.get(_NUM_POSITIONS, 0))
         if self.rollouts is not None:
             self.rollouts.load(checkpoint)

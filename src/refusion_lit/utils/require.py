@@ -37,13 +37,8 @@ def is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def require_at_least(option: str, value: float | None, minimum: float, *, optional: bool = False) -> None:
-    """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options.
-
-    With ``optional`` it may be ``None``.
-    """
-    if optional and value is None:
-        return
+def require_at_least(option: str, value: float | None, minimum: float) -> None:
+    """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options."""
     kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
     holds = value is not None and is_number(value, kind) and value >= minimum
     require(holds, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
