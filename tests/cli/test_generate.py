@@ -74,7 +74,7 @@ def test_a_file_of_answers_is_written_by_one_process(tmp_path: Path, capsys: pyt
     for extra in (["--overwrite"], ["--resume"]):
         assert main([*generate, *extra]) == 2
         error = capsys.readouterr().err
-        assert f"output: another process is writing {output}; wait for it, or choose another file." in error
+        assert f"output: expected no other process that writes {output}, got one that is still running; wait" in error
     assert output.read_text() == before
     may_end.set()
     assert finished(other) == 0

@@ -18,7 +18,7 @@ from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.run_directory import with_resume
 from refusion_lit.cli.trainer import _how_to_resume
-from refusion_lit.utils.files import release_lock, try_lock
+from refusion_lit.utils.files import acquire_lock, release_lock
 
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
@@ -139,12 +139,12 @@ def test_a_directory_holds_one_run(runs: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = try_lock(runs / "quickstart" / "version_0" / ".lock")  # as a run in another process holds it
-    assert other is not None
+    # As a run in another process holds it.
+    other = acquire_lock(runs / "quickstart" / "version_0" / ".lock", "run_version", "other run", "wait")
     before = sorted(runs.rglob("*"))
     assert fit(runs, "--resume", "--trainer.max_steps=6") == 2
     error = capsys.readouterr().err
-    assert "run_version: expected a directory that no other process writes to, got" in error
+    assert "run_version: expected no other process that writes to " in error
     assert sorted(runs.rglob("*")) == before
     release_lock(other)
     assert fit(runs, "--resume", "--trainer.max_steps=6") == 0

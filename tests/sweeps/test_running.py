@@ -18,7 +18,7 @@ from rich.console import Console
 from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
 from refusion_lit.sweeps.points import Sweep, plan
 from refusion_lit.sweeps.running import TableRow, describe, run
-from refusion_lit.utils.files import try_lock
+from refusion_lit.utils.files import acquire_lock
 from sweeps.conftest import resolve
 
 
@@ -108,9 +108,8 @@ def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], 
 
 
 def test_two_sweeps_do_not_share_a_directory(tmp_path: Path, command: list[str], journal: Path) -> None:
-    lock = try_lock(tmp_path / "sweep" / "lock")
-    assert lock is not None
-    with pytest.raises(ValueError, match="expected no running sweep in"):
+    lock = acquire_lock(tmp_path / "sweep" / "lock", "directory", "other sweep", "wait")
+    with pytest.raises(ValueError, match=r"directory: expected no other sweep in .* still running; wait for it"):
         _run(tmp_path, command, journal, resume=True, options={"x": 1})
     lock.release()
     assert {row["status"] for row in _run(tmp_path, command, journal, resume=True, options={"x": 1})} == {"finished"}

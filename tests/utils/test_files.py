@@ -11,7 +11,7 @@ import pytest
 
 from refusion_lit.utils.files import (
     atomic_writer,
-    read_json,
+    read_object,
     read_text,
     write_atomically,
     write_json_atomically,
@@ -30,15 +30,15 @@ def test_content_replaces_what_was_there_and_directories_are_created(tmp_path: P
 def test_json_reads_back(tmp_path: Path) -> None:
     values = {"a": [1, 2.5, None], "b": "ü"}
     write_json_atomically(str(tmp_path / "x.json"), values)
-    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == read_json(tmp_path / "x.json") == values
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == read_object(tmp_path / "x.json") == values
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, None])
-def test_a_file_without_json_reads_as_none(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b"[1]", None])
+def test_a_file_without_an_object_reads_as_an_empty_one(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "x.json").write_bytes(content)
-    assert read_json(tmp_path / "x.json") is None
-    assert read_json(tmp_path) is None
+    assert read_object(tmp_path / "x.json") == {}
+    assert read_object(tmp_path) == {}
 
 
 def test_text_has_no_byte_order_mark_and_one_kind_of_line_end(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.usage_errors import options_given
 from refusion_lit.utils.errors import NothingToDoError
-from refusion_lit.utils.files import Lock, read_yaml, release_lock, try_lock, write_atomically
+from refusion_lit.utils.files import Lock, acquire_lock, read_yaml, release_lock, write_atomically
 from refusion_lit.utils.require import require
 
 CONFIG = "config.yaml"
@@ -88,16 +88,14 @@ def claim(directory: Path) -> Claim | None:
     if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) > 0:
         return None
     is_new = not directory.exists()
+    fix = "wait for it, or choose another name"
     try:
-        lock = try_lock(directory / ".lock")
+        lock = acquire_lock(directory / ".lock", "run_version", f"other process that writes to {directory}", fix)
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
             f"runs_dir: expected a directory that can be written, got {directory} ({reason}); choose another one."
         ) from error
-    fix = "wait for it, or choose another name"
-    require(lock is not None, "run_version", "a directory that no other process writes to", str(directory), fix)
-    assert lock is not None
     return Claim(directory, is_new, lock)
 
 

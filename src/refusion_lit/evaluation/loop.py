@@ -60,7 +60,7 @@ class _DecoderState:
     fingerprint: Fingerprint
     file: PredictionsFile
     num_resumed: int
-    metrics: DecodingMetrics | None
+    metrics: DecodingMetrics | None = None
     trajectories: TrajectoryWriter | None = None
     is_warm: bool = False
 
@@ -198,22 +198,14 @@ class Evaluation:
         fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}
         share = {"rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
         file = PredictionsFile(path, fingerprint, **share, resume=self._resume, overwrite=True)
-        metrics = None
+        state = _DecoderState(decoder=decoder, fingerprint=fingerprint, file=file, num_resumed=len(file.done))
         if is_test:
-            metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
-            metrics.restore(file.state or {})
-        trajectories = None
-        if self.options.record_trajectories and not is_test:
-            rank = self._trainer.global_rank
-            trajectories = TrajectoryWriter(path.parent / "trajectories", kept=file.done, rank=rank)
-        return _DecoderState(
-            decoder=decoder,
-            fingerprint=fingerprint,
-            file=file,
-            num_resumed=len(file.done),
-            metrics=metrics,
-            trajectories=trajectories,
-        )
+            state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
+            state.metrics.restore(file.state or {})
+        elif self.options.record_trajectories:
+            trajectories = path.parent / "trajectories"
+            state.trajectories = TrajectoryWriter(trajectories, kept=file.done, rank=self._trainer.global_rank)
+        return state
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
         """Decode the prompts of a batch that are not done yet with every decoder; return the new predictions."""

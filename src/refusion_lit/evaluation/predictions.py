@@ -22,15 +22,15 @@ from refusion_lit.types import SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
     Fingerprint,
+    acquire_lock,
     atomic_writer,
     check_fingerprint,
     meta_path,
     prompts_fingerprint,
     read_fingerprint,
-    read_json,
+    read_object,
     release_lock,
     require_free,
-    try_lock,
     write_atomically,
     write_json_atomically,
 )
@@ -201,12 +201,9 @@ class PredictionsFile:
         self.done: set[str] = set()
         self._num_lines = 0
         try:
-            lock = try_lock(self.path.with_name(f".{self.path.name}.lock"))
-            if lock is None:
-                raise ValueError(
-                    f"output: another process is writing {self.path}; wait for it, or choose another file."
-                )
-            self._lock = lock
+            place = self.path.with_name(f".{self.path.name}.lock")
+            fix = "wait for it, or choose another file"
+            self._lock = acquire_lock(place, "output", f"other process that writes {self.path}", fix)
             try:
                 if resume:
                     self._resume()
@@ -214,7 +211,7 @@ class PredictionsFile:
                     check_writable(path, overwrite=overwrite)
                 self._file = self._opened()
             except BaseException:
-                release_lock(lock)
+                release_lock(self._lock)
                 raise
         except OSError as error:
             raise ValueError(
@@ -286,7 +283,7 @@ class PredictionsFile:
             if self._whole.is_file():
                 raise NothingToDoError(f"{self._whole} is complete; there is nothing left to do")
             return
-        meta = read_json(meta_path(self.path))
+        meta = read_object(meta_path(self.path))
         try:
             fingerprint = {key: meta["fingerprint"][key] for key in self._fingerprint}
             progress = meta.get("progress")

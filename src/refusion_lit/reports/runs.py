@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_lit.reports.results import RESULTS, read_results
-from refusion_lit.utils.files import read_fingerprint, read_json
+from refusion_lit.utils.files import read_fingerprint, read_object
 from refusion_lit.utils.require import require
 
 _SCORED = ".scored.jsonl"
@@ -111,7 +111,7 @@ def _result_files(folder: Path) -> list[Path]:
     numbers = {
         path.parent / "points" / str(identity): f"{number:09d}"
         for path in folder.rglob("sweep.json")
-        for number, identity in enumerate(_read_object(path).get("points") or [])
+        for number, identity in enumerate(read_object(path).get("points") or [])
     }
 
     def key(path: Path) -> list[str]:
@@ -146,7 +146,7 @@ def _source_name(argument: Path) -> str:
 def _point_options(folder: Path, argument: Path) -> dict[str, Any]:
     """Return the swept options of the point that a directory belongs to."""
     for candidate in (folder, *folder.parents):
-        options = _read_object(candidate / "point.json").get("options")
+        options = read_object(candidate / "point.json").get("options")
         if isinstance(options, dict):
             return options
         if candidate == argument:
@@ -157,9 +157,9 @@ def _point_options(folder: Path, argument: Path) -> dict[str, Any]:
 def _failed_points(argument: Path) -> list[str]:
     notes = []
     for path in sorted(argument.rglob("outcome.json")):
-        outcome = _read_object(path)
+        outcome = read_object(path)
         if outcome.get("status") == "failed":
-            options = _read_object(path.parent / "point.json").get("options")
+            options = read_object(path.parent / "point.json").get("options")
             names = options.items() if isinstance(options, dict) else ()
             point = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in names) or path.parent.name
             error = str(outcome.get("error") or "no reason recorded").strip().splitlines()
@@ -218,8 +218,3 @@ def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:
         num_tokens=num_tokens,
         num_forwards=num_forwards,
     )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    values = read_json(path)
-    return values if isinstance(values, dict) else {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from refusion_lit.utils.files import read_json, try_lock, write_json_atomically
+from refusion_lit.utils.files import acquire_lock, read_object, write_json_atomically
 from refusion_lit.utils.require import require_at_least
 
 OUTCOME = "outcome.json"
@@ -193,16 +193,14 @@ def run_point(folder: str) -> bool:
         ValueError: If another process runs the point.
     """
     place = Path(folder)
-    lock = try_lock(place / LOCK)
-    if lock is None:
-        raise ValueError(f"{folder}: another process runs this point; wait until it ends, or end it.")
-    point = read_json(place / POINT)
+    lock = acquire_lock(place / LOCK, folder, "other process of this point", "wait until it ends, or end it")
+    point = read_object(place / POINT)
     for subcommand in point["commands"]:
         shutil.rmtree(place / subcommand, ignore_errors=True)
     start = time.monotonic()
     error = _run_commands(place, point)
-    results = read_json(place / "test" / "results.json")
-    if error is None and not isinstance(results, dict):
+    results = read_object(place / "test" / "results.json")
+    if error is None and not results:
         error = "test wrote no results.json"
     seconds = time.monotonic() - start
     outcome = {name: results.get(name, {}) for name in ("results", "mismatches")} if error is None else {"error": error}

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, tail
 from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
-from refusion_lit.utils.files import read_json, try_lock, write_atomically, write_json_atomically
+from refusion_lit.utils.files import acquire_lock, read_object, write_atomically, write_json_atomically
 
 TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
@@ -62,9 +62,7 @@ def run(
         raise ValueError(f"directory: expected a new directory, got {directory}, which exists; add --resume.")
     sweep.launcher.check()
     points = plan(sweep, Path(relative_to).resolve(), resolve)
-    lock = try_lock(directory / LOCK)
-    if lock is None:
-        raise ValueError(f"directory: expected no running sweep in {directory}, got one; wait for it to end.")
+    lock = acquire_lock(directory / LOCK, "directory", f"other sweep in {directory}", "wait for it to end")
     try:
         points_to_run = _prepare_points(directory, points, sweep.swept, command, console)
         try:
@@ -79,8 +77,7 @@ def run(
 
 def is_finished(directory: Path, point: Point) -> bool:
     """Return whether a point has results."""
-    outcome = read_json(_folder(directory, point) / OUTCOME)
-    return isinstance(outcome, dict) and outcome.get("status") == "finished"
+    return read_object(_folder(directory, point) / OUTCOME).get("status") == "finished"
 
 
 def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
@@ -134,13 +131,8 @@ def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
     """Remove what an earlier run of the point left, and write the files that its process reads."""
     folder = _folder(directory, point)
     if folder.exists():
-        lock = try_lock(folder / LOCK)
-        if lock is None:
-            raise ValueError(
-                f"resume: expected no process of an earlier sweep in {folder}, got one that is still running; "
-                "wait for its end or kill it (or cancel its SLURM job), then resume."
-            )
-        lock.release()
+        fix = "wait for its end or kill it (or cancel its SLURM job), then resume"
+        acquire_lock(folder / LOCK, "resume", f"process of an earlier sweep in {folder}", fix).release()
         (folder / OUTCOME).unlink(missing_ok=True)
         shutil.rmtree(folder)
     for subcommand, config in point.configs.items():
@@ -163,8 +155,8 @@ def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
     ):
         task = progress.add_task("points", total=len(points))
         for number, (folder, how) in enumerate(ends, start=1):
-            outcome = read_json(folder / OUTCOME)
-            if not isinstance(outcome, dict):
+            outcome = read_object(folder / OUTCOME)
+            if not outcome:
                 error = f"{how}, without a result\n{tail(folder / LOG)}".strip()
                 outcome = {"status": "failed", "seconds": None, "error": error}
                 write_json_atomically(folder / OUTCOME, outcome)
@@ -195,7 +187,7 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
     rows = []
     for point in points:
         folder = directory / "points" / point.id
-        outcome: dict[str, Any] = read_json(folder / OUTCOME) or {"status": "pending"}
+        outcome = read_object(folder / OUTCOME) or {"status": "pending"}
         common = {
             "point": point.id,
             "status": outcome["status"],

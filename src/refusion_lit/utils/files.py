@@ -178,12 +178,13 @@ def decoded_text(content: bytes, source: str, option: str) -> str:
         raise ValueError(f"{option}: {source} is not UTF-8 text ({error.reason}); convert it.") from error
 
 
-def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the JSON value in a file; ``None`` if the file is missing, unreadable or not JSON."""
+def read_object(path: str | Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if the file is missing, unreadable or holds something else."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # json nests as deep as the interpreter's stack
-        return None
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def read_yaml(path: Path, option: str) -> Options:
@@ -233,21 +234,25 @@ def _check_plain(value: object, where: str, above: tuple[int, ...]) -> None:
         )
 
 
-def try_lock(path: Path) -> Lock | None:
+def acquire_lock(path: Path, option: str, unlocked: str, fix: str) -> Lock:
     """Lock a file without waiting; missing parent directories are created.
 
-    Returns:
-        The lock, or ``None`` if another process holds it.
+    Args:
+        path: The file.
+        option: The option that leads to it, for messages.
+        unlocked: What must not be where the lock is free, in words.
+        fix: What to do if it is, as an imperative without a full stop.
 
     Raises:
         OSError: If the file cannot be created.
+        ValueError: If another process holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = Lock(path, timeout=0, thread_local=False)
     try:
         lock.acquire()
-    except Timeout:
-        return None
+    except Timeout as error:
+        raise ValueError(f"{option}: expected no {unlocked}, got one that is still running; {fix}.") from error
     return lock
 
 
@@ -288,8 +293,7 @@ def meta_path(file: Path) -> Path:
 
 def read_fingerprint(file: Path) -> Fingerprint | None:
     """Return a file's fingerprint; ``None`` if there is none, which is so for every file that we did not write."""
-    meta = read_json(meta_path(file))
-    fingerprint = meta.get("fingerprint") if isinstance(meta, dict) else None
+    fingerprint = read_object(meta_path(file)).get("fingerprint")
     return fingerprint if isinstance(fingerprint, dict) else None
 
 
