@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.types import Example, SpecialTokens
+from refusion_lit.utils.require import require
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -63,10 +64,8 @@ def encode_example(
     Raises:
         ValueError: If the response is empty or the example cannot be encoded; names the example.
     """
-    if not example.response:
-        raise ValueError(
-            f"example {example.id}: expected a response, got an empty one; remove it, or set data.malformed: skip."
-        )
+    fix = "remove it, or set data.malformed: skip"
+    require(bool(example.response), f"example {example.id}", "a response", example.response, fix)
     try:
         prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
         response = encode_text(tokenizer, example.response)

@@ -165,16 +165,12 @@ class PretrainedTokenizer(TokenizerSource):
                 f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
                 f"{self.source!r}. Convert it to a tokenizer.json, or take another one."
             )
-        if len(tokenizer) <= len(tokenizer.get_added_vocab()):  # what transformers makes of a directory without files
-            raise ValueError(
-                f"tokenizer.source: expected a tokenizer's files, got none in {self.source!r}. Copy tokenizer.json and "
-                "tokenizer_config.json there, or name another source."
-            )
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"tokenizer.source: expected an end-of-sequence token, got none in {self.source!r}. "
-                "Set eos_token in its tokenizer_config.json."
-            )
+        has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # transformers makes one without files, too
+        fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
+        require(has_tokens, "tokenizer.source", f"a tokenizer's files in {self.source}", None, fix)
+        expected = f"an end-of-sequence token in {self.source}"
+        fix = "set eos_token in its tokenizer_config.json"
+        require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
         mask_token_id = values.get("mask_token_id")
         ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
         if mask_token_id not in (None, tokenizer.mask_token_id):

@@ -78,7 +78,8 @@ class Local(Launcher):
             while waiting or running:
                 while waiting and len(running) < self.num_workers:
                     folder = waiting.pop()
-                    running[folder] = _start(folder)
+                    program = [sys.executable, "-c", _PROGRAM, str(folder)]  # in a process group of its own
+                    running[folder] = subprocess.Popen(program, stdin=subprocess.DEVNULL, start_new_session=True)
                 for folder, process in list(running.items()):
                     if process.poll() is not None:
                         _signal(process, signal.SIGKILL)  # what it started may have outlived it
@@ -87,12 +88,6 @@ class Local(Launcher):
                 time.sleep(_POLL_SECONDS)
         finally:
             _stop(list(running.values()))
-
-
-def _start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a point in its own process group."""
-    program = [sys.executable, "-c", _PROGRAM, str(folder)]
-    return subprocess.Popen(program, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

@@ -81,10 +81,11 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        readable = 0o666 & ~_umask()
+        mask = os.umask(0)  # which only setting it returns
+        os.umask(mask)
         for file in unfinished.rglob("*"):
             if file.is_file():
-                file.chmod(readable)  # some libraries write for the owner alone
+                file.chmod(0o666 & ~mask)  # some libraries write for the owner alone
         unfinished.replace(target)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -92,12 +93,6 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
             with suppress(OSError):
                 parent.rmdir()
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
