@@ -112,6 +112,8 @@ def test_an_interrupted_record_keeps_what_is_done(tmp_path: Path) -> None:
     decoder = ReFusion(slot_size=4, num_serial_blocks=1)
     written = recorded(decoder, HashModel(), SamplingParams(max_new_tokens=11))
     TrajectoryWriter(tmp_path).write(written)
+    with (tmp_path / "0.jsonl").open("a") as index:
+        index.write('{"id": "d", "num_tok')  # as a kill or a full disk leaves it
     writer = TrajectoryWriter(tmp_path, kept=["a", "c"])
     writer.write(written[1:2])
     for one, other in zip([written[0], written[2], written[1]], read_trajectories(tmp_path), strict=True):

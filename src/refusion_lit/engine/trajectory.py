@@ -143,7 +143,8 @@ class TrajectoryWriter:
         self._data = directory / f"{rank}.bin"
         self._size = 0
         names = set(kept)
-        old = [each for each in _read(self._index) if each.id in names] if names and self._index.is_file() else []
+        found = _read(self._index, resumed=True) if names and self._index.is_file() else []
+        old = [each for each in found if each.id in names]
         arrays = [_flat(trajectory) for trajectory in old]  # copies, before their file is emptied
         self._data.write_bytes(b"")
         self._index.write_text(json.dumps({"format": FORMAT, "version": VERSION}) + "\n", encoding="utf-8")
@@ -181,9 +182,11 @@ def read_trajectories(directory: str | Path) -> list[Trajectory]:
     return [trajectory for path in paths for trajectory in _read(path)]
 
 
-def _read(index: Path) -> list[Trajectory]:
-    """Return the trajectories of one process."""
-    header, *lines = [_parsed(line) for line in index.read_text(encoding="utf-8").splitlines()] or [{}]
+def _read(index: Path, *, resumed: bool = False) -> list[Trajectory]:
+    """Return the trajectories of one process; when it is resumed, without a last line that a kill or full disk cut."""
+    text = index.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1] if resumed else text
+    header, *lines = [_parsed(line) for line in whole.splitlines()] or [{}]
     found = (header.get("format"), header.get("version"))
     fix = "record them again with this version of refusion-lit"
     require(found == (FORMAT, VERSION), "trajectories", f"{FORMAT}, version {VERSION}, in {index}", found, fix)
