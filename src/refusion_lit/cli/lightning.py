@@ -22,12 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
-from refusion_lit.checkpoints.files import (
-    is_checkpoint_file,
-    is_sharded_checkpoint,
-    model_source,
-    read_checkpoint,
-)
+from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
 from refusion_lit.checkpoints.models import CheckpointMetadata
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.parser import OneLineErrors, PlainHelp
