@@ -93,6 +93,16 @@ def test_training_lowers_the_validation_loss_and_validation_is_repeatable(tmp_pa
     assert after["val/loss"] < before["val/loss"] - 0.3
 
 
+def test_a_training_without_validation_needs_no_samples_for_it(tmp_path: Path) -> None:
+    data = InstructionDataModule(Additions(num_train=64, num_validation=0), CharacterTokenizer(), 8)
+    module = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Hybrid(slot_sizes=(4,)))
+    with pytest.raises(ValueError, match=r"^data\.task: expected examples in the validation split, got 0"):
+        _trainer(tmp_path).fit(module, data)
+    trainer = _trainer(tmp_path, limit_val_batches=0)
+    trainer.fit(module, data)
+    assert trainer.global_step == 3
+
+
 def test_validation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     losses = []
     for size in (3, 16):

@@ -114,7 +114,7 @@ class InstructionDataModule(L.LightningDataModule):
         return self._tokenizer
 
     def check_context(self, max_positions: int) -> None:
-        """Refuse samples of training and validation that are longer than the model's context.
+        """Refuse samples of training, and of validation if there is one, that are longer than the model's context.
 
         Args:
             max_positions: Number of tokens in the context.
@@ -122,7 +122,10 @@ class InstructionDataModule(L.LightningDataModule):
         Raises:
             ValueError: Naming the longest sample; for examples that are encoded while they are read, when one is.
         """
-        for split in ("train", "validation"):
+        splits: list[Split] = ["train"]
+        if self.trainer is None or self.trainer.limit_val_batches > 0:
+            splits.append("validation")
+        for split in splits:
             samples = self._encoded(split)
             if isinstance(samples, EncodedOnRead):
                 samples.max_length = min(samples.max_length, max_positions)
@@ -189,9 +192,9 @@ class InstructionDataModule(L.LightningDataModule):
             require(len(self._prompts) > 0, "data.task", "examples in the test split", 0, fix)
         return self._prompts
 
-    def sample_prompts(self, count: int) -> PromptBatch:
-        """Return the first prompts of the validation split."""
-        return PromptBatch(self._encoded_prompts("validation", count))
+    def training_prompt(self) -> Prompt:
+        """Return the first prompt of the training split."""
+        return self._encoded_prompts("train", 1)[0][0]
 
     def _encoded_prompts(self, split: Split, limit: int | None) -> list[tuple[Prompt, Example]]:
         examples = examples_of(self.task, split)

@@ -98,11 +98,11 @@ class Rollouts:
         fix = "set model.backbone.lora.rank: the base under the adapters is the reference"
         require(has_reference, "objective.kl_weight", "0 without adapters", options.kl_weight, fix)
         self._rewards = options.rewards or (TaskReward(task=data.task),)
-        prompts = data.sample_prompts(1).prompts
+        prompt = data.training_prompt()
         if model.backbone.traits.predictions is not None:
             model.check_decoder(self._decoder)
-        check_prompts(model.model_for(self._decoder), self._decoder, prompts, self._sampling, None)
-        self._check_memory(len(prompts[0].token_ids))
+        check_prompts(model.model_for(self._decoder), self._decoder, [prompt], self._sampling, None)
+        self._check_memory(len(prompt.token_ids))
         if self._restored is not None:
             self._restore(self._restored, rank)
 
