@@ -34,6 +34,7 @@ from refusion_lit.utils.files import (
     write_atomically,
     write_json_atomically,
 )
+from refusion_lit.utils.require import require
 
 
 def predictions_fingerprint(
@@ -109,7 +110,7 @@ def as_line(values: Mapping[str, Any]) -> str:
 
 
 def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = None) -> None:
-    """Refuse to write predictions over a file that was not written as predictions.
+    """Refuse to write predictions over a file that was not written as predictions, or under the name of a packed one.
 
     Args:
         file: The file to write.
@@ -119,6 +120,7 @@ def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = N
     Raises:
         ValueError: If it holds something else or is a directory, or its directory does not exist.
     """
+    require(file.suffix != ".gz", "output", "a name without .gz, as it is not compressed", str(file), "rename it")
     is_kind = overwrite or read_fingerprint(file) is not None
     require_free(file, "predictions of refusion-lit", is_kind=is_kind, source=source, fix="add --overwrite")
 
