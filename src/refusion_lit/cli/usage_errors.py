@@ -215,7 +215,8 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
     refusal = _Refusal(parser, given, message)
     if found := _UNKNOWN.search(message):
         return ValueError(refusal.of_an_option(found[1] or found[2], command))
-    if (found := _NO_CLASS.search(message)) and not refusal.is_of_a_scalar:
+    takes_numbers = not {"int", "float", "bool"}.isdisjoint(refusal.expected)  # and a class besides at most
+    if (found := _NO_CLASS.search(message)) and not takes_numbers:
         return ValueError(refusal.of_a_class(found))
     if refusal.expected:
         return ValueError(refusal.of_a_value())
@@ -275,11 +276,6 @@ class _Refusal:
         innermost = innermost[: value.end()] if value else innermost
         types = re.findall(r"Expected a (<.+?>|[\w.]+\[.+?\])(?=$|\. Got value:)", innermost, re.M)
         self.expected = list(dict.fromkeys(name.removeprefix("<class '").removesuffix("'>") for name in types))
-
-    @property
-    def is_of_a_scalar(self) -> bool:
-        """Whether the option takes numbers, and a class besides at most."""
-        return any(_WORDS.get(name) in ("an integer", "a number", "true or false") for name in self.expected)
 
     def of_an_option(self, name: str, command: str) -> str:
         """Return the line for an unknown option."""
@@ -410,10 +406,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     def similarity(name: str) -> tuple[float, float]:
         given = word.lower().replace("-", "_")
         right = name.lower()
-        return (
-            SequenceMatcher(None, _leaf(given), _leaf(right)).ratio(),
-            SequenceMatcher(None, given, right).ratio(),
-        )
+        of_leaves = SequenceMatcher(None, _leaf(given), _leaf(right)).ratio()
+        return of_leaves, SequenceMatcher(None, given, right).ratio()
 
     best = max(known, key=similarity, default="")
     return f"; did you mean {best!r}?" if similarity(best)[0] >= _LEAST_SIMILAR else ""
