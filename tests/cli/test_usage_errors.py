@@ -47,6 +47,14 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         ),
         (["--data.task.num_tran=3"], "unknown option 'data.task.num_tran'; did you mean 'data.task.num_train'?"),
         (["--data.task=Additoins"], "got 'Additoins'; did you mean 'Additions'?"),
+        (
+            ["--data.task=null"],
+            "data.task: expected the name or import path of a class, or a YAML file, got None; choose",
+        ),
+        (
+            ["--data.task="],
+            "data.task: expected the name or import path of a class, or a YAML file, got ''; choose one",
+        ),
         (["--data.task=Hybrid"], "got 'Hybrid'; choose one of Additions, Gsm8k,"),
         (
             ["--data.task=no_such_package.Task"],
@@ -89,6 +97,10 @@ def test_wrong_arguments(cli: RefusionCLI, args: list[str], expected: str) -> No
         ({"model": {"sampling": {"max_new_tokns": 3}}}, "did you mean 'model.sampling.max_new_tokens'?"),
         ({"data": {"batch_size": "x"}}, "data.batch_size: expected an integer, got 'x'; set it to such a value"),
         ({"data": {"task": {"class_path": "Gsm8k", "init_args": {"tset": "x"}}}}, "did you mean 'data.task.test'?"),
+        (
+            {"data": {"task": []}},
+            "data.task: expected the name or import path of a class, or a YAML file, got []; choose",
+        ),
         ({"model": {"decoders": {"a": {"class_path": "ReFuson"}}}}, "model.decoders.a: expected"),
         (
             {"trainer.max_epochs": "x"},

@@ -100,7 +100,8 @@ _WORDS = {
 }
 _UNKNOWN = re.compile(r"(?:Option|accept option) '([^']+)'|unrecognized arguments: --([^ =]+)")
 _NO_CLASS = re.compile(
-    r"Expected a dot import path string: (?P<name>.+)|Problem with given class_path '(?P<path>.+)':\s*(?P<reason>.+)"
+    r"Expected a dot import path string: ?(?P<name>.*)|Problem with given class_path '(?P<path>.+)':\s*(?P<reason>.+)"
+    r"|Not a valid subclass of \w+\. Got value: (?P<value>.+)"
     r"|Import path (?P<other>.+) does not correspond to a subclass of (?P<base>\w+)"
 )
 
@@ -207,6 +208,8 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
         return ValueError(_missing(found[1].replace(f"{command}.", ""), parser))
     if found := re.search(r"argument (?:-\w/)?--(.+?): expected (?:one|at least one) argument", message):
         return ValueError(f"{found[1]}: expected a value, got none; write --{found[1]}=VALUE.")
+    if found := re.search(r"argument --(.+?): ignored explicit argument (.+)", message):
+        return ValueError(f"{found[1]}: expected no value, got {found[2]}; write --{found[1]} alone.")
     if found := re.search(r"unrecognized arguments: (?!--)(\S+)", message):
         expected = "expected options, which start with -- as in --config FILE"
         return ValueError(f"{expected}, got {found[1]!r}; remove it or write --NAME before it.")
@@ -305,8 +308,8 @@ class _Refusal:
 
     def of_a_class(self, found: re.Match[str]) -> str:
         """Return the line for a class that does not exist, or cannot be imported, or is of another kind."""
-        got = found["name"] or found["path"] or found["other"]
-        option = self._chosen_of([each for each in self._given if each.value == got], Given(self._path, got))
+        got = found["name"] or found["value"] or found["path"] or found["other"] or ""
+        option = self._chosen_of([each for each in self._given if str(each.value) == got], Given(self._path, got))
         name = option.name.removesuffix(".class_path")
         begin = f"{option.where}{name}: expected"
         if is_yaml_file(got):
@@ -321,7 +324,7 @@ class _Refusal:
         known = sorted(cls.__name__ for cls in classes if base in [above.__name__ for above in cls.__mro__])
         listing = f"; choose one of {', '.join(known)}" if known else "; name such a class, as in my_module.MyClass"
         what = f"a subclass of {base}" if found["base"] else "the name or import path of a class, or a YAML file"
-        return f"{begin} {what}, got {got!r}{nearest(got, known) or listing}"
+        return f"{begin} {what}, got {option.value!r}{nearest(got, known) or listing}"
 
     def of_a_value(self) -> str:
         """Return the line for a value of another type."""
