@@ -48,6 +48,12 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--data.task.num_tran=3"], "unknown option 'data.task.num_tran'; did you mean 'data.task.num_train'?"),
         (["--data.task=Additoins"], "got 'Additoins'; did you mean 'Additions'?"),
         (
+            ["--model.sampling=abc"],
+            "model.sampling: expected a mapping or a YAML file, got 'abc'; write a mapping below",
+        ),
+        (["--data=none.yaml"], "data: expected a mapping or a YAML file, got 'none.yaml'; write a mapping below it."),
+        (["--trainer.callbacks=Nope"], "choose one of BackboneFinetuning, BaseFinetuning, "),
+        (
             ["--data.task=null"],
             "data.task: expected the name or import path of a class, or a YAML file, got None; choose",
         ),

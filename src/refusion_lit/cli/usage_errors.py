@@ -178,7 +178,8 @@ def check_groups(parser: Any, given: Iterable[Given]) -> None:  # noqa: ANN401
     """
     groups = {action.dest for action in parser._actions if type(action).__name__ == "_ActionConfigLoad"}
     for each in given:
-        holds = each.name not in groups or isinstance(each.value, Mapping | str)
+        is_file = isinstance(each.value, str) and (bool(each.file) or Path(each.value).is_file())
+        holds = each.name not in groups or isinstance(each.value, Mapping) or is_file
         require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write a mapping below it")
 
 
@@ -321,7 +322,7 @@ class _Refusal:
             return f"{begin} a class that can be imported, got {got} ({reason}); {fix}."
         base = found["base"] or "object"
         classes = self._classes(name)  # of the option that holds this one, perhaps
-        known = sorted(cls.__name__ for cls in classes if base in [above.__name__ for above in cls.__mro__])
+        known = sorted({cls.__name__ for cls in classes if base in [above.__name__ for above in cls.__mro__]})
         listing = f"; choose one of {', '.join(known)}" if known else "; name such a class, as in my_module.MyClass"
         what = f"a subclass of {base}" if found["base"] else "the name or import path of a class, or a YAML file"
         return f"{begin} {what}, got {option.value!r}{nearest(got, known) or listing}"
