@@ -216,6 +216,16 @@ def test_training_sees_all_turns_and_gives_the_same_every_time() -> None:
     assert {"xyzzyx", "plughp", "foobaf"} <= one.get_vocab().keys()
 
 
+def test_files_of_a_newer_library_are_refused(tmp_path, bpe) -> None:
+    bpe.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model": {"type": "New"}}))
+    with pytest.raises(ValueError, match=r"^tokenizer\.source: no tokenizer can be loaded from .* did not match any"):
+        PretrainedTokenizer(source=str(tmp_path)).build(None)
+    with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read"):
+        StoredTokenizer(files={path.name: path.read_text() for path in tmp_path.iterdir()}).build(None)
+
+
 def test_damaged_files_of_a_checkpoint_are_refused() -> None:
     for files in ({"tokenizer.json": "{"}, {}):
         with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read; fetch them again"):

@@ -62,8 +62,6 @@ def run(args: list[str]) -> int:
                 break
         except ValueError as error:
             sys.stderr.write(f"{error}\n")
-        except OSError as error:
-            sys.stderr.write(f"{error.filename or 'file'}: {error.strerror or error}\n")
         except KeyboardInterrupt:
             sys.stderr.write("interrupted; the question is not kept\n")
     return 0
