@@ -91,6 +91,9 @@ def test_a_template_that_refuses_the_turns_is_named() -> None:
     turns = ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
     with pytest.raises(ValueError, match=r"example 7: messages: .* turns of system, user \(no system turn\)"):
         encode_example(strict, Example(id="7", query="", response="c", messages=turns))
+    strict.chat_template = "{{ messages[0]['content'] + 1 }}"
+    with pytest.raises(ValueError, match=r"^messages: the chat template refuses turns of user \(.*; reorder them"):
+        encode_prompt(strict, "a")
 
 
 @pytest.mark.parametrize("query", ["abz", "a<|mask|>", "a\ud800"])

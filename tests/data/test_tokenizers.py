@@ -185,6 +185,13 @@ def test_a_directory_without_end_of_sequence_is_refused(tmp_path, bpe) -> None:
         PretrainedTokenizer(source=str(tmp_path)).build(None)
 
 
+def test_a_generation_config_without_an_object_names_no_end(tmp_path, bpe) -> None:
+    bpe.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[]")
+    loaded = PretrainedTokenizer(source=str(tmp_path)).build(None)
+    assert SpecialTokens.of(loaded).eos_token_ids == SpecialTokens.of(bpe).eos_token_ids
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(ValueError, match=r"^tokenizer\.source: expected a tokenizer's files in .*, got None; copy"):

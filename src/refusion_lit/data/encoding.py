@@ -107,11 +107,9 @@ class _Guard:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
-    from jinja2 import TemplateError
-
     try:
         return str(tokenizer.apply_chat_template([*map(dict, turns)], tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
+    except Exception as error:  # a template may raise any error, that of an operation on texts too
         roles = ", ".join(turn["role"] for turn in turns)
         raise ValueError(f"messages: the chat template refuses turns of {roles} ({error}); reorder them.") from error
 

@@ -314,7 +314,7 @@ def _configured_eos_ids(source: str, revision: str | None, values: Mapping[str, 
     options: dict[str, Any] = {"revision": revision}
     try:
         generation: Any = GenerationConfig.from_pretrained(source, **options).eos_token_id
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):  # TypeError: the file holds no JSON object
         generation = None
     found = [values.get("eos_token_id"), generation]
     return [int(token) for each in found for token in (each if isinstance(each, list) else [each]) if token is not None]
