@@ -183,7 +183,7 @@ def test_a_file_too_short_to_hold_out_of_names_what_to_set(tmp_path: Path, capsy
     assert fix in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps", "tpu"])
 def test_a_missing_accelerator_is_named(
     accelerator: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

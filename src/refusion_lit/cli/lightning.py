@@ -16,7 +16,7 @@ import lightning as L
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -335,7 +335,12 @@ def _continues(config: Namespace, directory: Path) -> bool:
 
 def _check_trainer(trainer: Namespace) -> None:
     """Refuse a device that is missing, and options that Lightning divides by or ignores."""
-    kinds = {"gpu": (CUDAAccelerator, MPSAccelerator), "cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,)}
+    kinds = {
+        "gpu": (CUDAAccelerator, MPSAccelerator),
+        "cuda": (CUDAAccelerator,),
+        "mps": (MPSAccelerator,),
+        "tpu": (XLAAccelerator,),
+    }
     is_there = any(kind.is_available() for kind in kinds.get(str(trainer.accelerator), (CPUAccelerator,)))
     fix = "set it to auto or cpu, or install a torch that sees the device"
     require(is_there, "trainer.accelerator", "a device that this machine has", trainer.accelerator, fix)
