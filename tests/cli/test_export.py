@@ -59,11 +59,12 @@ def test_a_directory_names_its_own_decoder(tmp_path: Path, capsys: pytest.Captur
     assert main(["export", f"--ckpt_path={first}", f"--output={again}"]) == 0
     assert refusion_lit.load(again).default_decoder == bonus
     config = json.loads((again / "config.json").read_text())
-    config["refusion_lit"]["decoder"]["init_args"]["slots"] = 4
-    (again / "config.json").write_text(json.dumps(config))
-    capsys.readouterr()
-    assert main(["generate", f"--ckpt_path={again}", "--prompt=1+1>"]) == 2
-    assert "refusion_lit.decoder: expected options of ReFusion in the model's config" in capsys.readouterr().err
+    for damaged in ({"class_path": "ReFusion", "init_args": {"slots": 4}}, {"init_args": 4}, "ReFusion"):
+        config["refusion_lit"]["decoder"] = damaged
+        (again / "config.json").write_text(json.dumps(config))
+        capsys.readouterr()
+        assert main(["generate", f"--ckpt_path={again}", "--prompt=1+1>"]) == 2
+        assert "refusion_lit.decoder: expected a decoder with class_path and init_args" in capsys.readouterr().err
     assert main(["generate", f"--ckpt_path={again}", "--prompt=1+1>", "--decoder=ReFusion"]) == 0
 
 

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_616,
+    "command to text: lines": 4_609,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_198,
+    "token ids to text: lines": 4_194,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_252,
+    "examples to loss: lines": 3_238,
     "test: files": 58,
-    "test: lines": 12_240,
+    "test: lines": 12_181,
     "package: files": 172,
-    "package: lines": 27_803,
-    "package: lines of code": 17_502,
+    "package: lines": 27_656,
+    "package: lines of code": 17_383,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -19,7 +19,7 @@ from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm.decoder import WeDLM
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.require import require_choice
+from refusion_lit.utils.require import require, require_choice
 
 _CLASSES: Mapping[str, type[Decoder]] = {
     cls.__name__: cls
@@ -50,16 +50,17 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
     Raises:
         ValueError: If the options are not those of the class.
     """
-    if published is not None and published.get("class_path") in _CLASSES:
-        cls, options = _CLASSES[published["class_path"]], published.get("init_args") or {}
+    if published is not None:
+        expected = "a decoder with class_path and init_args in the model's config"
+        fix = "name another --decoder, or correct config.json"
+        is_entry = isinstance(published, Mapping) and isinstance(published.get("init_args") or {}, Mapping)
+        require(is_entry, "refusion_lit.decoder", expected, published, fix)
+        cls = _CLASSES.get(str(published.get("class_path")))
         try:
-            decoder = cls(**options)
+            decoder = cls and cls(**published.get("init_args") or {})
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"refusion_lit.decoder: expected options of {cls.__name__} in the model's config, got {options} "
-                f"({error}); name another --decoder, or correct config.json."
-            ) from error
-        if not decoder.requirements().mismatches(traits):
+            raise ValueError(f"refusion_lit.decoder: expected {expected}, got {published} ({error}); {fix}.") from error
+        if decoder is not None and not decoder.requirements().mismatches(traits):
             return decoder
     shifted = traits.predictions is not None and "mask" not in traits.predictions
     if traits.attention == "bidirectional":
