@@ -31,14 +31,12 @@ from experiments.refusion_pays.real_model import compared
 
 HERE = Path(__file__).parent
 HYBRID, WINDOWS = "--model.objective=Hybrid", "--model.objective=MaskWindows"
-ADAPTER = ("--model.backbone.lora.rank=32", "--model.backbone.lora.alpha=64", "--model.optimizer.init_args.lr=1e-3")
 RECIPES: dict[str, tuple[str, ...]] = {
     "own answers, MaskWindows": ("own", WINDOWS),
     "own answers, Hybrid": ("own", HYBRID),
     "human answers, MaskWindows": ("human", WINDOWS),
     "human answers, Hybrid": ("human", HYBRID),
     "own answers, SoftWindows": ("own", "--model.objective=experiments.refusion_pays.soft.SoftWindows"),
-    "own answers, MaskWindows, adapters": ("own", WINDOWS, *ADAPTER),
 }
 """Whose answers, and the options of the training beside levers.yaml."""
 DECODERS = ["SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4"]
