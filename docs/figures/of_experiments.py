@@ -70,10 +70,11 @@ def _json_schemas(results: Result) -> str:
     return markdown_table(head, rows)
 
 
-@table("lossless default", _path("lossless", "default.json"))
-def _default(found: Result) -> str:
+@table("lossless default", _path("lossless", "default.json"), _path("lossless", "default_epyc.json"))
+def _default(*machines: Result) -> str:
     rows = [
         [
+            found["environments"][0]["hardware"]["processor"].split("(")[0],
             dtype,
             row["batch_size"],
             f"{row['identical']} of {row['num_decodes']}",
@@ -82,10 +83,19 @@ def _default(found: Result) -> str:
             f"{row['speed_over_autoregressive']:.3f}",
             f"{row['control_over_autoregressive']:.3f}" if "control_over_autoregressive" in row else "",
         ]
+        for found in machines
         for dtype, values in found["types"].items()
         for row in values["batches"]
     ]
-    head = ["type", "batch size", "same text", "forwards", "tokens/forward", "tokens/s, times `Autoregressive`"]
+    head = [
+        "machine",
+        "type",
+        "batch size",
+        "same text",
+        "forwards",
+        "tokens/forward",
+        "tokens/s, times `Autoregressive`",
+    ]
     return markdown_table([*head, "`Autoregressive` again"], rows)
 
 
