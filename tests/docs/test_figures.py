@@ -296,21 +296,15 @@ def test_figures_in_sentences_of_refusion_pays(registry: ModuleType) -> None:
     )
     recipes = registry.read("experiments/refusion_pays/levers.json")["recipes"]
     names = ("SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4")
-    windows, hybrid, human, soft = (
-        [f"{recipes[recipe]['decoders'][name]['tokens_per_forward']:.2f}" for name in names]
-        for recipe in (
-            "own answers, MaskWindows",
-            "own answers, Hybrid",
-            "human answers, Hybrid",
-            "own answers, SoftWindows",
-        )
+    windows, hybrid, human_windows, human, soft = (
+        [f"{recipes[recipe]['decoders'][name]['tokens_per_forward']:.2f}" for name in names] for recipe in recipes
     )
     _says(
         "experiments/refusion_pays/README.md",
         f"`MaskWindows` makes {windows[0]} tokens per forward with `SelfSpeculative` and {windows[1]} with bonus "
-        f"tokens, `Hybrid` {hybrid[0]} and {hybrid[1]}",
-        f"({human[0]} and {hybrid[0]}, {human[1]} and {hybrid[1]})",
-        f"human answers give more tokens ({human[2]}, own ones {hybrid[2]})",
+        f"tokens, `Hybrid` {hybrid[0]} and {hybrid[1]}; on human answers {human_windows[0]} and {human_windows[1]}, and "
+        f"{human[0]} and {human[1]}",
+        f"({human_windows[2]} for {windows[2]}, {human[2]} for {hybrid[2]})",
         ", ".join(f"{one} for {other}" for one, other in zip(soft, windows, strict=True)),
     )
 
