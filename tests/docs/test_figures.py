@@ -145,6 +145,8 @@ def test_figures_in_sentences_of_the_readme(registry: ModuleType) -> None:
     from docs.figures import of_benchmarks  # pyright: ignore[reportMissingImports]
 
     decode = registry.read("benchmarks/results/decode.json")
+    means = registry.read("benchmarks/results/versions.json")["mean"]
+    versions = {size: means[f"this checkout / released program, batch {size}"] for size in ("1", "16")}
     first, longer = (registry.read(f"experiments/real_conversion/{name}.json") for name in ("results", "longer"))
     runs = [
         result["trainings"]["hybrid"]["decoders"]["refusion_8_t60"]["tokens_per_forward"] for result in (first, longer)
@@ -155,8 +157,7 @@ def test_figures_in_sentences_of_the_readme(registry: ModuleType) -> None:
     for sentence in (
         f"ReFusion decodes {of_benchmarks.mean_ratio(decode, of_benchmarks.FUSED)} times as fast as a plain",
         f"forward pass in both, it decodes {of_benchmarks.mean_ratio(decode, of_benchmarks.UNFUSED)} times as fast",
-        # Measured again, the plain program is the exported one: take the sentence out then, here and in docs/speed.md.
-        f"of commit {decode['environment']['git']['commit'][:8]}, has been replaced since",
+        f"Beside the released program it is {versions['1']:.2f} times as fast, in batches of 16 {versions['16']:.2f}",
         (
             f"is {bonus['speed_over_autoregressive']:.2f} times as fast as `Autoregressive` on the base and makes "
             f"{bonus['tokens_per_forward']:.2f} tokens per forward pass"
@@ -302,8 +303,8 @@ def test_figures_in_sentences_of_refusion_pays(registry: ModuleType) -> None:
     _says(
         "experiments/refusion_pays/README.md",
         f"`MaskWindows` makes {windows[0]} tokens per forward with `SelfSpeculative` and {windows[1]} with bonus "
-        f"tokens, `Hybrid` {hybrid[0]} and {hybrid[1]}; on human answers {human_windows[0]} and {human_windows[1]}, and "
-        f"{human[0]} and {human[1]}",
+        f"tokens, `Hybrid` {hybrid[0]} and {hybrid[1]}; on human answers {human_windows[0]} and {human_windows[1]}, "
+        f"and {human[0]} and {human[1]}",
         f"({human_windows[2]} for {windows[2]}, {human[2]} for {hybrid[2]})",
         ", ".join(f"{one} for {other}" for one, other in zip(soft, windows, strict=True)),
     )
