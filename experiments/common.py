@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,24 @@ def seeds(seed: int) -> list[str]:
 def places(run: Path) -> list[str]:
     """Return the options that let a run land in a directory."""
     return ["--runs_dir", str(run.parents[1]), "--run_name", run.parent.name, "--run_version", run.name]
+
+
+def step_positions(options: Sequence[str], num_steps: int | None = None) -> list[int]:
+    """Return the token positions that the model computes in each of a training's first steps; of an epoch by default.
+
+    Args:
+        options: Those of ``fit``.
+        num_steps: How many steps.
+    """
+    from refusion_lit.cli.lightning import RefusionCLI
+    from refusion_lit.data.module import InstructionDataModule
+    from refusion_lit.training.module import SlotDiffusionModule
+
+    arguments: Any = {"args": [*options], "run": False, "save_config_callback": None}
+    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, **arguments)
+    cli.model.configure_model()
+    batches = islice(cli.datamodule.train_dataloader(), num_steps)
+    return [cli.model.corrupt(each.batch).input_ids.numel() for each in batches]
 
 
 def train(run: Path, *options: str, **environment: str) -> Path:

@@ -28,7 +28,17 @@ from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import argument_parser, command, configs, decode_examples, kept, places, seeds, write_json
+from experiments.common import (
+    argument_parser,
+    command,
+    configs,
+    decode_examples,
+    kept,
+    places,
+    seeds,
+    step_positions,
+    write_json,
+)
 from experiments.tasks import Latin, Walk
 
 HERE = Path(__file__).parent
@@ -59,17 +69,8 @@ def options(task: str, objective: str, seed: int) -> list[str]:
 
 def positions_a_step(args: list[str]) -> int:
     """Return the token positions that the model computes for a training batch (all batches of a task are alike)."""
-    from refusion_lit.cli.lightning import RefusionCLI
-    from refusion_lit.data.module import InstructionDataModule
-    from refusion_lit.training.module import SlotDiffusionModule
-
-    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False, save_config_callback=None)
-    cli.model.configure_model()
-    counts = set()
-    for _, micro_batch in zip(range(3), cli.datamodule.train_dataloader(), strict=False):
-        counts.add(cli.model.corrupt(micro_batch.batch).input_ids.numel())
-    assert len(counts) == 1, f"batches differ in size: {counts}"
-    return counts.pop()
+    [positions] = set(step_positions(args, 3))
+    return positions
 
 
 def run_name(task: str, objective: str, seed: int, factor: float) -> str:

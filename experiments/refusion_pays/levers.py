@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from refusion_lit.reports.results import environment
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import configs, kept, train, write_json
+from experiments.common import configs, kept, step_positions, train, write_json
 from experiments.lossless.table import BASE, read_prompts
 from experiments.refusion_pays.convert import answer
 from experiments.refusion_pays.real_model import compared
@@ -57,32 +58,17 @@ def _number(row: dict[str, Any]) -> int:
     return int(row["id"].removeprefix("train-"))
 
 
-def positions_per_step(options: list[str]) -> float:
-    """Return the mean number of positions that a step computes, of the first epoch's steps."""
-    from refusion_lit.cli.lightning import RefusionCLI
-    from refusion_lit.data.module import InstructionDataModule
-    from refusion_lit.training.module import SlotDiffusionModule
-
-    quiet = ["--trainer.logger=false", "--trainer.max_steps=1"]
-    cli = RefusionCLI(
-        SlotDiffusionModule, InstructionDataModule, args=[*options, *quiet], run=False, save_config_callback=None
-    )
-    cli.model.configure_model()
-    counts = [cli.model.corrupt(each.batch).input_ids.numel() for each in cli.datamodule.train_dataloader()]
-    return sum(counts) / len(counts)
-
-
 def one_recipe(name: str, data: dict[str, Path], prompts: str, num_positions: int, work: Path) -> dict[str, Any]:
     """Train and measure a recipe."""
     whose, *overrides = RECIPES[name]
     options = [*configs(HERE / "own_answers.yaml", HERE / "levers.yaml"), *overrides]
     options += ["--data.task.init_args.train", str(data[whose])]
     options += ["--data.batch_size", "6"] if HYBRID in overrides else []  # rows, half as long as with windows
-    num_steps = round(num_positions / positions_per_step(options))
-    started = time.process_time(), time.perf_counter()
+    num_steps = round(num_positions / mean(step_positions([*options, "--trainer.max_steps", "1"])))
+    started = time.perf_counter()
     steps = ["--trainer.max_steps", str(num_steps), "--trainer.val_check_interval", str(num_steps)]
     last = train(work / name.replace(", ", "_").replace(" ", "_") / "fit", *options, *steps)
-    minutes = round((time.perf_counter() - started[1]) / 60, 1)
+    minutes = round((time.perf_counter() - started) / 60, 1)
     torch.set_num_threads(1)
     base, model = (refusion_lit.load(source, device="cpu", dtype="bfloat16") for source in (BASE, last))
     chosen = read_prompts(base, *prompts.split("@"))

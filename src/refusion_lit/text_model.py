@@ -70,6 +70,9 @@ class TextModel:
     @default_decoder.setter
     def default_decoder(self, decoder: Decoder) -> None:
         check_model(self.backbone, decoder)
+        fits = self.backbone.drafter is None or isinstance(decoder, SelfSpeculative)
+        expected = "SelfSpeculative for a model with a drafter"
+        require(fits, "decoder", expected, type(decoder).__name__, "name it, or leave the drafter out")
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
         self.backbone.config.refusion_lit = {**stored, "decoder": class_and_options(decoder)}
 

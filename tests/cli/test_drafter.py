@@ -245,6 +245,9 @@ def test_a_whole_export_is_the_model_with_its_drafter(
 ) -> None:
     folder = tmp_path / "model"
     given = ["--ckpt_path", checkpoint] if source == "checkpoint" else ["--ckpt_path", str(base), "--draft", str(draft)]
+    assert main(["export", *given, "--output", str(folder), "--decoder=Autoregressive"]) == 2  # it would not be used
+    expected_error = "decoder: expected SelfSpeculative for a model with a drafter, got 'Autoregressive'"
+    assert expected_error in capsys.readouterr().err
     assert main(["export", *given, "--output", str(folder)]) == 0
     weights = load_file(folder / "model.safetensors")
     original = load_file(base / "model.safetensors")

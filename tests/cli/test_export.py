@@ -50,7 +50,8 @@ def test_a_directory_names_its_own_decoder(tmp_path: Path, capsys: pytest.Captur
     options += ["--decoder.infill=bonus", "--decoder.num_drafts=3"]
     first, again = tmp_path / "first", tmp_path / "again"
     assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *options]) == 0
-    assert "--decoder.infill bonus --decoder.num_drafts 3" in (first / "README.md").read_text()
+    card = (first / "README.md").read_text()
+    assert "--decoder.slot_size 4 --decoder.num_serial_blocks 4 --decoder.infill bonus --decoder.num_drafts 3" in card
     model = refusion_lit.load(first)
     assert model.default_decoder == bonus
     expected, own = (model.generate(["12+34,5+6>"], decoder=d, max_new_tokens=32)[0] for d in (bonus, None))

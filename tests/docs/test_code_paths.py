@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_609,
+    "command to text: lines": 4_611,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_194,
+    "token ids to text: lines": 4_196,
     "examples to loss: files": 17,
     "examples to loss: lines": 3_238,
     "test: files": 58,
-    "test: lines": 12_181,
+    "test: lines": 12_182,
     "package: files": 172,
-    "package: lines": 27_656,
-    "package: lines of code": 17_383,
+    "package: lines": 27_659,
+    "package: lines of code": 17_386,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -184,6 +184,45 @@ def _range(values: Iterable[float], digits: int) -> str:
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
+def test_figures_in_sentences_of_policy_additions(registry: ModuleType) -> None:
+    results = registry.read("experiments/policy_additions/results.json")
+    runs = list(results["results"].values())
+    seeds = [f"{100 * run['after']['left to right']['score']:.1f}" for run in runs]
+    minutes = [f"{run['seconds'] / 60:.0f}" for run in runs]
+    start, end, gained, speed = {}, {}, {}, {}
+    for name, after in results["mean"].items():
+        before = results["before"][name]
+        start[name], end[name] = (f"{100 * figures['score']:.1f} %" for figures in (before, after))
+        estimate, low, high = after["difference_in_points"]
+        gained[name] = f"{estimate:.1f} points more", f"{low:.1f} to {high:.1f}"
+        speed[name] = (
+            f"{after['tokens_per_forward']:.2f} tokens per forward in place of {before['tokens_per_forward']:.2f}"
+        )
+    left, other = "left to right", "thresholds"
+    _says(
+        "experiments/policy_additions/README.md",
+        f"writes {end[left]} rightly (three seeds: {seeds[0]}, {seeds[1]} and {seeds[2]}), from {start[left]}",
+        f"{gained[left][0]}, 95 % interval {gained[left][1]}",
+        f"seeds 1 and 2 took {minutes[1]} and {minutes[2]} minutes beside one other job, seed 0 took {minutes[0]}",
+        f"from {start[other]} to {end[other]} ({', '.join(gained[other])}), with {speed[other]}",
+    )
+
+
+def test_figures_of_the_default_with_a_drafter(registry: ModuleType) -> None:
+    xeon, epyc = (
+        [
+            row["speed_over_autoregressive"]
+            for values in registry.read(f"experiments/lossless/{name}.json")["types"].values()
+            for row in values["batches"]
+            if row["batch_size"] == 1
+        ]
+        for name in ("default", "default_epyc")
+    )
+    assert {f"{ratio:.2f}" for ratio in xeon} == {"1.03"}
+    _says("README.md", f"the default is 1.03 times as fast as `Autoregressive`, on an EPYC {_range(epyc, 2)} times")
+    _says("experiments/lossless/README.md", f"1.03 times as fast on the Xeon, and {_range(epyc, 2)} times on the EPYC")
+
+
 def test_figures_in_sentences_of_choose(registry: ModuleType) -> None:
     from experiments.real_conversion.table import joined  # pyright: ignore[reportMissingImports]
 

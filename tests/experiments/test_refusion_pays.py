@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.refusion_pays.recorded import RecordedStates, trajectories_of
+from experiments.refusion_pays.soft import SoftWindows, teacher_columns
 
 from fakes import EOS, MASK, SPECIAL, OracleModel
 from refusion_lit.decoding import ReFusion, Trajectory, TrajectoryRecorder, TrajectoryWriter, decode
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.packing import pack
 from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import MaskWindows
 from refusion_lit.types import Prompt, SamplingParams
 
 SIZE, PROMPT, LENGTH = 2, (3, 4, 6), 12
@@ -78,3 +81,40 @@ def test_a_sample_without_a_decode_is_refused(recorded: Trajectory, tmp_path: Pa
     objective = RecordedStates(slot_sizes=(SIZE,), record=str(tmp_path / "record"))
     with pytest.raises(ValueError, match=r"objective\.record: expected a decode of a, got 'one of 12 tokens for 2'"):
         objective.corrupt(batch, KeyedNoise(batch.sample_keys), SPECIAL)
+
+
+def windows(objective: MaskWindows) -> CorruptedBatch:
+    """Two texts in windows, one after the other in one row."""
+    lengths = torch.tensor([2, 3]), torch.tensor([6, 4])
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10], [4, 6, 8, 3, 5, 7, 9, 0]])
+    keys = torch.tensor([1, 2])
+    batch = ResponseBatch(
+        input_ids=ids, prompt_lengths=lengths[0], response_lengths=lengths[1], sample_keys=keys, ids=["a", "b"]
+    )
+    return pack(objective.corrupt(batch, KeyedNoise(keys), SPECIAL), torch.tensor([0, 0]), pad_token_id=0)
+
+
+def test_a_mask_is_taught_by_the_text_before_its_place() -> None:
+    soft, hard = SoftWindows(window=3), MaskWindows(window=3)
+    corrupted = windows(soft)
+    is_mask = corrupted.input_ids == MASK
+    teachers = teacher_columns(corrupted)[is_mask]
+    assert (corrupted.input_ids.flatten()[teachers + 1] == corrupted.labels[is_mask]).all()
+    assert is_mask.sum() == 2 * (6 + 4)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*corrupted.input_ids.shape, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    head = torch.nn.Linear(8, 12, dtype=torch.float64)
+    expected = hard.loss(hidden, head, corrupted).sums
+    torch.testing.assert_close(SoftWindows(window=3, soft_share=0.0).loss(hidden, head, corrupted).sums, expected)
+    logits = head(hidden.flatten(0, 1))
+    losses = [
+        torch.nn.functional.cross_entropy(logits[column], logits[teacher].softmax(-1)) * weight
+        for column, teacher, weight in zip(
+            is_mask.flatten().nonzero()[:, 0], teachers, corrupted.weights[is_mask], strict=True
+        )
+    ]
+    found = SoftWindows(window=3, soft_share=1.0).loss(hidden, head, corrupted).sums
+    torch.testing.assert_close(found, torch.stack((expected[0], sum(losses, torch.zeros(()).double()))))
+    (gradient,) = torch.autograd.grad(found[1], hidden)
+    assert not gradient[~is_mask].any()  # the text teaches, and does not learn from the masks
+    assert gradient[is_mask].any()

@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
+from refusion_lit.decoding import ReFusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction
 from reports.samples import predictions, write_run
@@ -123,6 +124,8 @@ def test_all_programs_of_a_card_decode_as_the_test_did_or_say_so(tmp_path: Path)
     limit = results["sampling"]["max_new_tokens"]
     assert f"--decoder.infill bonus --max_new_tokens {limit} --prompt" in card
     assert card.count(f"max_new_tokens={limit})") == 2
+    named = model_card("out", hybrid, None, [run], decoder=ReFusion(slot_size=16))
+    assert "--ckpt_path out --decoder ReFusion --decoder.slot_size 16 --max" in named  # whatever was tested
     assert "--ckpt_path out --max_new_tokens 64 --prompt" in model_card("out", hybrid, None)
 
 

@@ -110,9 +110,10 @@ def _card(options: Namespace, model: TextModel) -> str:
         _check_results(results, weights_digest(tested))
     if options.adapter_only and backbone.drafter is not None:
         return drafter_card(name, backbone.drafter.origin, prompt)
+    is_named = "decoder" in (getattr(backbone.config, "refusion_lit", None) or {})
     return model_card(
         name, backbone.traits, run if is_run else None, results, adapters=backbone.adapters, prompt=prompt,
-        decoder=model.default_decoder, has_drafter=backbone.drafter is not None,
+        decoder=model.default_decoder if is_named else None, has_drafter=backbone.drafter is not None,
     )  # fmt: skip
 
 

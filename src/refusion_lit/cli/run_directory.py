@@ -130,11 +130,10 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     known = {each.name: str(each.value) for each in options_given(args) if each.value is not None}
     folder = Path(known.get("runs_dir") or "runs") / (known.get("run_name") or "default")
     version = resume or known.get("run_version")
-    if resume and not (directory.name == resume and (folder / resume).is_dir()):
-        newest = _newest_run(directory, command)
-        fix = f"give its newest one, {newest}" if newest else "give one that exists"
-        require(False, "resume", f"a run's directory (with {CONFIG}) or a version in {folder}", resume, fix)
-    newest = _newest_run(folder, command) if version is None else None
+    is_version = not resume or (directory.name == resume and (folder / resume).is_dir())
+    newest = None if version and is_version else _newest_run(folder if is_version else directory, command)
+    fix = f"give its newest one, {newest}" if newest else "give one that exists"
+    require(is_version, "resume", f"a run's directory (with {CONFIG}) or a version in {folder}", resume, fix)
     version = newest.name if newest else version
     return [*args, *([] if version is None else [f"--run_version={version}"]), *goes_on]
 

@@ -19,7 +19,7 @@ from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm.decoder import WeDLM
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.require import require, require_choice
+from refusion_lit.utils.require import require_choice
 
 _CLASSES: Mapping[str, type[Decoder]] = {
     cls.__name__: cls
@@ -48,18 +48,17 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
         published: Class and options (``class_path``, ``init_args``) that its format or its config declares.
 
     Raises:
-        ValueError: If the options are not those of the class.
+        ValueError: If ``published`` is no class with its options.
     """
     if published is not None:
-        expected = "a decoder with class_path and init_args in the model's config"
-        fix = "name another --decoder, or correct config.json"
-        is_entry = isinstance(published, Mapping) and isinstance(published.get("init_args") or {}, Mapping)
-        require(is_entry, "refusion_lit.decoder", expected, published, fix)
-        cls = _CLASSES.get(str(published.get("class_path")))
         try:
+            cls = _CLASSES.get(published["class_path"])
             decoder = cls and cls(**published.get("init_args") or {})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"refusion_lit.decoder: expected {expected}, got {published} ({error}); {fix}.") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
+                f"{published} ({error}); name another --decoder, or correct config.json."
+            ) from error
         if decoder is not None and not decoder.requirements().mismatches(traits):
             return decoder
     shifted = traits.predictions is not None and "mask" not in traits.predictions

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.defaults import changed_options, default_decoder
+from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
@@ -49,7 +50,7 @@ def model_card(
         results: Directories of test runs, each with a ``results.json``.
         adapters: The low-rank adapters, if the directory holds them alone.
         prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the tokenizer.
-        decoder: The model's own decoder; by default one for its traits.
+        decoder: The decoder that the directory names; by default one for its traits, with the options that were tested.
         has_drafter: Whether the directory holds a drafter, too.
 
     Raises:
@@ -67,7 +68,7 @@ def model_card(
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
-    made = _tested(decoder or default_decoder(traits), tests)
+    made = decoder or _tested(SelfSpeculative() if has_drafter else default_decoder(traits), tests)
     options = changed_options(made)
     return _rendered(
         "model_card.md.jinja",
