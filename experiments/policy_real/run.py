@@ -1,7 +1,7 @@
 """Train SmolLM2 with adapters on rewards of form and arithmetic; figures of each update, and test before and after.
 
 usage: python experiments/policy_real/run.py --base DIR --train GSM8K.jsonl --test GSM8K_TEST.jsonl
-       [--work_dir runs/policy_real] [--output FILE] [--num_prompts 60]
+       [--seeds 0 1 2] [--work_dir runs/policy_real] [--output FILE] [--num_prompts 60]
 
 The training resumes, so it can be killed. Test answers are drawn as in roll-outs: temperature 1, at most 40 tokens.
 """
@@ -15,7 +15,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import argument_parser, configs, kept, write_json
-from experiments.policy_additions.run import LOGGED, compared, curve, trained
+from experiments.policy_additions.run import LOGGED, compared, curve, mean_of, trained
 from experiments.policy_real.rewards import Ended, Format, RightArithmetic, ShortGsm8k
 
 import refusion_lit
@@ -57,21 +57,24 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="directory of SmolLM2-135M-Instruct")
     parser.add_argument("--train", type=Path, required=True, help="GSM8K's training questions")
     parser.add_argument("--test", type=Path, required=True, help="GSM8K's test questions")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--num_prompts", type=int, default=60)
     args = parser.parse_args()
-    run = args.work_dir / "seed0" / "fit"
     options = (*configs(HERE / "policy.yaml"), "--data.task.init_args.train", str(args.train))
-    last, _ = trained(run, args.base, 0, *options)
-    points = curve(run, (*LOGGED, "overlong"), every=1)
     before = kept(args.work_dir / "before.json", scored, args.base, args.test, args.num_prompts)
-    after = kept(args.work_dir / "after.json", scored, last, args.test, args.num_prompts)
     means = {name: {key: value for key, value in each.items() if key != "scores"} for name, each in before.items()}
-    found = {"before": means, "results": {"seed 0": {"after": compared(before, after), "curve": points}}}
-    about = environment(0, ["python", "experiments/policy_real/run.py"])
-    write_json(
-        args.output,
-        {"config": {"num_updates": len(points), "num_prompts": args.num_prompts}, **found, "environment": about},
-    )
+    results, measurements = {}, []
+    for seed in args.seeds:
+        run = args.work_dir / f"seed{seed}" / "fit"
+        last, seconds = trained(run, args.base, seed, *options)
+        after = kept(args.work_dir / f"after{seed}.json", scored, last, args.test, args.num_prompts)
+        measurements.append(after)
+        points = curve(run, (*LOGGED, "overlong"), every=1)
+        results[f"seed {seed}"] = {"seconds": round(seconds), "after": compared(before, after), "curve": points}
+        config = {"num_updates": len(points), "num_prompts": args.num_prompts, "seeds": list(results)}
+        found = {"before": means, "results": results, "mean": compared(before, mean_of(measurements))}
+        about = environment(0, ["python", "experiments/policy_real/run.py"])
+        write_json(args.output, {"config": config, **found, "environment": about})
 
 
 if __name__ == "__main__":
