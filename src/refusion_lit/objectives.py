@@ -7,7 +7,7 @@ from refusion_lit.families.card import SoftTail
 from refusion_lit.families.llada.objective import R2FT, Masked
 from refusion_lit.families.set_diffusion import StaggeredSets
 from refusion_lit.families.speculative.objective import GatedDraft
-from refusion_lit.families.wedlm.objective import DualStream
+from refusion_lit.families.wedlm import DualStream
 from refusion_lit.learning.objective import Objective
 from refusion_lit.policy.objective import GroupPolicy
 from refusion_lit.refusion.objective import Hybrid

@@ -16,7 +16,7 @@ from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.set_diffusion import SetDiffusion
 from refusion_lit.families.speculative.decoder import SelfSpeculative
-from refusion_lit.families.wedlm.decoder import WeDLM
+from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.require import require_choice

@@ -1,0 +1,249 @@
+"""WeDLM (arXiv 2512.22737): causal attention, masks that predict themselves, a sliding window.
+
+The decoder ``WeDLM``, the objective ``DualStream``, a clean stream and a masked one, and the published checkpoints, a
+Qwen2.5 (7B) and a Qwen3 (8B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length
+from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
+from refusion_lit.families.block_diffusion.objective import three_part_ranges
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import (
+    MaskRatio,
+    Objective,
+    mask_probability,
+    random_subset,
+    required_mask_id,
+    response_positions,
+)
+from refusion_lit.learning.text_order import shift_left
+from refusion_lit.modeling.formats import CheckpointFormat, register
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+
+_MIN_RATIO = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WeDLMFormat(CheckpointFormat):
+    def base_type(self, values: Mapping[str, Any]) -> str:
+        """Return Qwen3 for a config with normalised queries and keys, else Qwen2."""
+        return "qwen3" if values.get("qk_norm", False) else "qwen2"
+
+
+WEDLM = _WeDLMFormat(
+    name="wedlm",
+    family="WeDLM 7B and 8B",
+    model_type="wedlm",
+    base="qwen3",
+    attention="causal",
+    predictions=("mask", "next_token"),
+    mask_tokens=("<|mask|>", "<|MASK|>"),
+    decoder="WeDLM",
+)
+
+register(WEDLM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeDLM(Decoder):
+    """Fills the masks of a sliding window by entropy and caches the leading run of filled ones one forward later.
+
+    A forward feeds the window's filled tokens in text order and then its masks in text order, with their positions in
+    the text. Causal attention over that sequence shows each mask all filled tokens and the masks to its left. A filled
+    token never changes. The run of filled tokens at the window's start follows cached text directly. Its keys and
+    values in this forward are therefore those of ordinary causal decoding: they stay in the cache, and the window moves
+    past them. Other filled tokens are computed again in each forward.
+
+    Source: streaming parallel decoding of WeDLM (arXiv 2512.22737, algorithm 1) as in its released engine. Deliberate
+    differences: the first forward computes the prompt and the first window, where the engine computes the prompt alone;
+    no forward follows the one that completes the text; temperature acts before top-p, not after; the mask token is
+    never drawn. As in the engine, the window is refilled in the same forward that caches its leading tokens: there are
+    always W masks, and up to 2 W tokens (the paper's algorithm refills it after that forward). The window reaches
+    beyond ``max_new_tokens``; what stands there is not returned.
+
+    Attributes:
+        window_size: Masks in the window, W (``wedlm_window_size``); the paper's tables have 6.
+        entropy_threshold: Fill every mask whose entropy in nats plus penalty is below this, and always the best one
+            (tau, ``wedlm_entropy_threshold``); the comparison is strict. ``None``: one token per forward, as in the
+            paper's tables.
+        position_penalty: Added to a mask's entropy for each position between it and the first mask (lambda,
+            ``wedlm_pos_penalty_factor``), at least 0; the paper's tables have 0.1.
+        ignore_right_context: Accept given tokens beyond the window of a token to generate, which the model does not see
+            while it fills that one.
+    """
+
+    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    shares = "all"
+
+    ranges = {"window_size": 1, "entropy_threshold": "[-inf, inf]", "position_penalty": 0.0}
+    window_size: int = 16
+    entropy_threshold: float | None = 0.4
+    position_penalty: float = 0.02
+    ignore_right_context: bool = False
+
+    def refusal(self, prompt: Prompt) -> str | None:
+        """Refuse given tokens that the first window does not reach, unless ``ignore_right_context``."""
+        if self.ignore_right_context or not prompt.num_to_fill:
+            return None
+        if prompt.given_length - 1 - prompt.given.index(None) < self.window_size:
+            return None
+        return (
+            f"its model sees a window of {self.window_size} tokens and what is before it, and text is given after that "
+            "(set ignore_right_context: true to fill spans without it)"
+        )
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        """Create a canvas as long as the longest response, and the window's masks beyond."""
+        length = max_length(prompt, sampling, special_tokens) + self.window_size
+        return RowState.blank(prompt, sampling, special_tokens, length)
+
+    def step(self, state: RowState) -> Steps[None]:
+        """Run one forward over the window; fill masks and keep the KV cache entries of the leading tokens."""
+        start = max(state.num_cached - state.prompt_length, 0)
+        first_mask = state.is_masked.index(True)
+        stop = first_mask + self.window_size
+        places = [place for place in range(start, stop) if state.is_masked[place]]
+        branch = self._branch(state, [place for place in range(start, stop) if not state.is_masked[place]], places)
+        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistics=("entropy",))
+        readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
+        state.num_cached = state.prompt_length + first_mask
+        chosen = self._choose(places, readings[0])
+        state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
+
+    def _branch(self, state: RowState, filled: Sequence[int], masked: Sequence[int]) -> Branch:
+        """Return the prompt's tokens that are not cached, the window's filled tokens, then its masks."""
+        num_prompt = max(state.prompt_length - state.num_cached, 0)
+        num_known = num_prompt + len(filled)
+        return Branch(
+            tokens=[
+                *state.prompt.token_ids[state.num_cached :],
+                *(state.tokens[place] for place in filled),
+                *([state.mask_token_id] * len(masked)),
+            ],
+            positions=[
+                *range(state.num_cached, state.num_cached + num_prompt),
+                *(state.prompt_length + place for place in (*filled, *masked)),
+            ],
+            visible=((0, state.num_cached),),
+            write_at=state.num_cached,
+            draft_at=range(num_known, num_known + len(masked)),
+        )
+
+    def _choose(self, places: Sequence[int], reading: Reading) -> list[int]:
+        """Return the indices of the masks that are filled: those below the threshold, or the best one."""
+        entropies = reading.statistics["entropy"]
+        penalised = [
+            entropy + self.position_penalty * (place - places[0])
+            for place, entropy in zip(places, entropies, strict=True)
+        ]
+        below = [i for i, value in enumerate(penalised) if self.entropy_threshold is not None
+                 and value < self.entropy_threshold]  # fmt: skip
+        return below or [min(range(len(penalised)), key=lambda i: penalised[i])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualStream(Objective):
+    """Predicts the masks of a block from its clean tokens, the masks before them, and all earlier clean blocks.
+
+    WeDLM (arXiv 2512.22737): one forward over ``[prediction; memory]`` with repeated position ids. The memory stream is
+    the clean text. In the prediction stream a share gamma of each block's response tokens, uniform in [0, 1) and drawn
+    for each block alone, is masked: exactly that share, rounded, at random places. The masks then move after the
+    block's clean tokens, with their position ids. Attention is causal: a prediction token sees its block up to itself
+    and the memory of all earlier blocks; the memory sees itself. Blocks are counted from position 0, prompt included.
+
+    Terms: ``mdm``, the mean over masks of the cross-entropy with weights 1 / gamma, over the weights' sum (the public
+    trainer's; the paper writes a plain sum); ``ar``, the mean cross-entropy of the memory's next-token predictions. The
+    loss is (mdm + ar_weight * ar) / (1 + ar_weight).
+
+    Deliberate difference: the public trainer can append more learnable end-of-turn tokens to a response
+    (``num_learnable_im_end``); here a response ends with one EOS token.
+
+    Attributes:
+        block_size: Number of tokens in a block, at least 1; decoders need not know it.
+        ar_weight: Weight of the next-token term against the masked one (``ar_loss_weight``), at least 0.
+    """
+
+    ranges = {"block_size": 1, "ar_weight": 0.0}
+    block_size: int = 32
+    ar_weight: float = 1.0
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Causal attention; masks predict themselves, clean tokens the next one."""
+        return ModelTraits(attention="causal", predictions=("mask", "next_token"))
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The masked and the next-token term."""
+        return {"mdm": 1 / (1 + self.ar_weight), "ar": self.ar_weight / (1 + self.ar_weight)}
+
+    def corrupt(
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
+    ) -> CorruptedBatch:
+        """Mask a share of each block, move its masks to its end, append the clean text; see :meth:`Objective.corrupt`.
+
+        With ``mask_ratio``, all blocks of a row have that share.
+        """
+        mask_token_id = required_mask_id(self, special_tokens)
+        num_tokens = batch.input_ids.shape[1]
+        size = self.block_size
+        positions, in_response = response_positions(batch)
+        lengths = batch.prompt_lengths + batch.response_lengths
+        is_real = positions < lengths[:, None]
+        is_masked, weights = self._masked(in_response, noise, mask_ratio)
+
+        # Clean tokens of a block, then its masks, each in text order; padding stays after them.
+        key = torch.where(is_real, 2 * (positions // size) + is_masked, 2 * num_tokens)
+        order = key.argsort(dim=1, stable=True)
+        own = batch.input_ids.where(is_masked, IGNORE_INDEX)
+        following = shift_left(batch.input_ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX)
+        follows = following != IGNORE_INDEX
+        none = torch.zeros_like(is_masked)
+        return CorruptedBatch(
+            input_ids=torch.cat((batch.input_ids.masked_fill(is_masked, mask_token_id).gather(1, order),
+                                 batch.input_ids), 1),
+            position_ids=torch.cat((order, positions.expand_as(order)), 1),
+            labels=torch.cat((own.gather(1, order), following), 1),
+            weights=torch.cat((weights.gather(1, order), follows.float()), 1),
+            terms=torch.cat((none, ~none), 1).long(),
+            # Weights are no integers: a sum in float32 would depend on how a step is cut into micro-batches.
+            counts=torch.stack((weights.double().sum(), follows.sum().double())),
+            visible=three_part_ranges(num_tokens, size, lengths, causal=True),
+            is_masked=torch.cat((is_masked.gather(1, order), none), 1),
+            is_real=torch.cat((is_real, is_real), 1),
+        )  # fmt: skip
+
+    def _masked(
+        self, in_response: Bool[Tensor, "batch token"], noise: KeyedNoise, mask_ratio: MaskRatio
+    ) -> tuple[Bool[Tensor, "batch token"], Float[Tensor, "batch token"]]:
+        """Draw which tokens are masked, exactly a share of each block; return them and their weights."""
+        num_tokens = in_response.shape[1]
+        size = self.block_size
+        num_blocks = -(-num_tokens // size)
+        if mask_ratio is None:
+            ratio = noise.uniform("block_ratio", num_blocks).clamp(min=_MIN_RATIO)
+        else:
+            ratio = mask_probability(noise, _MIN_RATIO, mask_ratio)[:, None].expand(-1, num_blocks)
+        maskable = _in_blocks(F.pad(in_response, (0, num_blocks * size - num_tokens)), size)
+        order = _in_blocks(noise.bits("token_order", num_blocks * size), size)
+        is_masked = random_subset(order, maskable, (maskable.sum(-1) * ratio).round())
+        weights = repeat((1 / ratio).float(), "sample block -> sample (block within)", within=size)[:, :num_tokens]
+        is_masked = rearrange(is_masked, "sample block within -> sample (block within)")[:, :num_tokens]
+        return is_masked, weights.where(is_masked, 0.0)
+
+
+def _in_blocks(values: Shaped[Tensor, "batch token"], size: int) -> Shaped[Tensor, "batch block within"]:
+    return rearrange(values, "sample (block within) -> sample block within", within=size)
