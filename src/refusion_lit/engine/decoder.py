@@ -83,6 +83,7 @@ class RowState:
             indices equal to their positions. The decoder does not feed them. Set by the engine.
         num_cached: Number of cache entries that hold text, for decoders that count them; ``num_shared`` at first.
         max_length: Maximum length of the response.
+        prompt_length: Tokens of the prompt; the canvas starts at this position.
         num_final: Leading final places that were found so far, up to the first EOS; see :meth:`final_prefix`.
     """
 
@@ -103,10 +104,12 @@ class RowState:
     num_cached: int = 0
     num_final: int = 0
     max_length: int = field(init=False)
+    prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Start with nothing committed."""
         self.max_length = max_length(self.prompt, self.sampling, self.special_tokens)
+        self.prompt_length = len(self.prompt.token_ids)
         self.commit_rounds = [0] * len(self.tokens)
 
     @classmethod
@@ -129,11 +132,6 @@ class RowState:
             is_masked=[token is None for token in given],
             **fields,
         )
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt; the canvas starts at this position."""
-        return len(self.prompt.token_ids)
 
     @property
     def known(self) -> list[tuple[int, int]]:

@@ -298,7 +298,7 @@ class Engine:
             batch.prepare(cache)
         hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
         self.num_calls += 1
-        self.num_positions += len(hidden)
+        self.num_positions += hidden.shape[0]
         length = batch.ids.shape[1]
         for row, part, starts in zip(rows, batch.parts, batch.starts, strict=True):
             row.begin_forward(hidden[part], starts, length)
@@ -313,7 +313,7 @@ class Engine:
         first = 0
         for row in rows:
             reads[row.index] = row.reads(first)
-            first += len(row.states)
+            first += row.states.shape[0]
         self.reader.read(states, [read for own in reads.values() for read in own])
         for row in rows:
             if row.constraint is not None:

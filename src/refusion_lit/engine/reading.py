@@ -81,22 +81,25 @@ class Reader:
         general = None if _is_plain(group) else General(group, self._special, self._banned, hidden.device)
         drawn = Drawn()
         at = 0
-        for logits in self._logit_chunks(hidden, draw, sent[: len(index)], group[0].guide, careful=careful):
-            stop = at + len(logits)
-            num_own = min(max(num_drafts - at, 0), len(logits))
-            chosen = sent[len(index) + max(0, at - num_drafts) : len(index) + max(0, stop - num_drafts)]
+        positions, scored = sent.split((len(index), len(given)))
+        for logits in self._logit_chunks(hidden, draw, positions, group[0].guide, careful=careful):
+            size = logits.shape[0]
+            num_own = min(max(num_drafts - at, 0), size)
+            chosen = []
             if num_own:
-                own = logits if num_own == len(logits) else logits[:num_own]
+                own = logits if num_own == size else logits[:num_own]
                 tokens = self._greedy(own, draw, restore=is_scored) if general is None else general.draw(own, at, drawn)
                 drawn.tokens.append(tokens)
-                chosen = torch.cat((tokens, chosen)) if num_own < len(logits) else tokens
+                chosen.append(tokens)
+            if num_own < size:
+                chosen.append(scored.narrow(0, at + num_own - num_drafts, size - num_own))
             if draw.confidence_forbidden:
                 logits.index_fill_(-1, to_device(draw.confidence_forbidden, logits.device), -math.inf)
             if is_scored:
                 dtype = draw.confidence_dtype
                 logits = logits.softmax(-1) if dtype is None else lowered(logits, dtype).softmax(-1).to(logits.dtype)
-            drawn.values.append(logits.gather(-1, chosen[:, None])[:, 0])
-            at = stop
+            drawn.values.append(logits.gather(-1, _joined(chosen).unsqueeze(-1)).squeeze(-1))
+            at += size
         return drawn
 
     def _logit_chunks(
@@ -124,7 +127,7 @@ class Reader:
             banned = to_device(sorted(self._banned.union(draw.forbidden)), logits.device)
             self._ids_on_device[draw.forbidden] = banned
         kept = logits.index_select(-1, banned) if restore else None
-        tokens = first_argmax(logits.index_fill_(-1, banned, -math.inf)[:, : self._vocab_size])
+        tokens = first_argmax(logits.index_fill_(-1, banned, -math.inf).narrow(-1, 0, self._vocab_size))
         if kept is not None:  # probabilities are over all ids
             logits.index_copy_(-1, banned, kept)
         return tokens
@@ -144,7 +147,7 @@ def _is_plain(group: Sequence[Read]) -> bool:
 def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[list[float]]]]:
     """Return each group's tokens, values and statistics as numbers, with one transfer from an accelerator."""
     parts = [part for group in drawn for part in (group.tokens, group.values, group.statistics)]
-    tensors = [(torch.cat(part, -1) if len(part) > 1 else part[0]) if part else None for part in parts]
+    tensors = [_joined(part) if part else None for part in parts]
     present = [tensor for tensor in tensors if tensor is not None]
     if present[0].device.type == "cpu":
         numbers = [[] if tensor is None else tensor.tolist() for tensor in tensors]
@@ -184,6 +187,10 @@ def _fill(
         reading.scores = values[first_given:stop_given]
         first = stop
         first_given = stop_given
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*parts], -1) if len(parts) > 1 else parts[0]
 
 
 def _split(values: Tensor, size: int) -> Sequence[Tensor]:

@@ -43,7 +43,7 @@ class _Plan:
 
     def visible(self, stored: Tensor) -> Tensor:
         """Return the entries [sequence, key, head, dim] that each sequence may attend to."""
-        seen = stored[:, : self.num_keys]
+        seen = stored.narrow(1, 0, self.num_keys)
         return seen if self.rows is None else seen[self.rows]
 
 

@@ -88,7 +88,9 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     """
     num_queries = query.shape[1]
     times = query.shape[2] // key.shape[2]
-    query, key, value = (states.transpose(1, 2) for states in (query, key, value))
+    query = query.transpose(1, 2)
+    key = key.transpose(1, 2)
+    value = value.transpose(1, 2)
     if times == 1:
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
     elif query.device.type != "cpu":  # with a mask, only CPUs have a fast kernel for grouped heads

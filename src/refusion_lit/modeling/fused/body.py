@@ -73,7 +73,7 @@ class _Layer:
 
 
 class FusedBody:
-    """A body's forward over its own parameters, without gradients.
+    """A body's forward over its own parameters, for callers that want no gradients.
 
     It holds references to the modules' tensors at construction, and copies of some. Make a new one after changing or
     replacing weights, or wrapping modules.
@@ -110,7 +110,6 @@ class FusedBody:
         self._table: tuple[Tensor, Tensor] | None = None
         self._drafts = None if drafter is None else DraftMasks(drafter, self._embedding, len(self._layers))
 
-    @torch.no_grad()
     def __call__(
         self,
         input_ids: Int[Tensor, "batch token"],
@@ -191,13 +190,13 @@ class FusedBody:
         num_heads = self._num_heads
         num_rotated = num_heads + self._num_key_heads
         heads = heads.view(heads.shape[0], -1, self._head_dim)
-        value = heads[:, num_rotated:]
-        heads = heads[:, :num_rotated]
+        heads, value = heads.split((num_rotated, self._num_key_heads), 1)
         if layer.heads_norm is not None:
             heads = layer.heads_norm(heads)
         cos, sin = rotation
         heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
-        return heads[:, :num_heads], heads[:, num_heads:], value
+        query, key = heads.split((num_heads, self._num_key_heads), 1)
+        return query, key, value
 
 
 def _linear(*modules: nn.Linear, packed: PackedWeights | None, batch_invariant: bool) -> Linear:
