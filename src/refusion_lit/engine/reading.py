@@ -81,7 +81,7 @@ class Reader:
         general = None if _is_plain(group) else General(group, self._special, self._banned, hidden.device)
         drawn = Drawn()
         at = 0
-        positions, scored = sent.split((len(index), len(given)))
+        positions, scored = sent.split_with_sizes((len(index), len(given)))
         for logits in self._logit_chunks(hidden, draw, positions, group[0].guide, careful=careful):
             size = logits.shape[0]
             num_own = min(max(num_drafts - at, 0), size)

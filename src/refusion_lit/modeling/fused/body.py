@@ -188,14 +188,15 @@ class FusedBody:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [token, head, dim], rotated; of query and key heads side by side."""
         num_heads = self._num_heads
-        num_rotated = num_heads + self._num_key_heads
+        num_key_heads = self._num_key_heads
         heads = heads.view(heads.shape[0], -1, self._head_dim)
-        heads, value = heads.split((num_rotated, self._num_key_heads), 1)
+        # Tensor.split would take three times as long: it is a function of Python.
+        heads, value = heads.split_with_sizes((num_heads + num_key_heads, num_key_heads), 1)
         if layer.heads_norm is not None:
             heads = layer.heads_norm(heads)
         cos, sin = rotation
         heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
-        query, key = heads.split((num_heads, self._num_key_heads), 1)
+        query, key = heads.split_with_sizes((num_heads, num_key_heads), 1)
         return query, key, value
 
 
