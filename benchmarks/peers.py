@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ def plain(
         hook = model.model.register_forward_hook(after, with_kwargs=True)
         try:
             ids = [torch.tensor([prompt.token_ids], device=model.device) for prompt in prompts]
-            texts = [export.generate(model.model, one, max_new_tokens=num_tokens)[0, one.shape[1] :] for one in ids]
+            plain = partial(export.generate, model=model.model, max_new_tokens=num_tokens)
+            texts = [plain(one)[0, one.shape[1] :] for one in ids]
         finally:
             hook.remove()
         return {

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import refusion_lit
 from refusion_lit import TextModel
-from refusion_lit.decoding import GenerationCallback, ReFusion
+from refusion_lit.decoding import GenerationCallback, ReFusion, SelfSpeculative
 from refusion_lit.types import Prompt, SamplingParams
 
 MODEL = Path(__file__).parent / "goldens" / "models" / "additions-clean"
@@ -67,6 +68,42 @@ def test_queries_may_come_from_an_iterator(model: TextModel) -> None:
     assert row.text == model.generate([QUERY], max_new_tokens=8)[0].text
 
 
+def test_names_of_prompts_are_texts_whatever_their_type(model: TextModel) -> None:
+    """They key the noise: a number gives the sample that its digits give."""
+    sampling = SamplingParams(max_new_tokens=16, temperature=3.0)
+    decoder = SelfSpeculative(slot_size=8)
+    prompts = [model.encode(QUERY)] * 3
+
+    def tokens(**options: Any) -> list[list[int]]:
+        return [
+            row.token_ids for row in model.generate_ids(iter(prompts), sampling=sampling, decoder=decoder, **options)
+        ]
+
+    expected = tokens()
+    assert expected[0] != expected[1]
+    assert tokens(ids=[0, 1, 2]) == tokens(ids=np.array(["0", "1", "2"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (QUERY, "prompts: expected a list of Prompt, got '12"),
+        (Prompt(token_ids=(4, 99), id="a"), "prompt a: expected token ids below 19, the tokenizer's size, got 99"),
+        (Prompt(token_ids=(4,), id="a", given=(-1, None)), "prompt a: expected token ids below 19, .*, got -1"),
+    ],
+)
+def test_prompts_of_unknown_tokens_are_refused(model: TextModel, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        model.decode([prompt], ReFusion(), SamplingParams(max_new_tokens=8))
+
+
+@pytest.mark.parametrize("stop", [";", None, (text for text in ";"), [""], [3]])
+def test_stop_strings_are_a_list_of_texts(stop: Any) -> None:
+    """A generator would be empty after its check, and stop nothing."""
+    with pytest.raises(ValueError, match=r"^stop: expected a list of texts, none of them empty, got"):
+        SamplingParams(stop=stop)
+
+
 def test_trace_takes_a_length_limit(model: TextModel) -> None:
     assert model.trace(QUERY, max_new_tokens=8)[0].num_tokens == 8
 
@@ -84,6 +121,8 @@ def test_torch_types_are_taken(model: TextModel) -> None:
         ({"callbacks": [print]}, "callbacks: expected a list of instances of GenerationCallback"),
         ({"callbacks": GenerationCallback()}, "callbacks: expected a list of instances of GenerationCallback"),
         ({"decoder": ReFusion}, "decoder: expected an instance of a decoder class"),
+        ({"kept": True}, "kept: expected an instance of KeptCache, got True"),
+        ({"templates": iter([None])}, "templates: expected a list of one for each of 1 prompts"),
     ],
 )
 def test_arguments_of_another_type_are_refused(model: TextModel, options: dict[str, Any], message: str) -> None:
@@ -95,6 +134,17 @@ def test_arguments_of_another_type_are_refused(model: TextModel, options: dict[s
 def test_queries_that_are_no_list_of_texts_are_refused(model: TextModel, queries: Any) -> None:
     with pytest.raises(ValueError, match=r"^queries: expected a list of texts"):
         model.generate(queries)
+
+
+def test_overrides_of_another_type_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^overrides: expected a BackboneConfig, got {'attention'"):
+        refusion_lit.load(MODEL, overrides={"attention": "causal"})  # type: ignore[arg-type]
+
+
+def test_an_option_of_another_method_is_not_among_those_that_are_expected(model: TextModel) -> None:
+    with pytest.raises(TypeError, match=r"^unknown option templates; expected one of ") as caught:
+        model.trace(QUERY, templates=[None])
+    assert str(caught.value).count("templates") == 1
 
 
 def test_a_source_that_is_no_path_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from refusion_lit.engine.admission import KeptCache
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.engine import decode
@@ -39,6 +40,7 @@ __all__ = [
     "Forward",
     "Generation",
     "GenerationCallback",
+    "KeptCache",
     "LLaDA",
     "ModelMismatchError",
     "ModelRequirements",

@@ -17,13 +17,13 @@ from refusion_lit.decoding import (
     Decoder,
     DecodingOutput,
     Generation,
+    KeptCache,
     ModelMismatchError,
     SelfSpeculative,
     check_model,
     decode,
     default_decoder,
 )
-from refusion_lit.engine.admission import KeptCache
 from refusion_lit.engine.checks import check_arguments, decoding_options
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.families.defaults import class_and_options
@@ -92,9 +92,8 @@ class TextModel:
         own = self.tokenizer.get_vocab()
         given = other.tokenizer.get_vocab()
         differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
-        expected = "a model with the same tokenizer"
         got = f"one with another id for {differing!r}"
-        require(differing is None, "verifier", expected, got, "load another one")
+        require(differing is None, "verifier", "a model with the same tokenizer", got, "load another one")
         self.verifier = other.backbone
 
     def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
@@ -140,11 +139,12 @@ class TextModel:
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
         chosen = decoding_options(options, *_OWN)
-        check_arguments(decoder, sampling, callbacks)
+        check_arguments(decoder, sampling, callbacks, kept)
+        for prompt in prompts:
+            _check_ids(prompt, self.tokenizer)
         model = self.model_for(decoder)
         was_training = self.backbone.training
-        if was_training:
-            self.backbone.eval()
+        self.backbone.eval()
         watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": self.detokenize}
         try:
             return decode(model, decoder, prompts, sampling, chosen, **watch)
@@ -152,8 +152,7 @@ class TextModel:
             self.check_decoder(decoder)  # raises the error with the name of a decoder that fits
             raise
         finally:
-            if was_training:
-                self.backbone.train()
+            self.backbone.train(was_training)
 
     def check_decoder(self, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
         """Refuse a decoder that the model was not trained for, and name one that fits.
@@ -224,9 +223,8 @@ class TextModel:
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         decoder = decoder or self.default_decoder.fitted(sampling)
         row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
-        name = type(decoder).__name__
         slot_size = getattr(decoder, "slot_size", None) or 1
-        shown = {"prompt": query, "prompt_length": len(ids), "decoder": name, "slot_size": slot_size}
+        shown = {"prompt": query, "prompt_length": len(ids), "decoder": type(decoder).__name__, "slot_size": slot_size}
         return row, trace_of(row, **shown, piece=self.piece)
 
     def generate(
@@ -280,9 +278,10 @@ class TextModel:
             ValueError: If the tokenizer does not know an id, and as for :meth:`decode`.
         """
         sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
-        names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
+        prompts = list(prompts)
+        names = [str(name) for name in (range(len(prompts)) if ids is None else ids)]
         require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "match them")
-        named = [_prompt_of(tokens, name, self.tokenizer) for tokens, name in zip(prompts, names, strict=True)]
+        named = [_prompt_of(tokens, name) for tokens, name in zip(prompts, names, strict=True)]
         decoder = decoder or self.default_decoder.fitted(sampling)
         if json_schema is not None:
             is_free = not any(templates or ())
@@ -295,27 +294,25 @@ class TextModel:
         return fill_templates(decode, named, templates, sampling, self.tokenizer, **options)
 
 
-def _prompt_of(tokens: Sequence[int], name: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def _prompt_of(tokens: Sequence[int], name: str) -> Prompt:
     """Return a prompt of token ids.
 
-    Args:
-        tokens: The ids.
-        name: Id of the prompt.
-        tokenizer: Must know all of them.
-
     Raises:
-        ValueError: Naming the prompt and what the tokenizer does not know.
+        ValueError: If they are something else, naming the prompt.
     """
-    option = f"prompt {name}"
-    size = len(tokenizer)
     try:
-        token_ids = tuple(index(token) for token in tokens)
+        return Prompt(token_ids=tuple(index(token) for token in tokens), id=name)
     except TypeError as error:
-        raise ValueError(
-            f"{option}: expected a list of token ids, got {tokens!r:.60}; use generate for texts."
-        ) from error
-    for token in token_ids:
+        got = f"{tokens!r:.60}"
+        raise ValueError(f"prompt {name}: expected a list of token ids, got {got}; use generate for texts.") from error
+
+
+def _check_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse what is no prompt, and ids, given ones too, that the tokenizer does not know."""
+    require(isinstance(prompt, Prompt), "prompts", "a list of Prompt", prompt, "use generate for texts")
+    size = len(tokenizer)
+    for token in {*prompt.token_ids, *prompt.given} - {None}:
         # A vocabulary with gaps has ids beyond its size.
         known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
-        require(known, option, f"token ids below {size}, the tokenizer's size", token, "encode with its tokenizer")
-    return Prompt(token_ids=token_ids, id=name)
+        expected = f"token ids below {size}, the tokenizer's size"
+        require(known, f"prompt {prompt.id}", expected, token, "encode with its tokenizer")

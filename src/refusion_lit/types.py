@@ -290,7 +290,7 @@ class SamplingParams:
         holds = self.top_k is None or (is_number(self.top_k, Integral) and self.top_k >= 1)
         require(holds, "top_k", "an integer of at least 1, or null", self.top_k, "use null to keep every token")
         require(is_number(self.seed, Integral), "seed", "an integer", self.seed, "use 0, say")
-        holds = not isinstance(self.stop, str) and all(isinstance(text, str) and text for text in self.stop)
+        holds = isinstance(self.stop, list | tuple) and all(isinstance(text, str) and text for text in self.stop)
         require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
         require_at_least("entropy_window", self.entropy_window, 2)
         most = math.log(self.entropy_window)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import refusion_lit
@@ -112,7 +112,10 @@ def test_the_cards_program_runs_with_transformers_alone(exported: Path, printed:
         ({"stop_strings": ["a"]}, "stop_strings: expected none"),
         ({"slot_sizes": 4}, "slot_sizes: expected none"),
         ({"attention_mask": torch.tensor([[0, 1]])}, "attention_mask: expected ones, got zeros"),
-        ({"max_new_tokens": 600}, "max_new_tokens: expected at most 510, got 600"),
+        ({"max_new_tokens": 600}, "max_new_tokens: expected 1 to 510 beyond the prompt, got 600"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected 1 to 510 beyond the prompt, got 0"),
+        ({"max_new_tokens": None, "max_length": 2}, "max_new_tokens: expected 1 to 510 beyond the prompt, got 0"),
+        ({"custom_generate": "elsewhere"}, "custom_generate: expected none, got 'elsewhere' in the call"),
         ({"inputs": torch.zeros(1, 0, dtype=torch.long)}, "input_ids: expected the shape \\[1, token\\] of one prompt"),
         ({"inputs": torch.zeros(2, 3, dtype=torch.long)}, "input_ids: expected the shape \\[1, token\\] of one prompt"),
     ],
@@ -125,7 +128,7 @@ def test_what_an_exported_decoder_would_ignore_is_refused(
     own = {"draft": "nowhere"} if decoder is self_speculative else {}
     options = {"inputs": torch.tensor([[4, 5]]), "max_new_tokens": 8, "num_beams": 1, "do_sample": False, **own}
     with pytest.raises(ValueError, match=f"^{message}"):
-        decoder.generate(library, **{**options, **change})
+        decoder.generate(model=library, **{**options, **change})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,7 @@ def test_a_generation_config_is_honoured_or_refused(decoder: ModuleType, asked: 
     given = None if is_own else config
     names = "|".join(asked)
     with pytest.raises(ValueError, match=rf"^({names}): expected none, got .* in the generation config: this decoder"):
-        decoder.generate(library, torch.tensor([[4, 5]]), generation_config=given, **own)
+        decoder.generate(torch.tensor([[4, 5]]), model=library, generation_config=given, **own)
 
 
 @pytest.mark.filterwarnings("ignore:.*generation flags:UserWarning")
@@ -178,12 +181,28 @@ def test_length_and_ends_of_a_generation_config_are_honoured() -> None:
 
     def response(**options: Any) -> list[int]:
         config = GenerationConfig(use_cache=True, num_beams=1, **options)
-        return refusion.generate(model.backbone.model, ids, generation_config=config)[0, ids.shape[1] :].tolist()
+        return refusion.generate(ids, model=model.backbone.model, generation_config=config)[0, ids.shape[1] :].tolist()
 
     whole = response(max_new_tokens=24, eos_token_id=1)
     assert response(max_new_tokens=5, eos_token_id=1) == whole[:5]
     assert response(max_length=ids.shape[1] + 5, eos_token_id=1) == whole[:5]
     assert response(max_new_tokens=24, eos_token_id=[1, whole[3]])[-1] == whole[3]
+
+
+def test_a_model_that_was_loaded_with_its_decoder_takes_the_call_of_the_card(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``from_pretrained`` then puts the decoder in place of ``model.generate``, and passes the model by name."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    directory = str(exported / "plain")
+    library = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    ids = torch.tensor([refusion_lit.load(directory).encode(QUERIES["plain"])])
+    alone = library.generate(ids, max_new_tokens=64)
+    called = library.generate(ids, custom_generate=directory, trust_remote_code=True, max_new_tokens=64)
+    plain = AutoModelForCausalLM.from_pretrained(directory)
+    expected = plain.generate(ids, custom_generate=directory, trust_remote_code=True, max_new_tokens=64)
+    assert torch.equal(alone, expected)
+    assert torch.equal(called, expected)
 
 
 class Recorded(BaseStreamer):
@@ -205,7 +224,7 @@ def test_a_streamer_is_given_the_prompt_and_then_what_is_final() -> None:
     ids = torch.tensor([model.encode("12+34,56+78>")])
     model.backbone.model.generation_config.refusion = {"slot_size": 2, "slot_threshold": 0.99999}
     streamer = Recorded()
-    output = refusion.generate(model.backbone.model, ids, streamer=streamer, max_new_tokens=48)
+    output = refusion.generate(ids, model=model.backbone.model, streamer=streamer, max_new_tokens=48)
     prompt, *parts = streamer.parts
     assert prompt == ids[0].tolist()
     assert [token for part in parts for token in part] == output[0, ids.shape[1] :].tolist()
@@ -218,4 +237,4 @@ def test_wrong_options_of_an_exported_decoder_are_refused(options: dict[str, int
     library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
     library.generation_config.refusion = options
     with pytest.raises(ValueError, match=r"^refusion: expected slot_size, num_serial_blocks, slot_threshold, token_"):
-        refusion.generate(library, torch.tensor([[4, 5]]), max_new_tokens=8)
+        refusion.generate(torch.tensor([[4, 5]]), model=library, max_new_tokens=8)

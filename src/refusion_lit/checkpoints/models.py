@@ -186,6 +186,7 @@ def load(
     require_choice("dtype", dtype, ("auto", *get_args(DType)))
     device = _device(device)
     source = model_source(source)
+    require(isinstance(overrides, BackboneConfig | None), "overrides", "a BackboneConfig", overrides, "create one")
     options = replace(overrides or BackboneConfig(source=source), dtype=dtype)
     code: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if is_checkpoint_file(source):
@@ -210,14 +211,13 @@ def load(
 
 def _device(name: str | torch.device) -> torch.device:
     """Return the device of a name, having made sure that this machine has it."""
-    expected = "one that this machine has"
-    fix = "use cpu, or auto"
     require(str(name).partition(":")[0] != "meta", "device", "one that computes", str(name), "use cpu or cuda")
     try:
         device = torch.device(default_device() if name == "auto" else name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing
-        raise ValueError(f"device: expected {expected}, got {str(name)!r} ({reason_of(error)}); {fix}.") from error
+        got = f"{str(name)!r} ({reason_of(error)})"
+        raise ValueError(f"device: expected one that this machine has, got {got}; use cpu, or auto.") from error
     return device
 
 

@@ -128,9 +128,9 @@ def fill_templates(
     Raises:
         ValueError: If a template is wrong, and as ``decode``.
     """
-    holds = not isinstance(templates, str) and len(templates) == len(prompts)
-    fix = "give None for those without"
-    require(holds, "templates", f"a list of one for each of {len(prompts)} prompts", templates, fix)
+    holds = isinstance(templates, list | tuple) and len(templates) == len(prompts)
+    expected = f"a list of one for each of {len(prompts)} prompts"
+    require(holds, "templates", expected, templates, "give None for those without")
     groups = [candidates(prompt, text, tokenizer) for prompt, text in zip(prompts, templates, strict=True)]
     if all(len(group) == 1 for group in groups):
         single = [prompt for [prompt] in groups]

@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from refusion_lit.engine.admission import KeptCache
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require
 
 
 class ModelMismatchError(ValueError):
@@ -33,11 +34,12 @@ def decoding_options(named: Mapping[str, Any], *also: str) -> DecodingOptions:
         if name not in known:
             is_sampling = name in SamplingParams.__dataclass_fields__
             hint = f"; pass it as sampling=SamplingParams({name}=...)" if is_sampling else ""
-            raise TypeError(f"unknown option {name}; expected one of {', '.join([*known, *also])}{hint}.")
+            others = ", ".join(each for each in (*known, *also) if each not in named)
+            raise TypeError(f"unknown option {name}; expected one of {others}{hint}.")
     return DecodingOptions(**named)
 
 
-def check_arguments(decoder: object, sampling: object, callbacks: object) -> None:
+def check_arguments(decoder: object, sampling: object, callbacks: object, kept: object) -> None:
     """Refuse arguments of another type, such as a class in place of an instance.
 
     Raises:
@@ -50,6 +52,7 @@ def check_arguments(decoder: object, sampling: object, callbacks: object) -> Non
     holds = isinstance(callbacks, Sequence) and all(isinstance(each, GenerationCallback) for each in callbacks)
     fix = "derive a class from it, and put its instance in a list"
     require(holds, "callbacks", "a list of instances of GenerationCallback", callbacks, fix)
+    require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
 
 
 def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False, hint: str = "") -> list[str]:
@@ -97,8 +100,6 @@ def check_context(
     Raises:
         ValueError: Naming the longest prompt.
     """
-    if max_cache_tokens is not None:
-        require_at_least("max_cache_tokens", max_cache_tokens, 1)
     if not lengths:
         return
     longest, length = max(lengths.items(), key=lambda item: item[1])

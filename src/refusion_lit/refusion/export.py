@@ -20,13 +20,13 @@ from refusion_lit.modeling.exporting import check, ends_of, limit_of, settings
 OPTIONS = {"slot_size": 8, "num_serial_blocks": 2, "slot_threshold": 0.9, "token_threshold": 0.9}
 
 
-def generate(model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> torch.Tensor:
+def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, **kwargs: Any) -> torch.Tensor:
     """Return the prompt and the response [1, token].
 
     Args:
-        model: A causal model of the hybrid objective, with ``mask_token_id`` in its config.
         inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
         generation_config: Where options come from that are not in ``kwargs``; by default the model's.
+        model: A causal model of the hybrid objective, with ``mask_token_id`` in its config.
         kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` of ones, and
             a ``streamer``, which is given the response as far as it is final.
 

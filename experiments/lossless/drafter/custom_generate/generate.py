@@ -28,9 +28,9 @@ def check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, An
         raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
     if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
         raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and ids.shape[1] + limit > context:
-        raise ValueError(f"max_new_tokens: expected at most {context - ids.shape[1]}, got {limit}; lower it.")
+    room = (getattr(model.config, "max_position_embeddings", None) or float("inf")) - ids.shape[1]
+    if not 1 <= limit <= room:
+        raise ValueError(f"max_new_tokens: expected 1 to {room} beyond the prompt, got {limit}; change it.")
 
 
 def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "min_length": 0,
         "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
         "min_new_tokens": 0, "diversity_penalty": 0.0, "guidance_scale": 1.0, "length_penalty": 1.0,
-        "temperature": 1.0, "top_p": 1.0,
+        "temperature": 1.0, "top_p": 1.0, "custom_generate": model.config._name_or_path, "trust_remote_code": True,
     }  # fmt: skip
     stored = vars(config or model.generation_config)
     asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
@@ -64,9 +64,9 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def limit_of(asked: dict[str, Any], length: int) -> int:
     """Return the maximum number of new tokens for a prompt of ``length`` tokens."""
-    if asked.get("max_new_tokens"):
+    if asked.get("max_new_tokens") is not None:
         return int(asked["max_new_tokens"])
-    return int(asked["max_length"]) - length if asked.get("max_length") else 128
+    return int(asked["max_length"]) - length if asked.get("max_length") is not None else 128
 
 
 def ends_of(model: Any, asked: dict[str, Any]) -> set[int]:
@@ -77,14 +77,14 @@ def ends_of(model: Any, asked: dict[str, Any]) -> set[int]:
 
 
 def generate(
-    model: Any, inputs: Any = None, generation_config: Any = None, draft: str | None = None, **kwargs: Any
+    inputs: Any = None, generation_config: Any = None, *, model: Any, draft: str | None = None, **kwargs: Any
 ) -> torch.Tensor:
     """Return the prompt and the response [1, token].
 
     Args:
-        model: The causal model that the drafter was trained for.
         inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
         generation_config: Where options come from that are not in ``kwargs``; by default the model's.
+        model: The causal model that the drafter was trained for.
         draft: Directory or hub id of the drafter; ``None``: the model's own.
         kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` of ones, and
             a ``streamer``, which is given the tokens of each forward.

@@ -24,14 +24,14 @@ from refusion_lit.modeling.exporting import check, ends_of, limit_of, settings
 
 
 def generate(
-    model: Any, inputs: Any = None, generation_config: Any = None, draft: str | None = None, **kwargs: Any
+    inputs: Any = None, generation_config: Any = None, *, model: Any, draft: str | None = None, **kwargs: Any
 ) -> torch.Tensor:
     """Return the prompt and the response [1, token].
 
     Args:
-        model: The causal model that the drafter was trained for.
         inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
         generation_config: Where options come from that are not in ``kwargs``; by default the model's.
+        model: The causal model that the drafter was trained for.
         draft: Directory or hub id of the drafter; ``None``: the model's own.
         kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` of ones, and
             a ``streamer``, which is given the tokens of each forward.
