@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from refusion_lit.engine.output import TextStream
 
 
@@ -44,3 +46,18 @@ def test_a_request_that_starts_again_tells_nothing_twice() -> None:
     assert "".join(streamed(stream, b"abc")) == "abc"
     assert streamed(stream, b"abcd") == ["", "", "", "", "d"]
     assert stream.rest("abcd") == ""
+
+
+def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
+    """A request of a megabyte must not hold the engine's thread, which decodes for everyone."""
+
+    class Counted(str):
+        num_slices = 0
+
+        def __getitem__(self, key: Any) -> str:
+            Counted.num_slices += 1
+            return super().__getitem__(key)
+
+    stream = TextStream(decoded, (Counted("c" * 100_000),))
+    assert "".join([*streamed(stream, b"abcc"), stream.rest("abcc")]) == "abcc"
+    assert Counted.num_slices <= 1 + 2 + 3 + 4

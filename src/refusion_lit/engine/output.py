@@ -134,7 +134,8 @@ class TextStream:
     def piece(self, tokens: list[int]) -> str:
         """Return the text that is new in the final tokens so far."""
         text = cut_at_stop(self._detokenize(tokens), self._stop)
-        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
+        held = max((len(start) for start in starts if text.endswith(start)), default=0)
         stable = text[: len(text) - held].rstrip("\N{REPLACEMENT CHARACTER}")
         return self.rest(stable) if len(stable) > len(self._told) else ""  # shorter where a request starts again
 
