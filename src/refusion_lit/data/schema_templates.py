@@ -224,9 +224,8 @@ class Templates:
         if texts not in self._sets:
             found = [token for text in texts for token in self._ids.get(text, ())]
             if not found:
-                raise ValueError(
-                    f"json_schema: this tokenizer has no token for any of {', '.join(map(repr, texts))}; {_FIX}."
-                )
+                named = ", ".join(map(repr, texts))
+                raise ValueError(f"json_schema: this tokenizer has no token for any of {named}; {_FIX}.")
             self._sets[texts] = torch.tensor(found)
         return self._sets[texts]
 

@@ -25,8 +25,11 @@ from refusion_lit.types import Constraint, ConstraintState, Prompt, SamplingPara
 from refusion_lit.utils.require import is_number, require
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_CLOSING = b'}]",:0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-_.@/+ '
-"""Bytes in the order in which they are tried to close a text: what ends something comes first."""
+_ENDS = b'}]",:'
+_LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_CLOSING = (_ENDS + b"@./0123456789-_+ " + _LETTERS, *[_ENDS + _LETTERS + b"9876543210@./-_+ "] * 2)
+"""Orders of bytes that are tried, in turn, to close a text: what ends something comes first, but in strings last. One
+order alone would repeat a byte where another must follow, as in a number above 0 or in an address."""
 _MAX_END = 2048
 """Maximum number of tokens of a text's shortest end that is looked for."""
 _OPTION = "json_schema"
@@ -112,9 +115,8 @@ def _check_bounds(schema: object) -> None:
             try:
                 json.dumps(value, allow_nan=False)
             except ValueError as error:
-                raise ValueError(
-                    f"{option}: expected values that JSON has, got another ({error}); write JSON alone."
-                ) from error
+                message = f"{option}: expected values that JSON has, got another ({error}); write JSON alone."
+                raise ValueError(message) from error
         elif keyword in _NAMED and isinstance(value, Mapping):
             _check_bounds([*value.values()])
         elif keyword not in _UNREAD:
@@ -146,9 +148,9 @@ class _Vocabulary:
             raise ValueError(f"{_OPTION}: this tokenizer cannot keep a schema: {error}; leave it out.") from error
         usable = [token for token in reversed(range(self.size)) if not self.tokenizer.is_special_token(token)]
         by_text = {self.tokenizer.decode_bytes([token]): token for token in usable}
-        order = [*_CLOSING, *sorted(set(range(256)) - {*_CLOSING})]
-        found = [by_text.get(bytes([byte])) for byte in order]
-        self.closing = [token for token in found if token is not None]
+        found = {byte: by_text[bytes([byte])] for byte in range(256) if bytes([byte]) in by_text}
+        orders = [dict.fromkeys([*order, *range(256)]) for order in _CLOSING]  # each byte once
+        self.closing = [[found[byte] for byte in order if byte in found] for order in orders]
         self.quotes = [by_text[text] for text in (b'"',) if text in by_text]
         self.percent = by_text.get(b"%")  # possible within strings only
 
@@ -159,6 +161,10 @@ class _Vocabulary:
             ValueError: If the schema is wrong, or has what cannot be kept.
         """
         text = json.dumps({} if schema is True else schema)  # options of llguidance go to objects only
+        numbers: list[str] = []
+        json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
+        largest = max((abs(float(number)) for number in numbers), default=0.0)
+        require(largest < 2**53, _OPTION, "numbers below 2**53, as larger ones get rounded", largest, "use strings")
         grammar = ""
         try:
             grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_SEPARATORS))
@@ -225,8 +231,8 @@ class _Matching(ConstraintState):
     def shortest_end(self, limit: int) -> list[int] | None:
         """Return tokens that end the text here, EOS included; ``None`` if none of at most ``limit`` are found.
 
-        At each step the first possible byte of ``_CLOSING`` is taken, but the quote within strings, so it may miss an
-        end, but never errs.
+        At each step the first possible byte of an order in ``_CLOSING`` is taken, but the quote within strings, so it
+        may miss an end, but never errs.
         """
         end: list[int] = []
         num_read = 0
@@ -235,8 +241,9 @@ class _Matching(ConstraintState):
             if not forced:
                 mask = self._mask()
                 is_string = self._vocabulary.percent is not None and mask[self._vocabulary.percent]
-                choices = [*self._vocabulary.ends, *self._vocabulary.closing]
-                choices = [*self._vocabulary.quotes, *choices] if is_string else choices
+                order = self._vocabulary.closing[(len(self._read) + num_read) % len(_CLOSING)]
+                first = [*self._vocabulary.quotes, *order[len(_ENDS) :]] if is_string else self._vocabulary.ends
+                choices = [*first, *order]
                 forced = [token for token, fits in zip(choices, mask[choices].tolist(), strict=True) if fits][:1]
             if not forced or forced[0] in self._vocabulary.ends:
                 end += forced
