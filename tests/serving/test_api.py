@@ -23,9 +23,12 @@ import openai
 from refusion_lit import load
 from refusion_lit.decoding import Autoregressive, Generation, ReFusion, SelfSpeculative
 from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.serving import Limits
 from refusion_lit.serving.app import Server
+from refusion_lit.serving.service import Service
+from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from servers import MODEL, NAME, address, raw, serving, slow, wait_for
 from tiny import make_bytes_base
 
@@ -75,6 +78,14 @@ def test_a_stream_grows_to_the_answer(client: Any, model: TextModel) -> None:
     assert chunks[-1].usage.completion_tokens == row.num_tokens
     pieces = client.completions.create(model=NAME, prompt=TEXTS[2], stream=True)
     assert "".join(chunk.choices[0].text for chunk in pieces) == alone(model, TEXTS[2]).text
+
+
+def test_the_role_is_told_once(client: Any, model: TextModel) -> None:
+    """OpenAI's client joins the texts of a stream's fields, that of the role too."""
+    messages: Any = [{"role": "user", "content": "12+30="}]
+    with client.chat.completions.stream(model=NAME, messages=messages, n=2, max_tokens=40) as stream:
+        found = [choice.message for choice in stream.get_final_completion().choices]
+    assert [(each.role, each.content) for each in found] == [("assistant", alone(model, "12+30=").text)] * 2
 
 
 def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
@@ -168,7 +179,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, got 0."),
     ({"temperature": -1}, "temperature: Input should be greater than or equal to 0, got -1."),
     ({"n": 17}, "n: Input should be less than or equal to 16, got 17."),
-    ({"stop": ["a"] * 17}, "stop: expected at most 16 texts, got 17"),
+    ({"stop": ["a"] * 17}, "stop: Value should have at most 16 items after validation, not 17"),
+    ({"stop": [3]}, "stop.0: Input should be a valid string, got 3."),
+    ({"max_tokens": 600}, "max_tokens: expected less than the model's context of 512 tokens, got 600; lower it."),
+    ({"extra_body": {"str": 1}}, "str: refused, as this server has no such field; leave it out."),
+    ({"stop": 3}, "stop: Input should be a valid list, got 3."),
     ({"stop": [""]}, "stop: expected a list of texts, none of them empty"),
     (
         {"response_format": {"type": "json_object"}},
@@ -176,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"extra_body": {"max_completion_tokens": 4}, "max_tokens": 4},
-        "max_completion_tokens: expected one of max_tokens and max_completion_tokens, got both",
+        "max_completion_tokens: refused, as max_tokens is given, too; leave it out.",
     ),
     ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text', 'json_object' or"),
 ]
@@ -193,6 +208,10 @@ def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, 
 def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
     neutral = {"logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "user": "me", "tools": []}
     assert chat(client, "1+1", **neutral).choices
+    turn: Any = {"role": "user", "content": "1+1", "name": None, "tool_calls": None}  # as in model_dump()
+    assert client.chat.completions.create(model=NAME, messages=[turn]).choices
+    with pytest.raises(openai.BadRequestError, match="logprobs: refused, as a decoder that commits several tokens"):
+        client.completions.create(model=NAME, prompt="1+1", logprobs=0)  # asks for those of the tokens themselves
 
 
 SUM = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
@@ -235,7 +254,7 @@ def test_answers_keep_a_schema(tmp_path: Path) -> None:
         assert isinstance(json.loads(free.choices[0].message.content), dict)
         for options, message in (
             ({"stop": ["}"]}, "json_schema: expected neither"),
-            ({"max_tokens": 3}, "max_new_tok"),
+            ({"max_tokens": 3}, "max_tokens: expected at least 10, the length of an answer that keeps the schema"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):
                 chat(client, "1+1", response_format=asked, **options)
@@ -253,7 +272,7 @@ def test_content_may_come_in_parts_of_text(client: Any) -> None:
 
 
 def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"400 - prompt: Input should be a valid string"):
+    with pytest.raises(openai.BadRequestError, match=r"400 - prompt\.0: Input should be a valid string, got 3\."):
         client.completions.create(model=NAME, prompt=[3, 4, 5])
     with pytest.raises(openai.NotFoundError, match=r"model: expected 'additions', got '/etc/passwd'; see"):
         client.completions.create(model="/etc/passwd", prompt="1")
@@ -261,12 +280,21 @@ def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:
         client.chat.completions.create(model=NAME, messages=[{"role": "system", "content": "1"}])
     with pytest.raises(openai.BadRequestError, match=r"prompt: expected at most 4096 tokens, got 5000; shorten it\."):
         client.completions.create(model=NAME, prompt="1" * 5000)
-    with pytest.raises(openai.BadRequestError, match=r"prompt 0: expected at most 496 tokens \(a context of 512"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"prompt 0: expected at most 496 tokens \(a context of 512 less max_tokens"
+    ):
         client.completions.create(model=NAME, prompt="1" * 500)
     with pytest.raises(
         openai.BadRequestError, match="prompt: expected 1 to 16 texts, n times, none of them empty, got"
     ):
         client.completions.create(model=NAME, prompt=["1", ""])
+
+
+def test_each_thread_has_a_tokenizer_of_its_own(model: TextModel) -> None:
+    """Encoding switches special tokens off and on in its tokenizer: the engine, prompts and schemas have three."""
+    worker = Worker(model, model.default_decoder, SamplingParams(), DecodingOptions(), Limits())
+    service = Service(worker, NAME)
+    assert len({id(each) for each in (model.tokenizer, service.model.tokenizer, service.schemas._tokenizer)}) == 3
 
 
 def test_names_of_special_tokens_stay_text(client: Any) -> None:

@@ -21,7 +21,6 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.status import HTTP_413_CONTENT_TOO_LARGE
 from starlette.types import Receive, Scope, Send
 
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body, message_of
@@ -65,8 +64,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def refuse(_: Request, error: HTTPException) -> Response:
         # A body without a declared length is counted while it is read.
-        is_large = error.status_code == HTTP_413_CONTENT_TOO_LARGE
-        return _error(_too_large(worker.limits.max_body_bytes) if is_large else error)
+        return _error(_too_large(worker.limits.max_body_bytes) if error.status_code == 413 else error)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_field(request: Request, error: RequestValidationError) -> Response:
@@ -101,7 +99,7 @@ class _BodyLimit(RequestBodyLimitMiddleware):
 
 
 def _too_large(limit: int) -> HTTPException:
-    return HTTPException(HTTP_413_CONTENT_TOO_LARGE, f"body: expected at most {limit} bytes, got more; shorten it.")
+    return HTTPException(413, f"body: expected at most {limit} bytes, got more; shorten it.")
 
 
 def _error(error: HTTPException) -> Response:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-_NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "echo", "tools", "store")
-"""Fields that some clients always send; zero, false or empty they ask for nothing."""
+_NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools")
+_SWITCHES = ("logprobs", "echo", "store")
+"""Fields that some clients always send: the former ask for nothing if zero or empty, the latter if false."""
 _REASONS = {
+    "max_completion_tokens": "max_tokens is given, too",
     "logprobs": "a decoder that commits several tokens per forward has no log-probability of a next token",
     "tools": "this server calls no tools; use response_format for JSON",
 }
 
-
-_KINDS = ("str", "bool", "list[str]", "dict[str,any]")
-"""What pydantic adds to a field's name if its value may be of several kinds."""
+_Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""Texts; a single one may come without a list."""
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
+        """Leave out the fields that ask for nothing."""
+        if not isinstance(values, dict):
+            return values
+        asked = {name: each for name, each in values.items() if each is not None and (each or name not in _NEUTRAL)}
+        return {name: each for name, each in asked.items() if each is not False or name not in _SWITCHES}
 
 
 class StreamOptions(_Strict):
@@ -39,7 +49,7 @@ class StreamOptions(_Strict):
 class JsonSchema(_Strict):
     """A schema, as OpenAI's clients wrap it; what a client says about it changes nothing."""
 
-    schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
+    schema_: Any = Field(alias="schema", default=True)  # Schemas checks it
     name: str = ""
     description: str | None = None
     strict: bool | None = None
@@ -52,7 +62,7 @@ class ResponseFormat(_Strict):
     json_schema: JsonSchema = JsonSchema()
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | bool | None:
+    def schema_of_answer(self) -> Any:  # noqa: ANN401 - a JSON schema is an object or a boolean
         """The JSON schema that the answer keeps; ``None`` for text."""
         return {"text": None, "json_object": {"type": "object"}, "json_schema": self.json_schema.schema_}[self.type]
 
@@ -61,27 +71,17 @@ class Asked(_Strict):
     """The fields that both endpoints have; what is ``None`` is up to the server's options."""
 
     model: str
-    max_tokens: int | None = Field(
-        default=None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens")
-    )
+    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: _Texts | None = Field(None, max_length=16)
     n: int = Field(default=1, ge=1, le=16)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat(type="text")
     user: str | None = None  # who asks: nothing here depends on it
-
-    @model_validator(mode="before")
-    @classmethod
-    def leave_out(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Leave out the fields that ask for nothing."""
-        if not isinstance(values, dict):
-            return values
-        return {name: each for name, each in values.items() if each is not None and (each or name not in _NEUTRAL)}
 
 
 class Message(_Strict):
@@ -114,28 +114,25 @@ class ChatRequest(Asked):
 class CompletionRequest(Asked):
     """Body of ``/v1/completions``: texts to continue, without a chat template."""
 
-    prompt: str | list[str] = Field(min_length=1, max_length=1_000_000)
+    prompt: _Texts
 
 
 def message_of(error: RequestValidationError) -> str:
     """Return a message about the first field that is missing, unknown or wrong; it begins with the field's name."""
     first = error.errors()[0]
-    parts = [str(part) for part in first["loc"][1:]]
-    is_field = bool(parts) and not parts[0].isdigit()  # else a place in the body's text
-    name = ".".join(part for part in parts if part not in _KINDS) if is_field else "body"
-    if name == "max_completion_tokens" and first["type"] == "extra_forbidden":
-        return "max_completion_tokens: expected one of max_tokens and max_completion_tokens, got both; leave one out."
+    parts = first["loc"][1:]  # a number is a place in the text of a body that is no JSON
+    name = ".".join(map(str, parts)) if parts and isinstance(parts[0], str) else "body"
     if first["type"] == "extra_forbidden":
         return f"{name}: refused, as {_REASONS.get(name, 'this server has no such field')}; leave it out."
-    got = (
-        "" if first["type"] in ("missing", "json_invalid") else f", got {json.dumps(first['input'], default=str)[:60]}"
-    )
+    has_input = first["type"] not in ("missing", "json_invalid")
+    got = f", got {json.dumps(first['input'], default=str)[:60]}" if has_input else ""
     return f"{name}: {first['msg']}{got}."
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return an error in OpenAI's form; a message about a field begins with its name."""
-    message = message.encode(errors="backslashreplace").decode()  # a lone surrogate is no text that can be sent
+    """Return an error in OpenAI's form; a message begins with the API's name of a field, if it is about one."""
+    # A lone surrogate is no text that can be sent.
+    message = message.replace("max_new_tokens", "max_tokens").encode(errors="backslashreplace").decode()
     name = message.partition(":")[0]
     param = name if name.replace(".", "").isidentifier() else None
     kind = "invalid_request_error" if status < 500 else "server_error"

@@ -51,6 +51,7 @@ class Run:
 
     def __post_init__(self) -> None:
         """Name it."""
+        self.begun: set[int] = set()  # choices of which something was told: the role comes once
         self.is_chat = isinstance(self.asked, ChatRequest)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
 
@@ -77,7 +78,8 @@ class Run:
     def choice(self, number: int, text: str, ended: Generation | None = None) -> dict[str, Any]:
         """Return a choice, or the part of it that a chunk has."""
         reason = ended and ("stop" if ended.finish_reason in ("eos", "stop") else "length")
-        message = {"role": "assistant", "content": text}
+        message = {"content": text} if number in self.begun else {"role": "assistant", "content": text}
+        self.begun.add(number)
         content = {"delta" if self.asked.stream else "message": message} if self.is_chat else {"text": text}
         return {"index": number, **content, "logprobs": None, "finish_reason": reason}
 
@@ -97,9 +99,9 @@ class Service:
         self.worker = worker
         self.name = name
         own = worker.model
-        # A tokenizer serves one thread at a time: the worker's has its own.
+        # A tokenizer serves one thread at a time: the worker's has its own, and so have those that compile schemas.
         self.model = TextModel(own.backbone, copy.deepcopy(own.tokenizer), own.prompt_template)
-        self.schemas = Schemas(self.model.tokenizer, own.backbone.special_tokens)
+        self.schemas = Schemas(copy.deepcopy(own.tokenizer), own.backbone.special_tokens)
         self.registry = CollectorRegistry()
         to: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
         outcome = "Requests by outcome: done, failed, gone (the client left), refused"
@@ -174,9 +176,7 @@ class Service:
         limit = min(default.max_new_tokens, most) if asked.max_tokens is None else asked.max_tokens
         require(limit <= most, "max_tokens", f"at most {most}", limit, "lower it")
         own = asked.model_dump(include={"temperature", "top_p", "top_k", "stop", "seed"}, exclude_none=True)
-        if "stop" in own:
-            own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
-            require(len(own["stop"]) <= 16, "stop", "at most 16 texts", len(own["stop"]), "leave some out")
+        own |= {} if asked.stop is None else {"stop": tuple(asked.stop)}
         sampling = replace(default, max_new_tokens=limit, **own)
         if asked.seed is None and sampling.temperature > 0:
             sampling = replace(sampling, seed=secrets.randbits(31))  # told in the answer
@@ -192,10 +192,9 @@ class Service:
             require(fits, "messages", wanted, len(turns), "use /v1/completions")
             encoded = [self.model.encode(turns[-1]["content"], turns)]
         else:
-            texts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-            fits = len(texts) * asked.n <= 16 and all(texts)
-            require(fits, "prompt", "1 to 16 texts, n times, none of them empty", texts[:2], "send several requests")
-            encoded = [encode_text(self.model.tokenizer, text) for text in texts]
+            fits = 1 <= len(asked.prompt) * asked.n <= 16 and all(asked.prompt)
+            require(fits, "prompt", "1 to 16 texts, n times, none of them empty", asked.prompt[:2], "split the request")
+            encoded = [encode_text(self.model.tokenizer, text) for text in asked.prompt]
         longest = max(map(len, encoded))
         most = self.worker.limits.max_prompt_tokens
         require(longest <= most, "prompt", f"at most {most} tokens", longest, "shorten it")

@@ -246,9 +246,8 @@ class Worker(GenerationCallback):
 def _failure(error: Exception) -> HTTPException:
     """Return how an error is told to the client: without paths and other internals."""
     if is_out_of_memory(error):
-        return HTTPException(
-            503, "out of memory: the prompt and max_tokens need more than this machine has; lower them"
-        )
+        message = "out of memory: the prompt and max_tokens need more than this machine has; lower them"
+        return HTTPException(503, message)
     is_ours = isinstance(error, ValueError | ArithmeticError)
     return HTTPException(500, str(error) if is_ours else f"the request failed ({type(error).__name__})")
 
