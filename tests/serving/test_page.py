@@ -18,6 +18,8 @@ from refusion_lit.text_model import TextModel
 from servers import address, serving, slow, wait_for
 
 SCHEMES = ("light", "dark")
+LAST = "[...document.querySelectorAll('article')].pop().getBoundingClientRect().bottom"
+FORM = "document.getElementById('form').getBoundingClientRect().top"
 pytestmark = browser.without_browser
 
 
@@ -63,6 +65,11 @@ def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
         ask(chrome, "1+1")  # this model has no chat template, so that a second turn is refused
         wait_for(lambda: done(chrome))
         assert "failed: messages: expected one message of the user" in browser.js(chrome, "document.body.textContent")
+        for _ in range(4):
+            ask(chrome, "1+1")
+            wait_for(lambda: done(chrome))
+        assert browser.js(chrome, "document.documentElement.scrollHeight > innerHeight")
+        wait_for(lambda: browser.js(chrome, f"{LAST} <= {FORM}"), 10)  # the page follows the newest text
         for scheme in SCHEMES:
             browser.resize(chrome, 1000, scheme)
             check_contrast(chrome)

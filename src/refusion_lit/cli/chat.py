@@ -99,7 +99,6 @@ class Chat:
 
     def __init__(self, setup: Setup, system: str | None, console: Console) -> None:
         self.model = setup.model
-        self.decoder = setup.decoder
         self.setup = setup
         self.system = system
         self.console = console
@@ -141,10 +140,9 @@ class Chat:
         ids = self._encode(question)
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
             callbacks = [_Watch(live, self.model.piece)] if self.console.is_terminal else []
-            name = str(len(self.turns))
             row, trace = self.model.trace(
-                question, decoder=self.decoder, sampling=self.setup.sampling, token_ids=ids, prompt_id=name,
-                callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
+                question, decoder=self.setup.decoder, sampling=self.setup.sampling, token_ids=ids,
+                prompt_id=str(len(self.turns)), callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
             )  # fmt: skip
         answer = row.text
         self.turns.append((question, answer))
@@ -156,7 +154,7 @@ class Chat:
 
     def _encode(self, question: str) -> list[int]:
         """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
-        context = self.model.model_for(self.decoder).max_positions
+        context = self.model.model_for(self.setup.decoder).max_positions
         room = self.setup.sampling.max_new_tokens
         num_turns = len(self.turns) if self.model.tokenizer.chat_template else 0
         kept = num_turns
