@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import refusion_lit
 from refusion_lit.modeling.architecture import check_source
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig, architecture_of, decoding_dtype
+from refusion_lit.modeling.loading import BackboneConfig, decoding_dtype
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.modeling.vocabulary import ensure_mask_token
@@ -304,7 +304,7 @@ def test_a_used_directory_is_not_written_to(tmp_path: Path) -> None:
 def test_the_architecture_can_be_rebuilt_from_plain_values() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MID)
     backbone = BackboneConfig(source=str(MID)).build(tokenizer)
-    values = json.loads(json.dumps(dict(architecture_of(backbone)), default=str))
+    values = json.loads(json.dumps(backbone.config.to_dict(), default=str))
     values.pop("dtype", None)
     again = BackboneConfig(config=values).build(tokenizer)
     again.model.load_state_dict(backbone.model.state_dict())
@@ -449,7 +449,7 @@ def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_w
         BackboneConfig(config={**ARCHITECTURE, "hidden_sise": 8}).build(tokenizer)
     with pytest.raises(ValueError, match="expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'"):
         BackboneConfig(config={**ARCHITECTURE, "model_type": "qwen33"}).build(tokenizer)
-    written = architecture_of(BackboneConfig(config={**ARCHITECTURE, "rope_theta": 500.0}).build(tokenizer))
+    written = BackboneConfig(config={**ARCHITECTURE, "rope_theta": 500.0}).build(tokenizer).config.to_dict()
     assert written["rope_parameters"]["rope_theta"] == 500.0
     BackboneConfig(config={**written, "hidden_sise": 8}).build(tokenizer)  # of a version that had such an option
 

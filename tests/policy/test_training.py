@@ -123,6 +123,22 @@ class Copied(Reward):
         return [float(response[:1] == example.query[-1]) for example, response in pairs]
 
 
+def test_a_first_example_that_is_skipped_stops_no_training(tmp_path: Path) -> None:
+    lines = [json.dumps({"query": query, "response": "a"}) for query in ("ab\u00e9", "ab", "ba", "bb", "aa")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    task = InstructionFiles(train=f"{tmp_path}/rows.jsonl", validation_fraction=0.0)
+    data = InstructionDataModule(task, CharacterTokenizer(characters="ab"), 4, malformed="skip")
+    module = SlotDiffusionModule(
+        BackboneConfig(config=TINY_QWEN), data.built_tokenizer, OBJECTIVE, {"first": SelfSpeculative(slot_size=4)}
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, limit_val_batches=0, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    assert trainer.global_step == 1
+
+
 def test_a_small_model_learns_to_copy_from_rewards_alone(tmp_path: Path) -> None:
     """From random weights, in slots of 4."""
     queries = ["".join(letters) for letters in product("abc", repeat=4)]

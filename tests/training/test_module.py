@@ -17,7 +17,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective, SoftTail
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups
 from refusion_lit.types import SamplingParams
@@ -66,6 +66,23 @@ def test_warm_up_then_cosine() -> None:
     assert rates[14] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[24:] == pytest.approx([0.2, 0.2])
     assert all(a >= b for a, b in pairwise(rates[4:]))
+
+
+@pytest.mark.parametrize("other", ["eos_token", "bos_token", "pad_token", "template"])
+def test_a_mask_token_that_means_something_else_is_refused_where_masks_are_trained(other: str, tmp_path: Path) -> None:
+    task = Additions(num_train=64, num_validation=16, num_test=8)
+    template = "<|mask|>{query}" if other == "template" else "{query}"
+    data = InstructionDataModule(task, CharacterTokenizer(), 8, 8, prompt_template=template)
+    if other != "template":
+        data.built_tokenizer.add_special_tokens({other: "<|mask|>"})
+    for objective in (Hybrid(slot_sizes=(4,)), BlockMasked(), SoftTail()):
+        module = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), data.built_tokenizer, objective)
+        with pytest.raises(
+            ValueError, match=r"^data\.tokenizer: expected a mask token of its own, got '<\|mask\|>, which"
+        ):
+            _trainer(tmp_path).fit(module, data)
+    module = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Autoregressive())
+    _trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, data)
 
 
 def test_two_runs_with_the_same_seed_are_equal_bit_for_bit(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, t
 from refusion_lit.modeling.architecture import check_source, config_of_source
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
-from refusion_lit.modeling.loading import BackboneConfig, DType, architecture_of, decoding_dtype, default_device
+from refusion_lit.modeling.loading import BackboneConfig, DType, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, stored_prompt_template
 from refusion_lit.text_model import TextModel
@@ -141,7 +141,7 @@ def collect_metadata(
 ) -> CheckpointMetadata:
     """Collect the metadata of a model that is about to be saved."""
     return CheckpointMetadata(
-        architecture=dict(architecture_of(backbone)),
+        architecture=backbone.config.to_dict(),
         traits=backbone.traits,
         tokenizer_files=tokenizer_files(tokenizer),
         prompt_template=prompt_template,

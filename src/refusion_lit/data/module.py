@@ -187,20 +187,18 @@ class InstructionDataModule(L.LightningDataModule):
             ValueError: If there are none, or two have the same id.
         """
         if not self._prompts:
-            self._prompts = self._encoded_prompts("test", self.max_eval_prompts)
+            examples = examples_of(self.task, "test")
+            if self.max_eval_prompts is not None:
+                examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
+            self._prompts = encode_prompts(examples, self.built_tokenizer, self.prompt_template)
             fix = "give the task some to decode"
             require(len(self._prompts) > 0, "data.task", "examples in the test split", 0, fix)
         return self._prompts
 
     def training_prompt(self) -> Prompt:
-        """Return the first prompt of the training split."""
-        return self._encoded_prompts("train", 1)[0][0]
-
-    def _encoded_prompts(self, split: Split, limit: int | None) -> list[tuple[Prompt, Example]]:
-        examples = examples_of(self.task, split)
-        if limit is not None:
-            examples = [examples[i] for i in range(min(limit, len(examples)))]
-        return encode_prompts(examples, self.built_tokenizer, self.prompt_template)
+        """Return the first prompt that is trained with."""
+        sample = self._encoded("train")[0]
+        return Prompt(token_ids=tuple(sample.prompt_ids), id=sample.id)
 
     def _evaluation_loader(self, data: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:  # noqa: ANN401
         """Return a loader of all samples in order, shared by the processes without repetition."""

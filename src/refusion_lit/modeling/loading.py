@@ -230,11 +230,6 @@ def decoding_dtype(config: Any, device: str | torch.device) -> DType:  # noqa: A
     return cast("DType", name) if name in get_args(DType) else "float32"
 
 
-def architecture_of(backbone: Backbone) -> Mapping[str, Any]:
-    """Return the transformers config as JSON values, enough to rebuild the model with random weights."""
-    return backbone.config.to_dict()
-
-
 def _traits_of(config: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 - one class per architecture
     """Return what the weights were trained to do, as the config says."""
     values = getattr(config, "refusion_lit", None) or {}
@@ -263,10 +258,6 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         enable()
-
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -150,6 +150,7 @@ class SlotDiffusionModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Check what training needs, and record what the weights are trained for."""
         data = getattr(self.trainer, "datamodule", None)
+        self._check_mask(data.training_prompt().token_ids if isinstance(data, InstructionDataModule) else ())
         if isinstance(data, InstructionDataModule) and self.model.max_positions is not None:
             data.check_context(self.model.max_positions)
         if self.rollouts is not None:
@@ -159,6 +160,19 @@ class SlotDiffusionModule(L.LightningModule):
         self._warn_of_misfits()
         self.model.train()
         self._progress.start(self.device, self.trainer.world_size)
+
+    def _check_mask(self, prompt: Sequence[int]) -> None:
+        """Refuse to train masks whose token also means something else, or is part of the template."""
+        assert self.tokenizer is not None
+        tokens = self.model.special_tokens
+        others = {*tokens.eos_token_ids, tokens.pad_token_id, self.tokenizer.bos_token_id, *prompt}
+        is_fed = any("mask" in each for each in self.objective.traits.predictions)
+        got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
+        fix = (
+            "remove mask_token from its tokenizer_config.json and mask_token_id from config.json, so that one is added"
+        )
+        holds = not is_fed or tokens.mask_token_id not in others
+        require(holds, "data.tokenizer", "a mask token of its own", got, fix)
 
     def _warn_of_misfits(self) -> None:
         """Say before the training which of the config's decoders a test of its model will refuse."""
