@@ -123,6 +123,43 @@ def test_a_fast_run_for_developers_leaves_nothing(
     assert "checkpoint" not in capsys.readouterr().out
 
 
+def test_a_stop_by_a_metric_that_does_not_exist_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit(tmp_path, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/los") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        "refusion-lit: error: trainer.callbacks: Early stopping conditioned on metric `val/los` which"
+    )
+
+
+@pytest.mark.parametrize("command", ["test", "predict"])
+@pytest.mark.parametrize("option", ["--trainer.logger=false", "--trainer.fast_dev_run=true"])
+def test_without_a_logger_results_land_in_the_run_directory(
+    command: str, option: str, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config, source = Path(QUICKSTART).resolve(), Path(checkpoint).resolve()
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--config", str(config), *TINY_TEST, f"--ckpt_path={source}", option]) == 0
+    run = Path("runs", "quickstart", "version_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    result = {"test": run / "report" / "report.html", "predict": run / "predictions.jsonl"}[command]
+    assert result.is_file()
+    assert str(result) in "".join(capsys.readouterr())
+
+
+def test_with_a_logger_of_the_user_s_own_the_next_command_has_the_run_s_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Path(QUICKSTART).resolve()
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("a: 1\n")  # that of something else
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
+    assert main(["fit", "--config", str(config), *TINY, *logger]) == 0
+    assert "next: refusion-lit test --config logs/lightning_logs/version_0/config.yaml" in capsys.readouterr().out
+
+
 def test_last_is_the_named_version_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(runs, "--run_version=other", "--ckpt_path=last", "--trainer.max_steps=2") == 0
     assert "training starts at the beginning" in capsys.readouterr().err
@@ -165,6 +202,17 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--trainer.limit_train_batches=0"], "fit: expected time and batches for a step, got 'none, and no step was"),
         (["--data.task.num_train=-1"], "num_train"),
         (["--trainer.logger=WandbLogger"], "Requirement 'wandb"),
+        (["--trainer.logger=CSVLoger"], "or a YAML file, got 'CSVLoger'; did you mean 'CSVLogger'?"),
+        (["--trainer.logger=CSVLogger"], "trainer.logger.save_dir: expected a value, got none; give it"),
+        (["--trainer.callbacks+=EarlyStopping"], "trainer.callbacks.monitor: expected a value, got none; give it"),
+        (["--trainer.strategy=nope"], "that Lightning knows, got 'nope'; choose one of auto, ddp, "),
+        (["--trainer.accelerator=cpuu"], "that Lightning knows, got 'cpuu'; did you mean 'cpu'?"),
+        (
+            ["--trainer.devices=nope"],
+            "trainer.devices: expected a number of processes of at least 1, or auto, got 'nope",
+        ),
+        (["--trainer.devices=-3"], "trainer.devices: expected a number of processes of at least 1, or auto, got '-3'"),
+        (["--trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch: expected an integer of at least 1, got 0"),
         (
             ["--model.optimizer=Adam", "--model.optimizer.lr=fast"],
             "model.optimizer.lr: expected a number, got 'fast'; set",

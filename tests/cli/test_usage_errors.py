@@ -122,6 +122,16 @@ def test_wrong_configs_are_named(cli: RefusionCLI, config: dict[str, object], ex
     assert expected in message
 
 
+def test_the_run_s_seed_is_the_default_of_the_others(cli: RefusionCLI, tmp_path: Path) -> None:
+    """It had no influence on a training before."""
+    parsed = cli.parse(cli.parser, ["fit", "--config", QUICKSTART, "--seed_everything=3"]).fit
+    assert (parsed.model.seed, parsed.data.seed) == (3, 3)
+    file = tmp_path / "seeds.yaml"
+    file.write_text("seed_everything: 3\nmodel: {seed: 0}\n")
+    parsed = cli.parse(cli.parser, ["fit", "--config", QUICKSTART, f"--config={file}", "--data.seed=1"]).fit
+    assert (parsed.model.seed, parsed.data.seed) == (0, 1)
+
+
 def test_what_is_required_may_come_from_a_config(cli: RefusionCLI) -> None:
     order = refusal(cli, "fit", "--data.task.num_train=3", "--data.task=Additions")
     assert order == "data.task: expected a class before its options, got none; give --data.task CLASS first."

@@ -16,9 +16,16 @@ import lightning as L
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
+from lightning.pytorch.accelerators import (
+    AcceleratorRegistry,
+    CPUAccelerator,
+    CUDAAccelerator,
+    MPSAccelerator,
+    XLAAccelerator,
+)
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
@@ -35,6 +42,7 @@ from refusion_lit.cli.usage_errors import (
     explained,
     is_yaml_file,
     located,
+    nearest,
     options_given,
 )
 from refusion_lit.data.module import InstructionDataModule
@@ -71,14 +79,14 @@ class OneLineLightningParser(OneLineErrors, LightningArgumentParser):
 
 
 class SaveRun(SaveConfigCallback):
-    """Saves the resolved config and the environment into the run's directory."""
+    """Saves the resolved config and the environment into the run's directory, which is ``directory``."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Note the run's directory on all processes: asking for it waits for all of them."""
-        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+        self.directory = Path(trainer.log_dir or trainer.default_root_dir)
         # A resumed run keeps the config that it was started with.
-        resumed = self.config.model.resume or _continues(self.config, self._directory)
-        self._is_resumed = resumed and (self._directory / run_directory.CONFIG).is_file()
+        resumed = self.config.model.resume or _continues(self.config, self.directory)
+        self._is_resumed = resumed and (self.directory / run_directory.CONFIG).is_file()
         self.save_to_log_dir = False  # save_config does
         # Where this run landed is no part of what it did: the config of a training is given to a test, too.
         self.config.run_version = None
@@ -90,19 +98,19 @@ class SaveRun(SaveConfigCallback):
         described = environment(self.config.get("seed_everything"))
         text = self.parser.dump(self.config, skip_none=False)
         if self._is_resumed:  # by another command; the one that started the run stays
-            before = read_environment(self._directory) or described
-            changed = _changed(read_yaml(self._directory / run_directory.CONFIG, "resume"), yaml.safe_load(text))
+            before = read_environment(self.directory) or described
+            changed = _changed(read_yaml(self.directory / run_directory.CONFIG, "resume"), yaml.safe_load(text))
             resumed = {"command": described["command"], "changed": changed}
             described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
             names = sorted(changed.keys() - _LENGTHS)
             if names and stage == "fit":  # the others refuse what would change their predictions
                 kept = f"{run_directory.CONFIG} keeps those of its start, {ENVIRONMENT} has the change"
                 rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
-        write_json_atomically(self._directory / ENVIRONMENT, described)
+        write_json_atomically(self.directory / ENVIRONMENT, described)
         if self._is_resumed:
-            config = read_config(self._directory)
+            config = read_config(self.directory)
         else:
-            write_atomically(self._directory / run_directory.CONFIG, text)
+            write_atomically(self.directory / run_directory.CONFIG, text)
             config = shortened(yaml.safe_load(text))
         pl_module.evaluation.config = config
         pl_module.evaluation.environment = described
@@ -194,6 +202,8 @@ class RefusionCLI(LightningCLI):
     def parse(self, parser: LightningArgumentParser, args: Sequence[str]) -> Namespace:
         """Parse arguments; ``--model.decoders.NAME`` may be the YAML file of a decoder.
 
+        ``seed_everything`` is the default of ``model.seed`` and ``data.seed``.
+
         Raises:
             ValueError: Naming the wrong option.
         """
@@ -205,9 +215,13 @@ class RefusionCLI(LightningCLI):
         check_groups(own, given)
         options = _with_decoder_files(options, given)
         try:
-            return parser.parse_args([command, *options] if command else options)
+            config = parser.parse_args([command, *options] if command else options)
         except PARSER_ERRORS as error:
             raise explained(own, options, error, command) from error
+        if command and type(config[command].seed_everything) is int:
+            for name in {"model.seed", "data.seed"} - {each.name for each in given}:
+                config[command][name] = config[command].seed_everything
+        return config
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: what a checkpoint stores must not override the config and the command line."""
@@ -218,7 +232,9 @@ class RefusionCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         """Create the trainer: with our progress bar, loggers of the run's directory, and atomic checkpoints."""
         if self.run_directory is not None:
-            config["logger"] = run_directory.loggers(self.run_directory, self._first_step, self.claim)
+            config["default_root_dir"] = str(self.run_directory)  # where results land without a logger
+            if config["logger"] is not False:
+                config["logger"] = run_directory.loggers(self.run_directory, self._first_step, self.claim)
         own = config["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):
@@ -229,7 +245,12 @@ class RefusionCLI(LightningCLI):
                 callbacks = [*callbacks, ModelCheckpoint(save_last=True)]
             callbacks = [*callbacks, SaveLastStep()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
-        trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])
+        try:
+            trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])
+        except TypeError as error:  # of a CPU's devices
+            expected = "a number of processes of at least 1, or auto"
+            got = config["devices"]
+            raise ValueError(f"trainer.devices: expected {expected}, got {got!r}; set it to 1, say.") from error
         for callback in trainer.checkpoint_callbacks:
             # The directory holds this run alone: its last.ckpt is replaced, also after the directory was moved.
             if isinstance(callback, ModelCheckpoint) and self.run_directory is not None:
@@ -271,7 +292,7 @@ class RefusionCLI(LightningCLI):
                 _check_backbone(config.model.backbone, self.subcommand)
 
     def _choose_directory(self, config: Namespace) -> None:
-        if config.trainer.logger not in (None, True):
+        if config.trainer.logger not in (None, True, False):
             return
         folder = Path(config.runs_dir) / config.run_name
         directory = folder / (config.run_version or run_directory.next_version(folder))
@@ -334,7 +355,16 @@ def _continues(config: Namespace, directory: Path) -> bool:
 
 
 def _check_trainer(trainer: Namespace) -> None:
-    """Refuse a device that is missing, and options that Lightning divides by or ignores."""
+    """Refuse unknown names, a device that is missing, and options that Lightning divides by or ignores."""
+    known = {
+        "accelerator": ["auto", "gpu", *sorted(AcceleratorRegistry.available_accelerators())],
+        "strategy": ["auto", *StrategyRegistry.available_strategies()],
+    }
+    for option, names in known.items():
+        value = trainer[option]
+        if isinstance(value, str) and value.lower() not in names:
+            fix = nearest(value, names) or f"; choose one of {', '.join(name for name in names if '_' not in name)}."
+            raise ValueError(f"trainer.{option}: expected a name that Lightning knows, got {value!r}{fix}")
     kinds = {
         "gpu": (CUDAAccelerator, MPSAccelerator),
         "cuda": (CUDAAccelerator,),
@@ -344,7 +374,9 @@ def _check_trainer(trainer: Namespace) -> None:
     is_there = any(kind.is_available() for kind in kinds.get(str(trainer.accelerator), (CPUAccelerator,)))
     fix = "set it to auto or cpu, or install a torch that sees the device"
     require(is_there, "trainer.accelerator", "a device that this machine has", trainer.accelerator, fix)
-    require_at_least("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, 1)
+    for option in ("accumulate_grad_batches", "check_val_every_n_epoch"):
+        if trainer[option] is not None:
+            require_at_least(f"trainer.{option}", trainer[option], 1)
     limit = trainer.gradient_clip_val
     fix = "set it to null for no clipping"
     require(limit is None or limit > 0, "trainer.gradient_clip_val", "a number above 0, or null", limit, fix)

@@ -78,6 +78,8 @@ def run(command: str, args: list[str]) -> int:
     except MisconfigurationException as error:  # Lightning's word for a user's error
         return _fail(f"trainer: {' '.join(str(error).split())}", 2)
     except RuntimeError as error:
+        if str(error).startswith("Early stopping conditioned on metric"):  # in Lightning no MisconfigurationException
+            return _fail(f"trainer.callbacks: {error}", 2)
         if "closed by peer" not in str(error) and "reset by peer" not in str(error):
             raise
         return _fail("another process of this run has ended; its own error says why", 1)
@@ -117,7 +119,11 @@ def _say_what_next(cli: RefusionCLI) -> None:
     if cli.subcommand == "fit":
         path = last_checkpoint(cli.trainer)
         if path is not None:
-            own = (directory or Path()) / run_directory.CONFIG  # which has the options of the command line, too
+            # The run's own has the options of the command line, too.
+            own = (
+                next(each for each in cli.trainer.callbacks if isinstance(each, SaveRun)).directory
+                / run_directory.CONFIG
+            )
             files = [own] if own.is_file() else [Path(str(file)) for file in cli.config["fit"].get("config") or []]
             configs = " ".join(f"--config {_quoted(file)}" for file in files)
             print(f"checkpoint: {_shown(Path(path))}")

@@ -206,7 +206,9 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
     except ValueError as unreadable:
         return unreadable
     if found := re.search(r"arguments are required: (.+)", message):
-        return ValueError(_missing(found[1].replace(f"{command}.", ""), parser))
+        above = re.match(r'Parser key "(.+?)"', message)  # of a class that lacks an option of its own
+        names = found[1].replace(f"{command}.", "")
+        return ValueError(_missing(f"{above[1]}.{names}" if above else names, parser))
     if found := re.search(r"argument (?:-\w/)?--(.+?): expected (?:one|at least one) argument", message):
         return ValueError(f"{found[1]}: expected a value, got none; write --{found[1]}=VALUE.")
     if found := re.search(r"argument --(.+?): ignored explicit argument (.+)", message):
@@ -219,8 +221,8 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
     refusal = _Refusal(parser, given, message)
     if found := _UNKNOWN.search(message):
         return ValueError(refusal.of_an_option(found[1] or found[2], command))
-    takes_numbers = not {"int", "float", "bool"}.isdisjoint(refusal.expected)  # and a class besides at most
-    if (found := _NO_CLASS.search(message)) and not takes_numbers:
+    takes_class = refusal.takes_class or {"int", "float", "bool"}.isdisjoint(refusal.expected)
+    if (found := _NO_CLASS.search(message)) and takes_class:
         return ValueError(refusal.of_a_class(found))
     if refusal.expected:
         return ValueError(refusal.of_a_value())
@@ -264,6 +266,7 @@ class _Refusal:
 
     Attributes:
         expected: Types that the innermost option takes, as jsonargparse writes them.
+        takes_class: Whether it takes a class, too.
     """
 
     def __init__(self, parser: Any, given: Sequence[Given], message: str) -> None:  # noqa: ANN401
@@ -280,6 +283,7 @@ class _Refusal:
         innermost = innermost[: value.end()] if value else innermost
         types = re.findall(r"Expected a (<.+?>|[\w.]+\[.+?\])(?=$|\. Got value:)", innermost, re.M)
         self.expected = list(dict.fromkeys(name.removeprefix("<class '").removesuffix("'>") for name in types))
+        self.takes_class = self._path in self._actions and bool(self._classes(self._path))
 
     def of_an_option(self, name: str, command: str) -> str:
         """Return the line for an unknown option."""
