@@ -31,6 +31,7 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.policy import GroupPolicy, LeftToRight, Reward
 from refusion_lit.tasks import Additions, InstructionFiles
+from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.types import Example
 from tiny import TINY_QWEN
 
@@ -103,11 +104,10 @@ def fitted(
     )
     module.path = folder / "weights"
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    options = {"precision": "64-true", **options}
+    options = {"precision": "64-true", "log_every_n_steps": 1, **options}
     trainer = L.Trainer(
         accelerator="cpu", max_steps=steps, logger=False, limit_val_batches=0, callbacks=[saving],
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, log_every_n_steps=1,
-        **options,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **options,
     )  # fmt: skip
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return module, torch.load(folder / "weights.0")
@@ -248,6 +248,34 @@ def test_what_a_rollout_showed_is_logged(tmp_path: Path) -> None:
     assert logged["clipped_low"] == logged["clipped_high"] == 0
     assert {"overlong", "equal_groups", "tokens_per_forward", "rollout_seconds", "update_seconds"} <= logged.keys()
     assert "train/reward" in RunProgress()._losses(module.trainer)
+
+
+def test_a_rollout_is_logged_between_updates_too(tmp_path: Path) -> None:
+    """Answers are drawn in every second step, and every other one is logged."""
+    module, _ = fitted(tmp_path, replace(OBJECTIVE, num_updates=2), steps=2, log_every_n_steps=2)
+    assert 0 < float(module.trainer.callback_metrics["train/reward"]) <= 1
+
+
+def test_a_shorter_last_step_of_an_epoch_has_answers_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four micro-batches an epoch, in steps of three and one: each step runs all that it has begun."""
+    begun: list[int] = []
+    begin, run = TrainingProgress.begin_step, TrainingProgress.next_micro_batch
+
+    def begin_step(self: TrainingProgress, micro_batches: Sequence[Any], sample_ids: list[str]) -> None:
+        begun.append(len(micro_batches))
+        begin(self, micro_batches, sample_ids)
+
+    def next_micro_batch(self: TrainingProgress) -> Any:
+        begun.append(-1)
+        return run(self)
+
+    monkeypatch.setattr(TrainingProgress, "begin_step", begin_step)
+    monkeypatch.setattr(TrainingProgress, "next_micro_batch", next_micro_batch)
+    objective = replace(OBJECTIVE, num_updates=3, group_size=2, max_new_tokens=2)
+    fitted(tmp_path, objective, steps=4, batch_size=16, accumulate_grad_batches=3)
+    assert begun == [3, -1, -1, -1, 1, -1] * 2
 
 
 def test_groups_with_equal_rewards_are_drawn_again(tmp_path: Path) -> None:

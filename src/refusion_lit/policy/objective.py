@@ -70,7 +70,8 @@ class GroupPolicy(Objective):
             no length; or ``sequence``, the mean log-ratio of all tokens (GSPO, ESPO), for bounds.
         scale_rewards: Divide advantages by the group's standard deviation; ``False``: leave-one-out, unscaled.
         kl_weight: Coefficient of ``kl``, at least 0; above 0 it needs ``model.backbone.lora``.
-        num_updates: Updates per roll-out (mu), at least 1. The prompts of the batches in between are not used.
+        num_updates: Updates per roll-out (mu), at least 1. The prompts of the batches in between are not used. Fewer
+            where a step has another number of micro-batches, as the last one of an epoch may have.
         max_resamples: Times that groups with equal rewards, dropped answers aside, are decoded again with other noise,
             as they teach nothing ("dynamic sampling").
         reward_seconds: Time limit of a reward for all answers of a step.

@@ -259,10 +259,9 @@ class SlotDiffusionModule(L.LightningModule):
         return loss.total * (num_accumulated * self.trainer.world_size)
 
     def _rolled_out(self, rollouts: Rollouts, step: Sequence[ResponseBatch]) -> list[CorruptedBatch]:
-        """Return the answers of the next update; log what a new roll-out showed."""
-        is_new = not rollouts.pending
+        """Return the answers of the next update; log what the last roll-out showed."""
         found = rollouts.next_update(step, self.global_step, self.corrupt)
-        if is_new and self._logs_now():
+        if self._logs_now():
             for name, value in rollouts.figures.items():
                 shown = name in ("reward", "rollout_seconds", "update_seconds")
                 self.log(f"train/{name}", value, prog_bar=shown, sync_dist=self.trainer.world_size > 1)

@@ -133,7 +133,8 @@ class Rollouts:
             corrupt: Lays a batch of answers out for training.
         """
         device = self._model.backbone.device
-        if not self.pending:
+        if not self.pending or len(self.pending[0]) != len(step):  # the last step of an epoch may be shorter
+            self.pending.clear()
             with torch.autocast(device.type, enabled=False):  # the fused backbone decodes without it
                 answers = self.answers(step, number)
             for update in range(self.objective.num_updates):
