@@ -16,13 +16,7 @@ import lightning as L
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch.accelerators import (
-    AcceleratorRegistry,
-    CPUAccelerator,
-    CUDAAccelerator,
-    MPSAccelerator,
-    XLAAccelerator,
-)
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
@@ -365,13 +359,9 @@ def _check_trainer(trainer: Namespace) -> None:
         if isinstance(value, str) and value.lower() not in names:
             fix = nearest(value, names) or f"; choose one of {', '.join(name for name in names if '_' not in name)}."
             raise ValueError(f"trainer.{option}: expected a name that Lightning knows, got {value!r}{fix}")
-    kinds = {
-        "gpu": (CUDAAccelerator, MPSAccelerator),
-        "cuda": (CUDAAccelerator,),
-        "mps": (MPSAccelerator,),
-        "tpu": (XLAAccelerator,),
-    }
-    is_there = any(kind.is_available() for kind in kinds.get(str(trainer.accelerator), (CPUAccelerator,)))
+    name = str(trainer.accelerator)
+    kinds = [kind for kind in {"gpu": ("cuda", "mps")}.get(name, (name,)) if kind in AcceleratorRegistry]
+    is_there = not kinds or any(AcceleratorRegistry[kind]["accelerator"].is_available() for kind in kinds)
     fix = "set it to auto or cpu, or install a torch that sees the device"
     require(is_there, "trainer.accelerator", "a device that this machine has", trainer.accelerator, fix)
     for option in ("accumulate_grad_batches", "check_val_every_n_epoch"):

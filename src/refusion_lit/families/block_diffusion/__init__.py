@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from refusion_lit.modeling.formats import CheckpointFormat, register
 
-_CODE = "Efficient-Large-Model/Fast_dLLM_v2_1.5B"
-
 FAST_DLLM_V2 = CheckpointFormat(
     name="fast_dllm_v2",
     family="Fast_dLLM_v2 1.5B and 7B",

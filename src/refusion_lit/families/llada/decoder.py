@@ -21,7 +21,6 @@ from refusion_lit.utils.require import require
 _STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
 _DREAM = ("origin", *_STATISTIC)
 _END = 1e-3
-_ORDERS = ("low_confidence", "random", *_DREAM)
 
 
 @dataclass(frozen=True, slots=True)
