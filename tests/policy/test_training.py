@@ -139,6 +139,25 @@ def test_a_first_example_that_is_skipped_stops_no_training(tmp_path: Path) -> No
     assert trainer.global_step == 1
 
 
+def test_the_longest_prompt_leaves_room_for_its_answers(tmp_path: Path) -> None:
+    """It ended the training where its turn came."""
+    lines = [json.dumps({"query": query, "response": "a"}) for query in ("ab", "ba", "ab" * 20, "aa")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    task = InstructionFiles(train=f"{tmp_path}/rows.jsonl", validation_fraction=0.0)
+    data = InstructionDataModule(task, CharacterTokenizer(), 1, max_length=48)
+    config = {**TINY_QWEN, "max_position_embeddings": 48}
+    objective = replace(OBJECTIVE, max_new_tokens=16)
+    decoders: dict[str, Decoder | None] = {"first": SelfSpeculative(slot_size=4)}
+    module = SlotDiffusionModule(BackboneConfig(config=config), data.built_tokenizer, objective, decoders)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=4, logger=False, limit_val_batches=0, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^prompt train:rows\.jsonl:3: expected at most 32 tokens"):
+        trainer.fit(module, data)
+    assert trainer.global_step == 0
+
+
 def test_a_small_model_learns_to_copy_from_rewards_alone(tmp_path: Path) -> None:
     """From random weights, in slots of 4."""
     queries = ["".join(letters) for letters in product("abc", repeat=4)]

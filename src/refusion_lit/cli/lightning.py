@@ -242,9 +242,8 @@ class RefusionCLI(LightningCLI):
         try:
             trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])
         except TypeError as error:  # of a CPU's devices
-            expected = "a number of processes of at least 1, or auto"
-            got = config["devices"]
-            raise ValueError(f"trainer.devices: expected {expected}, got {got!r}; set it to 1, say.") from error
+            expected = f"a number of processes of at least 1, or auto, got {config['devices']!r}"
+            raise ValueError(f"trainer.devices: expected {expected}; set it to 1, say.") from error
         for callback in trainer.checkpoint_callbacks:
             # The directory holds this run alone: its last.ckpt is replaced, also after the directory was moved.
             if isinstance(callback, ModelCheckpoint) and self.run_directory is not None:

@@ -196,8 +196,10 @@ class InstructionDataModule(L.LightningDataModule):
         return self._prompts
 
     def training_prompt(self) -> Prompt:
-        """Return the first prompt that is trained with."""
-        sample = self._encoded("train")[0]
+        """Return the longest prompt that is trained with; of a generated split, the first."""
+        samples = self._encoded("train")
+        is_lazy = isinstance(samples, EncodedOnRead)
+        sample = samples[0] if is_lazy else max(samples, key=lambda each: len(each.prompt_ids))
         return Prompt(token_ids=tuple(sample.prompt_ids), id=sample.id)
 
     def _evaluation_loader(self, data: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:  # noqa: ANN401

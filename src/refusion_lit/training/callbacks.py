@@ -185,10 +185,6 @@ def _last_path_of(trainer: L.Trainer) -> Path:
     return _last_path(found[0]) if found else directory / "checkpoints" / "last.ckpt"
 
 
-class CheckpointWriteError(ValueError):
-    """A checkpoint cannot be written; earlier checkpoints are intact."""
-
-
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint plugin with atomic writes and loading without code execution.
 
@@ -199,14 +195,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint.
 
         Raises:
-            CheckpointWriteError: If it cannot be written, for lack of space or permission.
+            ValueError: If it cannot be written, for lack of space or permission.
         """
         try:
             with atomic_writer(path) as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:  # torch raises either for a failed write
             reason = write_failure(error) or reason_of(error)
-            raise CheckpointWriteError(
+            raise ValueError(
                 f"checkpoint: {path} cannot be written ({reason}). Make room or choose another runs_dir, "
                 "then resume with --resume RUN; earlier checkpoints are as they were."
             ) from error

@@ -125,7 +125,7 @@ class SlotDiffusionModule(L.LightningModule):
         """Store what generation from the checkpoint alone needs. Test-time options are not stored."""
         assert self.tokenizer is not None
         checkpoint[METADATA_KEY] = collect_metadata(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
-        checkpoint[_NUM_POSITIONS] = int(self.num_positions)
+        checkpoint[_NUM_POSITIONS] = int(self._progress.num_positions)
         if self.rollouts is not None and self._trainer is not None:
             self.rollouts.save(checkpoint, self._trainer.world_size)
 
@@ -166,13 +166,11 @@ class SlotDiffusionModule(L.LightningModule):
         assert self.tokenizer is not None
         tokens = self.model.special_tokens
         others = {*tokens.eos_token_ids, tokens.pad_token_id, self.tokenizer.bos_token_id, *prompt}
-        is_fed = any("mask" in each for each in self.objective.traits.predictions)
-        got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
-        fix = (
-            "remove mask_token from its tokenizer_config.json and mask_token_id from config.json, so that one is added"
-        )
-        holds = not is_fed or tokens.mask_token_id not in others
-        require(holds, "data.tokenizer", "a mask token of its own", got, fix)
+        holds = tokens.mask_token_id not in others
+        if any("mask" in each for each in self.objective.traits.predictions):
+            got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
+            fix = "remove mask_token from tokenizer_config.json and mask_token_id from config.json: one is added then"
+            require(holds, "data.tokenizer", "a mask token of its own", got, fix)
 
     def _warn_of_misfits(self) -> None:
         """Say before the training which of the config's decoders a test of its model will refuse."""
@@ -188,14 +186,6 @@ class SlotDiffusionModule(L.LightningModule):
         fix = "raise trainer.max_time, or trainer.limit_train_batches"
         has_trained = bool(self._progress.sample_ids)
         require(has_trained, "fit", "time and batches for a step", "none, and no step was done", fix)
-
-    @property
-    def num_positions(self) -> Tensor:
-        """Number of token positions computed in training on all processes, resumed runs included.
-
-        Padding, second views and clean copies count like any other position.
-        """
-        return self._progress.num_positions
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Seed the model's own randomness (dropout) by the batch, so that a resumed run draws the same."""

@@ -77,7 +77,6 @@ class Rollouts:
         self._seed = seed
         self._finished = 0.0
         self._restored: Mapping[str, Any] | None = None
-        self._warned = False
         self._examples: dict[str, Example] = {}
 
     def start(self, data: InstructionDataModule, model: TextModel, rank: int) -> None:
@@ -204,8 +203,7 @@ class Rollouts:
         totals = [0.0] * len(rows)
         for reward in self._rewards:
             values = checked_rewards(reward, examples, texts, self.objective.reward_seconds)
-            if all(math.isnan(value) for value in values) and not self._warned:
-                self._warned = True
+            if all(math.isnan(value) for value in values):
                 name = type(reward).__name__
                 warnings.warn(f"{name}.rewards: all of a roll-out are NaN; such answers teach nothing", stacklevel=2)
             totals = [total + reward.weight * value for total, value in zip(totals, values, strict=True)]
