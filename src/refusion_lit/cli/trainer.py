@@ -119,11 +119,9 @@ def _say_what_next(cli: RefusionCLI) -> None:
     if cli.subcommand == "fit":
         path = last_checkpoint(cli.trainer)
         if path is not None:
-            # The run's own has the options of the command line, too.
-            own = (
-                next(each for each in cli.trainer.callbacks if isinstance(each, SaveRun)).directory
-                / run_directory.CONFIG
-            )
+            callbacks = cli.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+            saved = next(each for each in callbacks if isinstance(each, SaveRun))
+            own = saved.directory / run_directory.CONFIG  # which has the options of the command line, too
             files = [own] if own.is_file() else [Path(str(file)) for file in cli.config["fit"].get("config") or []]
             configs = " ".join(f"--config {_quoted(file)}" for file in files)
             print(f"checkpoint: {_shown(Path(path))}")

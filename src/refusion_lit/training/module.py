@@ -165,9 +165,9 @@ class SlotDiffusionModule(L.LightningModule):
         """Refuse to train masks whose token also means something else, or is part of the template."""
         assert self.tokenizer is not None
         tokens = self.model.special_tokens
-        others = {*tokens.eos_token_ids, tokens.pad_token_id, self.tokenizer.bos_token_id, *prompt}
-        holds = tokens.mask_token_id not in others
-        if any("mask" in each for each in self.objective.traits.predictions):
+        others = [*tokens.eos_token_ids, tokens.pad_token_id, self.tokenizer.bos_token_id, *prompt]
+        holds = tokens.mask_token_id is None or tokens.mask_token_id not in others
+        if any("mask" in each for each in self.objective.traits.predictions or ()):
             got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
             fix = "remove mask_token from tokenizer_config.json and mask_token_id from config.json: one is added then"
             require(holds, "data.tokenizer", "a mask token of its own", got, fix)
