@@ -19,6 +19,7 @@ import yaml
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
 
+_SEARCH = "the interval search is gone; set t_min and t_max"
 _SANDBOX = "the sandbox limits time, memory and the size of a file; leave it out"
 REMOVED = {
     **{
@@ -27,6 +28,11 @@ REMOVED = {
     },
     **{f"{at}.layout": "its name is checkpoint_format" for at in ("backbone", "chat", "evaluate", "generate", "trace")},
     **{f"limits.{name}": _SANDBOX for name in ("disk_mb", "num_files", "num_open_files", "num_processes")},
+    **{f"objective.search_{name}": _SEARCH for name in ("batches", "delta", "every", "widths")},
+    **{
+        f"objective.{name}": "set class_path: Zarya, which has it"
+        for name in ("mask_pattern", "max_span", "shuffle_masked", "slot_borders", "token_weights")
+    },
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
     "data.cache_dir": "every run encodes its files; leave it out",
@@ -38,15 +44,27 @@ REMOVED = {
     "export.layout": "export writes our own format; convert with the family's own tools",
     "forward_cost": "forwards are the same on every machine; leave it out",
     "chat.history": "the model sees as many turns as fit its context; leave it out",
+    "chat.share_prefixes": "chat always keeps the cache of the last turn; leave it out",
     "chat.show_order": "chat always shows it; leave it out",
     "evaluate.model": "evaluate takes no name of a model class; leave it out",
+    "exploration": "SlotSearch weighs the prior with 1; leave it out",
+    "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
+    "look_ahead": "WeDLM refills its window in the same forward; leave it out",
+    "max_post_forwards": "TokenEditing makes at most 16; leave it out",
     "minimum_isolation.files": "set it to full, or to limits where the kernel offers less",
+    "num_per_forward": "TokenEditing fills at least one mask per forward; leave it out",
     "objective.distill": "objectives train on texts; leave it out, or write the model's own answers with generate",
+    "objective.eos_chance": "rejected texts always have an EOS token; leave it out",
+    "SerialHybrid": "it drafts no better than Hybrid on the same texts; use Hybrid, or MaskWindows for serial blocks",
+    "objective.gamma": "the preference has no margin; leave it out",
     "objective.kernel": "the loss is computed in chunks; leave it out",
     "objective.resample": "masks are drawn once; leave it out",
     "objective.schedule": "the mask probability is t; leave it out",
+    "objective.weighting": "a mask weighs 1 / gamma; leave it out",
     "order_temperature": "places are the most confident ones; leave it out",
+    "position_bytes": "positions and forwards per token are in the tables; leave it out",
     "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
+    "prior_temperature": "SlotSearch sharpens the prior with 0.5; leave it out",
     "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
     "report.num_resamples": "intervals are of 2000 resamples; leave it out",
     "report.seed": "intervals are those of one seed; leave it out",
@@ -54,12 +72,13 @@ REMOVED = {
     "shuffled": "FirstHitting decodes places in text order; leave it out",
     "sweep.num_workers": "set launcher.num_workers in the sweep's file",
     "task.num_samples": "pass@k is gone; leave it out",
+    "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",
     "tokenizer.chat_template": "train with prompt_template, or take the tokenizer of a model that has one",
     "tokenizer.max_examples": "it is always 100 000; leave it out",
     "tokenizer.min_frequency": "it is always 2; leave it out",
     "trace.format": "name --output with the ending .json or .html",
 }
-"""Options and classes that version 0.2.0 had, each with what to do instead.
+"""Options and classes that earlier versions had, each with what to do instead.
 
 A key is the end of an option's dotted name after its command (``backbone.compile`` matches
 ``fit.model.backbone.compile``), or the name of a class. A value is one line without a full stop: why it went, and the
