@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.table import table as markdown_table
@@ -401,27 +402,29 @@ def _policy_latin(results: Result) -> str:
 
 @table("policy_real", _path("policy_real"))
 def _policy_real(results: Result) -> str:
-    names = ("reward", "overlong", "length", "entropy", "rollout_seconds")
-    (run,) = results["results"].values()
-    rows = []
-    for first in range(0, len(run["curve"]), 4):
-        part = run["curve"][first : first + 4]
-        means = [f"{sum(point[name] for point in part) / len(part):.2f}" for name in names]
-        rows.append([f"{part[0]['step']} to {part[-1]['step']}", *means])
-    return markdown_table(["updates", "reward", "at the limit", "tokens", "entropy", "seconds of roll-out"], rows)
+    names = ("overlong", "length", "entropy", "rollout_seconds")
+    runs, rows = results["results"], []
+    for first in range(0, results["config"]["num_updates"], 4):
+        parts = [run["curve"][first : first + 4] for run in runs.values()]
+        rewards = [f"{fmean(point['reward'] for point in part):.2f}" for part in parts]
+        means = [f"{fmean(point[name] for part in parts for point in part):.2f}" for name in names]
+        rows.append([f"{parts[0][0]['step']} to {parts[0][-1]['step']}", *rewards, *means])
+    head = [*(f"reward, {name}" for name in runs), "at the limit", "tokens", "entropy", "seconds of roll-out"]
+    return markdown_table(["updates", *head], rows)
 
 
 @table("policy_real test", _path("policy_real"))
 def _policy_real_test(results: Result) -> str:
-    (run,) = results["results"].values()
-    rows = []
-    for name, after in run["after"].items():
+    runs, rows = [run["after"] for run in results["results"].values()], []
+    for name, after in results["mean"].items():
         before = results["before"][name]["mean"]
         change, low, high = (bound / 100 for bound in after["difference_in_points"])
-        rows.append([name, f"{before:.2f}", f"{after['mean']:.2f}", f"{change:+.2f}, {low:+.2f} to {high:+.2f}"])
-    lengths = [each["reward"]["num_tokens"] for each in (results["before"], run["after"])]
+        means = [f"{run[name]['mean']:.2f}" for run in runs]
+        rows.append([name, f"{before:.2f}", *means, f"{change:+.2f}, {low:+.2f} to {high:+.2f}"])
+    lengths = [each["reward"]["num_tokens"] for each in (results["before"], *runs)]
     rows.append(["tokens per answer", *(f"{length:.1f}" for length in lengths), ""])
-    return markdown_table(["mean over test questions", "before", "after", "difference (95 %)"], rows)
+    head = ["mean over test questions", "before", *results["results"], "mean of the seeds, difference (95 %)"]
+    return markdown_table(head, rows)
 
 
 def _by_estimator(results: Result) -> dict[str, Any]:
