@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 20,
     "token ids to text: lines": 4_196,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_238,
+    "examples to loss: lines": 3_241,
     "test: files": 58,
-    "test: lines": 12_182,
-    "package: files": 172,
-    "package: lines": 27_659,
-    "package: lines of code": 17_386,
+    "test: lines": 12_201,
+    "package: files": 170,
+    "package: lines": 27_662,
+    "package: lines of code": 17_406,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

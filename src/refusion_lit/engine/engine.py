@@ -19,7 +19,7 @@ from refusion_lit.engine.checks import check_model, check_prompts, decoding_opti
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.in_flight import InFlight
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop
-from refusion_lit.engine.reading import Reader
+from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
 from refusion_lit.engine.stopping import Stopping
 from refusion_lit.modeling.devices import synchronised_time
@@ -274,7 +274,7 @@ class Engine:
     def _run(self, rows: Sequence[InFlight]) -> dict[int, list[Reading]]:
         """Answer the rows' requests, all forwards or all further drafts, in as few calls of the model as possible."""
         if rows and isinstance(rows[0].request, MoreDrafts):
-            return self._read(rows, _joined([row.states for row in rows]))
+            return self._read(rows, joined([row.states for row in rows], 0))
         answers: dict[int, list[Reading]] = {}
         for is_cached in (True, False):
             together = [row for row in rows if row.pending.cached is is_cached]
@@ -305,7 +305,7 @@ class Engine:
             row.waiting_since = self.num_calls
             self.queue.computed(row.storage)
         has_twins = any(forward.twin_at is not None for forward in forwards)
-        return _joined([row.states for row in rows]) if has_twins else hidden
+        return joined([row.states for row in rows], 0) if has_twins else hidden
 
     def _read(self, rows: Sequence[InFlight], states: Tensor) -> dict[int, list[Reading]]:
         """Read what rows request from the hidden states of their last forwards, which follow one another."""
@@ -368,8 +368,3 @@ def _fitting(rows: Sequence[InFlight], max_tokens: int) -> list[InFlight]:
             chosen.add(row.index)
             sizes[row.pending.cached] = trial
     return [row for row in rows if row.index in chosen]
-
-
-def _joined(states: Sequence[Tensor]) -> Tensor:
-    """Return hidden states [position, hidden] one after the other."""
-    return torch.cat([*states]) if len(states) > 1 else states[0]

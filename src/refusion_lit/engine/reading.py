@@ -98,7 +98,7 @@ class Reader:
             if is_scored:
                 dtype = draw.confidence_dtype
                 logits = logits.softmax(-1) if dtype is None else lowered(logits, dtype).softmax(-1).to(logits.dtype)
-            drawn.values.append(logits.gather(-1, _joined(chosen).unsqueeze(-1)).squeeze(-1))
+            drawn.values.append(logits.gather(-1, joined(chosen).unsqueeze(-1)).squeeze(-1))
             at += size
         return drawn
 
@@ -147,7 +147,7 @@ def _is_plain(group: Sequence[Read]) -> bool:
 def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[list[float]]]]:
     """Return each group's tokens, values and statistics as numbers, with one transfer from an accelerator."""
     parts = [part for group in drawn for part in (group.tokens, group.values, group.statistics)]
-    tensors = [_joined(part) if part else None for part in parts]
+    tensors = [joined(part) if part else None for part in parts]
     present = [tensor for tensor in tensors if tensor is not None]
     if present[0].device.type == "cpu":
         numbers = [[] if tensor is None else tensor.tolist() for tensor in tensors]
@@ -189,8 +189,9 @@ def _fill(
         first_given = stop_given
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([*parts], -1) if len(parts) > 1 else parts[0]
+def joined(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
+    """Return tensors one after the other along an axis; a single one as it is."""
+    return torch.cat([*parts], dim) if len(parts) > 1 else parts[0]
 
 
 def _split(values: Tensor, size: int) -> Sequence[Tensor]:

@@ -34,7 +34,7 @@ def check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, An
         raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
     room = (getattr(model.config, "max_position_embeddings", None) or float("inf")) - ids.shape[1]
     if not 1 <= limit <= room:
-        raise ValueError(f"max_new_tokens: expected 1 to {room} beyond the prompt, got {limit}; change it.")
+        raise ValueError(f"max_new_tokens: expected 1 to {room} beyond the prompt, got {limit}; set it in that range.")
 
 
 def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

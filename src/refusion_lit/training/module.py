@@ -166,11 +166,11 @@ class SlotDiffusionModule(L.LightningModule):
         assert self.tokenizer is not None
         tokens = self.model.special_tokens
         others = [*tokens.eos_token_ids, tokens.pad_token_id, self.tokenizer.bos_token_id, *prompt]
-        holds = tokens.mask_token_id is None or tokens.mask_token_id not in others
-        if any("mask" in each for each in self.objective.traits.predictions or ()):
-            got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
-            fix = "remove mask_token from tokenizer_config.json and mask_token_id from config.json: one is added then"
-            require(holds, "data.tokenizer", "a mask token of its own", got, fix)
+        has_masks = any("mask" in each for each in self.objective.traits.predictions or ())
+        holds = not has_masks or tokens.mask_token_id is None or tokens.mask_token_id not in others
+        got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
+        fix = "remove mask_token from tokenizer_config.json and mask_token_id from config.json: one is added then"
+        require(holds, "data.tokenizer", "a mask token of its own", got, fix)
 
     def _warn_of_misfits(self) -> None:
         """Say before the training which of the config's decoders a test of its model will refuse."""
