@@ -292,10 +292,11 @@ def sections(results: dict[str, Result]) -> Iterator[str]:
 def page(results: dict[str, Result]) -> str:
     """Return the page of all results."""
     aims = [
-        [entry["aim"], f"{_direction(entry)} {entry['bound']}", entry["value"], "yes" if entry["met"] else "**no**"]
-        for result in results.values()
+        [f"{entry['aim']}{'' if name in SECTIONS else f' ({name})'}", f"{_direction(entry)} {entry['bound']}",
+         entry["value"], "yes" if entry["met"] else "**no**"]
+        for name, result in results.items()
         for entry in result.get("aims", [])
-    ]
+    ]  # fmt: skip
     lines = [
         "# Results",
         (
