@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 17,
     "examples to loss: lines": 3_241,
     "test: files": 58,
-    "test: lines": 12_201,
+    "test: lines": 12_211,
     "package: files": 170,
-    "package: lines": 27_662,
-    "package: lines of code": 17_406,
+    "package: lines": 27_672,
+    "package: lines of code": 17_413,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -6,16 +6,18 @@ import json
 import os
 import pickle
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from cli.conftest import QUICKSTART
 from forks import finished, start
 from refusion_lit import load
-from refusion_lit.checkpoints.files import read_checkpoint
+from refusion_lit.checkpoints.files import _check_index, read_checkpoint
 from refusion_lit.cli import main
 from robustness.conftest import torchrun
 
@@ -112,3 +114,24 @@ def test_a_torn_or_hostile_checkpoint_is_refused(sharded: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match="cannot be read safely"):
         load(hostile)
     assert not (tmp_path / "executed").exists()
+
+
+class _Call:
+    """Is pickled as a call."""
+
+    def __init__(self, *parts: object) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self.parts[0], self.parts[1:]
+
+
+def test_an_index_may_read_members_of_enumerations_alone(tmp_path: Path) -> None:
+    index = tmp_path / ".metadata"
+    names = [member.name for member in _MEM_FORMAT_ENCODING]
+    index.write_bytes(pickle.dumps(_Call(getattr, _MEM_FORMAT_ENCODING, names[0])))  # as Python 3.11.2 writes it
+    _check_index(index)
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__reduce__"), (OrderedDict, "popitem")):
+        index.write_bytes(pickle.dumps(_Call(getattr, owner, name)))
+        with pytest.raises(ValueError, match="cannot be read safely"):
+            _check_index(index)

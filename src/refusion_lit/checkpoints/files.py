@@ -6,6 +6,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,19 @@ def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
         ) from error
 
 
+def _member(owner: type[Enum], name: str) -> Enum:
+    """Return a member of an enumeration: what an index has ``getattr`` for if an early Python 3.11 wrote it."""
+    if not (isinstance(owner, type) and issubclass(owner, Enum)):
+        raise pickle.UnpicklingError(f"it reads {name} of {owner!r}")
+    return owner[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Refuses names outside ``_ALLOWED``; types of torch pass."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - pickle's signature
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         names = _ALLOWED.get(module, set())
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
         if is_type or names is None or name in names:
