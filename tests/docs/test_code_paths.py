@@ -23,7 +23,7 @@ BOUNDS = {
     "test: lines": 12_211,
     "package: files": 170,
     "package: lines": 27_672,
-    "package: lines of code": 17_413,
+    "package: lines of code": 17_414,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -174,6 +174,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"extra_body": {"guided_json": {}}}, "guided_json: refused, as this server has no such field; leave it out."),
     ({"logprobs": True}, "logprobs: refused, as a decoder that commits several tokens per forward has no"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: refused, as this server calls no tools"),
+    ({"extra_body": {"max_new_tokens": 4}}, "max_new_tokens: refused, as this server has no such field; leave it out."),
     ({"frequency_penalty": 0.5}, "frequency_penalty: refused, as this server has no such field"),
     ({"max_tokens": 4000}, "max_tokens: expected at most 1024, got 4000; lower it."),
     ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, got 0."),

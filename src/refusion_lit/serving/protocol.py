@@ -130,9 +130,8 @@ def message_of(error: RequestValidationError) -> str:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return an error in OpenAI's form; a message begins with the API's name of a field, if it is about one."""
-    # A lone surrogate is no text that can be sent.
-    message = message.replace("max_new_tokens", "max_tokens").encode(errors="backslashreplace").decode()
+    """Return an error in OpenAI's form; a message about a field begins with its name."""
+    message = message.encode(errors="backslashreplace").decode()  # a lone surrogate is no text that can be sent
     name = message.partition(":")[0]
     param = name if name.replace(".", "").isidentifier() else None
     kind = "invalid_request_error" if status < 500 else "server_error"

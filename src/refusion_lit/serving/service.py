@@ -123,7 +123,8 @@ class Service:
             run = await self._begin(asked)
         except (ValueError, HTTPException) as error:
             self._requests.labels("refused").inc()
-            raise error if isinstance(error, HTTPException) else HTTPException(400, str(error)) from error
+            message = str(error).replace("max_new_tokens", "max_tokens")  # the API's name
+            raise error if isinstance(error, HTTPException) else HTTPException(400, message) from error
         if asked.stream:
             return StreamingResponse(self._stream(run), media_type="text/event-stream")
         collecting = asyncio.create_task(self._collect(run))
