@@ -467,9 +467,12 @@ def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[
 
 _plot("latin_study", "scores.png", latin.points, latin.draw)
 _plot("policy_estimators", "reward.svg", lambda results: policy.mean_curves(results["results"]), policy.draw)
-PLOTS[_path("policy_estimators", "squares.svg")] = Plot(
-    lambda results: policy.mean_curves(results["results"]), policy.draw, (_path("policy_estimators", "latin.json"),)
-)
+for _picture, _source in (("sheets", "sheet"), ("squares", "latin")):
+    PLOTS[_path("policy_estimators", f"{_picture}.svg")] = Plot(
+        lambda results: policy.mean_curves(results["results"]),
+        policy.draw,
+        (_path("policy_estimators", f"{_source}.json"),),
+    )
 _plot("policy_additions", "reward.svg", _policy_curves, policy.draw)
 _plot("policy_real", "reward.svg", lambda results: policy.curves(results["results"]), policy.draw)
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)

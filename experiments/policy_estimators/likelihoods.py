@@ -1,13 +1,14 @@
-"""Likelihoods that are no part of the package: bounds over orders, the mean field, and ReFusion's trajectories."""
+"""No part of the package: bounds over orders, the mean field, ReFusion's trajectories, and a linear objective."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,15 +16,15 @@ from torch.nn import functional as F
 from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative, Trajectory
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.families.llada.objective import all_of
-from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import random_subset, required_mask_id, response_positions
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.objective import Head, random_subset, required_mask_id, response_positions
 from refusion_lit.learning.text_order import extend_responses
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.policy import LeftToRight, Likelihood
+from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood
 from refusion_lit.policy.likelihood import laid_out
 from refusion_lit.refusion.objective import next_in_slot
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require_at_least
+from refusion_lit.utils.require import require, require_at_least
 
 _COLUMNS = ("token", "position", "seen", "own_start", "label", "is_mask")
 
@@ -284,7 +285,11 @@ class Rounds(LeftToRight):
     accepted. Verification and infill are deterministic, given the drafts. So the log-probability of a decode is the sum
     over its plans and their drafts. (Different decodes may write the same text: it is that of the decode, not of the
     text.) The forward feeds prompt and answer in decoding order, as the cache held them, then the masks of each plan,
-    which see what the cache held at that time: P + L + the sum of all plans' masks positions.
+    which see what the cache held at that time.
+
+    Length of the forward: P + L + M positions, for P prompt tokens, L tokens that became final (those after an EOS
+    included), and M masks of all plans that were verified. A plan has at most the masks of one serial block, so M is at
+    most the number of these plans times the tokens of a serial block.
 
     Texts without a trajectory, as in validation, get the likelihood of :class:`LeftToRight`.
     """
@@ -323,6 +328,50 @@ class Rounds(LeftToRight):
             is_masked=is_mask.bool(),
             is_real=index < lengths[:, None],
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPolicy(GroupPolicy):
+    """Raises rewards by a lower bound that is a sum over the samples of a likelihood (BGPO, arXiv 2510.11683).
+
+    Let d_s be the log-ratio of an answer per token, estimated from sample s of the likelihood alone. Without clipping,
+    :class:`GroupPolicy` raises A exp(mean d_s). This class raises A (1 + mean d_s) where A >= 0 (tangent of exp), and
+    A mean exp(d_s) where A < 0 (Jensen's inequality). Neither is above it, and in the first update on new answers, with
+    d_s = 0, the gradients are equal. As the loss is a sum over samples, the views of one sample give its part of the
+    gradient, with memory constant in their number. (Training still feeds all views of a micro-batch at once.)
+
+    ``clip_low`` and ``clip_high`` have no effect. ``kl_weight`` must be 0, as ``kl`` is not a sum over samples.
+    """
+
+    unit: Literal["token", "sequence"] = "sequence"
+
+    def __post_init__(self) -> None:
+        """Refuse options that the bound does not have."""
+        super().__post_init__()
+        require(self.unit == "sequence", "objective.unit", "sequence with LinearPolicy", self.unit, "leave it out")
+        require(self.kl_weight == 0, "objective.kl_weight", "0 with LinearPolicy", self.kl_weight, "leave it out")
+
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
+        """Compute the loss of the samples whose views are in the batch; see :meth:`Objective.loss`."""
+        lengths, advantages = corrupted.lengths, corrupted.advantages
+        if lengths is None or advantages is None:
+            return super().loss(hidden, head, corrupted)
+        with torch.no_grad():
+            found = super().loss(hidden, head, corrupted)
+        values = self.log_probabilities(hidden, head, corrupted)[0]
+        old = values.detach() if corrupted.old is None else corrupted.old.to(values.dtype)
+        weighted = corrupted.weights.to(values.dtype) * (values - old)
+        num_samples = getattr(self.likelihood, "num_samples", 1)
+        # Coupled masks: all first views, then all second ones.
+        each = getattr(self.likelihood, "num_forwards", num_samples) // num_samples
+        parts = rearrange(weighted, "(view sample row) token -> row sample (view token)", view=each, row=len(lengths))
+        log_ratio = num_samples * parts.sum(-1) / lengths[:, None]
+        advantages = advantages.to(values.dtype)[:, None]
+        gains = advantages * torch.where(advantages < 0, log_ratio.exp(), 1 + log_ratio)
+        sums = dict(zip(self.terms, found.sums, strict=True))
+        sums |= dict.fromkeys(("clipped_low", "clipped_high"), gains.new_zeros(()))
+        sums["policy"] = -gains.sum() / num_samples
+        return replace(found, sums=torch.stack(list(sums.values())))
 
 
 def _entries(trajectory: Trajectory, slot_size: int, mask: int) -> Iterator[tuple[int, ...]]:

@@ -67,6 +67,7 @@ VARIANTS: list[Objective] = [
     objectives.GroupPolicy(likelihood=likelihoods.SlotBound(slot_size=3), unit="sequence"),
     objectives.GroupPolicy(likelihood=likelihoods.MeanField(slot_size=3), unit="sequence"),
     objectives.GroupPolicy(likelihood=likelihoods.Rounds(slot_size=4)),
+    likelihoods.LinearPolicy(likelihood=likelihoods.MaskedBound()),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_every_decoders_record_agrees_with_its_text(cls: type[Decoder], data: st
     output = decode(model, decoder, found, sampling, batch_size=2, callbacks=[recorder])
     for index, (prompt, row) in enumerate(zip(found, output.rows, strict=True)):
         trajectory = recorder.trajectories[index]
-        assert trajectory.response_ids == row.token_ids
+        assert trajectory.tokens[: trajectory.num_tokens].tolist() == row.token_ids
         assert tuple(trajectory.prompt_ids) == prompt.token_ids
         assert trajectory.num_forwards == row.num_forwards
         final = trajectory.order >= 0
@@ -102,24 +102,22 @@ def test_it_is_read_back_memory_mapped_and_extended(tmp_path: Path) -> None:
     assert found[0].slot_size == 4
     for one, other in zip(written, found, strict=True):
         assert_same(one, other)
-    assert isinstance(found[0].tokens.base, np.memmap | np.ndarray)
+    if sys.platform == "linux":
+        assert str(tmp_path) in Path("/proc/self/maps").read_text(), "the files are mapped, not read"
     with pytest.raises(ValueError, match="read-only"):
         found[0].tokens[0] = 0
     assert [each.id for each in found[1:]] == ["b", "c"]
 
 
-def test_an_interrupted_record_keeps_what_is_done(tmp_path: Path) -> None:
+def test_an_interrupted_record_is_continued_or_written_anew(tmp_path: Path) -> None:
     decoder = ReFusion(slot_size=4, num_serial_blocks=1)
     written = recorded(decoder, HashModel(), SamplingParams(max_new_tokens=11))
-    TrajectoryWriter(tmp_path).write(written)
-    with (tmp_path / "0.jsonl").open("a") as index:
-        index.write('{"id": "d", "num_tok')  # as a kill or a full disk leaves it
-    writer = TrajectoryWriter(tmp_path, kept=["a", "c"])
-    writer.write(written[1:2])
-    for one, other in zip([written[0], written[2], written[1]], read_trajectories(tmp_path), strict=True):
+    TrajectoryWriter(tmp_path).write(written[:2])
+    TrajectoryWriter(tmp_path, resume=True).write(written[1:])  # the second one's prediction had not been written
+    for one, other in zip(written, read_trajectories(tmp_path), strict=True):
         assert_same(one, other)
-    TrajectoryWriter(tmp_path)
-    assert len(read_trajectories(tmp_path)) == 0
+    TrajectoryWriter(tmp_path).write(written[:1])
+    assert [each.id for each in read_trajectories(tmp_path)] == ["a"], "a run that is not resumed overwrites"
 
 
 def test_processes_write_files_of_their_own(tmp_path: Path) -> None:
@@ -129,24 +127,19 @@ def test_processes_write_files_of_their_own(tmp_path: Path) -> None:
     assert [each.id for each in read_trajectories(tmp_path)] == ["a", "c", "b"]
 
 
-@pytest.mark.parametrize("damage", ["version", "field", "text", "data", "nothing"])
+@pytest.mark.parametrize("damage", ["version", "field", "cut", "nothing"])
 def test_other_records_are_refused(tmp_path: Path, damage: str) -> None:
     written = recorded(ReFusion(slot_size=4, num_serial_blocks=1), HashModel(), SamplingParams(max_new_tokens=11))
     TrajectoryWriter(tmp_path).write(written)
-    index, data = tmp_path / "0.jsonl", tmp_path / "0.bin"
-    lines = index.read_text().splitlines()
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
     if damage == "version":
-        lines[0] = json.dumps({**json.loads(lines[0]), "version": 0})
+        file.write_bytes(content.replace(b'"version":"2"', b'"version":"1"'))
     elif damage == "field":
-        line = json.loads(lines[2])
-        del line["finish_reason"]
-        lines[2] = json.dumps(line)
-    elif damage == "text":
-        lines[1] = lines[1][:20]
-    elif damage == "data":
-        data.write_bytes(data.read_bytes()[:-4])
-    index.write_text("\n".join(lines) + "\n")
-    if damage == "nothing":
-        index.unlink()
+        file.write_bytes(content.replace(b"finish_reason", b"finish_season"))
+    elif damage == "cut":
+        file.write_bytes(content[:-4])
+    else:
+        file.unlink()
     with pytest.raises(ValueError, match="trajectories: expected"):
         read_trajectories(tmp_path)

@@ -37,7 +37,7 @@ def recorded(tmp_path: Path) -> Trajectory:
 
 
 def shown(recorded: Trajectory, record: Path, key: int, window: int) -> CorruptedBatch:
-    text = [*PROMPT, *recorded.response_ids]
+    text = [*PROMPT, *recorded.tokens[: recorded.num_tokens].tolist()]
     lengths = torch.tensor([len(PROMPT)]), torch.tensor([recorded.num_tokens])
     batch = ResponseBatch(
         input_ids=torch.tensor([text]), prompt_lengths=lengths[0], response_lengths=lengths[1],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
-from math import comb
+from math import comb, prod
 from typing import Any
 
 import pytest
@@ -200,6 +200,7 @@ def test_rounds_replay_every_draft_that_was_followed(fused: bool, infill: str, t
     num_plans = 0
     for row, generation in enumerate(output.rows):
         expected = []
+        num_before = num_plans
         for entry, following in zip(generation.trace, generation.trace[1:], strict=False):
             if "plan" in entry.phase and following.phase.startswith("verify"):
                 # A verification beside the plan scores tokens and draws none, so all that is drawn is the plan's.
@@ -208,6 +209,10 @@ def test_rounds_replay_every_draft_that_was_followed(fused: bool, infill: str, t
                 num_plans += 1
         found = plain[row][corrupted.labels[row] >= 0].exp().tolist()
         assert found == pytest.approx(expected, rel=1e-9)
+        order = trajectories[row].order
+        num_final, block = int((order >= 0).sum()), len(order) // 2
+        num_positions = int(corrupted.is_real[row].sum())
+        assert num_positions <= len(prompts[row].token_ids) + num_final + (num_plans - num_before) * block
     assert num_plans > len(prompts)
 
 
@@ -226,6 +231,51 @@ def order_bound(model: Backbone, text: Sequence[int]) -> float:
             values = logits.log_softmax(-1)
             total += sum(float(values[i, text[i]]) for i in chosen) / count / comb(size, count)
     return total
+
+
+class Listed(KeyedNoise):
+    """Gives each row a number for its counts and the sets of masks that are listed, in place of random ones."""
+
+    def __init__(self, numbers: Sequence[float], sets: Sequence[Sequence[Sequence[int]]]) -> None:
+        self.numbers, self.sets = torch.tensor(numbers, dtype=torch.float64), sets
+
+    def uniform(self, stream: str, size: int) -> Tensor:
+        assert (stream, size) == ("count", 1)
+        return self.numbers[:, None]
+
+    def bits(self, stream: str, size: int) -> Tensor:
+        """Return 0 for what comes first, 1 for the rest."""
+        assert stream.startswith("order ")
+        found = torch.ones(len(self.sets), size, dtype=torch.int64)
+        for row, sets in enumerate(self.sets):
+            found[row, [len(PROMPT) + place for place in sets[int(stream.removeprefix("order "))]]] = 0
+        return found
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_the_average_over_all_counts_and_masks_is_the_bound(num_samples: int) -> None:
+    text = (5, 6, 7, EOS)
+    likelihood = MaskedBound(num_samples=num_samples)
+    model = tiny_backbone(likelihood.traits)
+    numbers, chosen, probabilities = [], [], []
+    for tenth in range(10):  # two samples are half of [0, 1) apart: a count changes at every tenth
+        number = (tenth + 0.5) / 10
+        counts = [int((number + i / num_samples) % 1 * (len(text) + 1)) for i in range(num_samples)]
+        for sets in product(*(combinations(range(len(text)), count) for count in counts)):
+            numbers.append(number)
+            chosen.append(sets)
+            probabilities.append(1 / 10 / prod(comb(len(text), count) for count in counts))
+    objective = GroupPolicy(likelihood=likelihood, unit="sequence")
+    batch = batch_of([text] * len(numbers))
+    corrupted = objective.corrupt(batch, Listed(numbers, chosen), model.special_tokens)
+    with torch.no_grad():
+        values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
+    average = values.view(corrupted.num_views, -1).sum(0) @ torch.tensor(probabilities, dtype=torch.float64)
+    assert sum(probabilities) == pytest.approx(1)
+    assert {places for sets in chosen for places in sets} == {
+        places for count in range(len(text) + 1) for places in combinations(range(len(text)), count)
+    }
+    assert float(average) == pytest.approx(order_bound(model, text), abs=1e-6)  # norms and weights are in float32
 
 
 def test_the_bound_is_unbiased_and_coupling_lowers_its_variance() -> None:

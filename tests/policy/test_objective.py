@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from experiments.policy_estimators.likelihoods import MaskedBound, Rounds
+from hypothesis import settings
 from torch import Tensor
 
+from effort import THOROUGH
 from fakes import EOS, tiny_backbone
 from modeling.fused.test_invariant import backbone
 from policy.test_likelihood import answers, batch_of, every_answer, laid, small
@@ -112,18 +116,34 @@ def test_the_gradient_is_that_of_the_expected_reward(likelihood: NextToken | Lef
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+@cache
+def drawn() -> Counter[tuple[int, ...]]:
+    """Return how often each text of at most three tokens is drawn: 20 000 times, five times that under ``thorough``.
+
+    100 000 draws take half a minute of the processor; the two tests below share them. All prompts are equal:
+    without ``share_prefixes``, admitting one does not compare it with all others in flight.
+    """
+    num_answers = 100_000 if settings.get_current_profile_name() == THOROUGH else 20_000
+    model = small(tiny_backbone(LeftToRight().traits), 2)
+    sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=11)
+    found: Counter[tuple[int, ...]] = Counter()
+    for first in range(0, num_answers, 2000):
+        prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(first, first + 2000)]
+        decoder = SelfSpeculative(slot_size=2)
+        rows = decode(model, decoder, prompts, sampling, batch_size=128, share_prefixes=False).rows
+        found.update(tuple(row.token_ids) for row in rows)
+    return found
+
+
 def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
     likelihood = LeftToRight(slot_size=2)
     model = small(tiny_backbone(likelihood.traits), 2)
     texts = every_answer(model, 3)
-    size = 1000
-    prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(size)]
-    sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=11)
-    rows = decode(model, SelfSpeculative(slot_size=2), prompts, sampling, batch_size=size).rows
     probability = answers(model, likelihood, batch_of(texts)).exp()
-    drawn = torch.tensor([sum(tuple(row.token_ids) == text for row in rows) for text in texts]).double()
-    deviations = (drawn - size * probability) / (size * probability * (1 - probability)).sqrt()
-    assert float(drawn.sum()) == size
+    counts = torch.tensor([drawn()[text] for text in texts]).double()
+    size = drawn().total()
+    deviations = (counts - size * probability) / (size * probability * (1 - probability)).sqrt()
+    assert float(counts.sum()) == size >= 20_000
     assert float(deviations.abs().max()) < 4.5
 
 
@@ -136,21 +156,18 @@ def test_the_estimate_from_answers_that_were_drawn_agrees_with_the_expected_grad
     rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
     sums = log_probabilities(model, objective, laid(model, objective, batch_of(texts))).sum(1)
     expected = gradient(model, (sums.exp() * rewards).sum())
-    size = 1000
-    prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(size)]
-    sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=3)
-    rows = decode(model, SelfSpeculative(slot_size=2), prompts, sampling, batch_size=size).rows
-    drawn = [texts.index(tuple(row.token_ids)) for row in rows]
-    advantages = group_advantages(rewards[drawn][None], scale=False)[0]
+    counts = torch.tensor([drawn()[text] for text in texts])
+    indices = torch.arange(len(texts)).repeat_interleave(counts)
+    advantages = group_advantages(rewards[indices][None], scale=False)[0]
     directions = torch.randn(5, len(expected), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     slopes = []
     for index in range(len(texts)):
         sums = log_probabilities(model, objective, laid(model, objective, batch_of(texts[index : index + 1]))).sum()
         slopes.append(directions @ gradient(model, sums))
-    values = torch.stack(slopes)[drawn] * advantages[:, None]
-    deviations = (values.mean(0) - directions @ expected) / (values.std(0) / size**0.5)
-    assert float(deviations.abs().max()) < 4
-    assert float((directions @ expected).abs().max()) > 0.05
+    values = torch.stack(slopes)[indices] * advantages[:, None]
+    errors = values.std(0) / drawn().total() ** 0.5
+    assert float(((values.mean(0) - directions @ expected) / errors).abs().max()) < 4
+    assert float((directions @ expected / errors).abs().max()) > 100
 
 
 def test_drafts_save_forwards_and_leave_texts_and_loss_as_they_are() -> None:
@@ -310,6 +327,46 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
         total += own[number].detach().exp() * torch.autograd.grad(loss.sums[1], hidden)[0]
     assert float(expected.abs().max()) > 1e-3
     torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return the estimate from the log-ratio of the distribution that draws to the other one."""
+    return torch.exp(-log_ratio) - 1 + log_ratio
+
+
+def test_expected_gradients_of_the_estimates_of_a_divergence() -> None:
+    """Over draws of the policy: zero for k1, that of the KL to the reference for k2, that of the KL back for k3."""
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    own, reference = logits.log_softmax(0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    log_ratio = own - reference
+
+    def slope(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    drawn_with = own.detach().exp()
+    k1, k2, of_k3 = (slope(drawn_with @ values) for values in (log_ratio, log_ratio**2 / 2, k3(log_ratio)))
+    there, back = slope(own.exp() @ log_ratio), slope(reference.exp() @ -log_ratio)
+    torch.testing.assert_close(k1, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(k2, there, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(of_k3, back, rtol=1e-12, atol=1e-15)
+    assert float((there - back).abs().max()) > 0.05
+
+
+def test_the_engine_is_compared_by_k3_and_the_reference_by_k2() -> None:
+    """For three answers of one token, each of which has log-probabilities of its own."""
+    model = small(tiny_backbone(NextToken().traits), 2)
+    objective = GroupPolicy(unit="sequence")
+    batch = replace(batch_of([(token,) for token in (EOS, 3, 4)]), advantages=torch.zeros(3, dtype=torch.float64))
+    corrupted = laid(model, objective, batch)
+    other = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()[:, None].expand(corrupted.labels.shape)
+    other = other.where(corrupted.labels >= 0, torch.nan)
+    hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible).detach()
+    with torch.no_grad():
+        values, plain, _ = objective.log_probabilities(hidden, model.head, corrupted)
+        loss = objective.loss(hidden, model.head, replace(corrupted, engine=other, reference=other.nan_to_num(nan=0.0)))
+    for name, terms in {"engine_kl": k3(other - plain), "kl": (values - other) ** 2 / 2}.items():
+        found = float(loss.sums[list(objective.terms).index(name)])
+        assert found == pytest.approx(float(terms.nansum()), rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,33 @@
 """The trajectory record: in which forward and in which order each token of a response became final.
 
-A directory holds a pair of files for each process that wrote. ``N.jsonl`` has a header line with format and version,
-then a line for each response. ``N.bin`` has the responses' arrays as 32-bit little-endian integers, one after
-the other, and is memory-mapped by the reader.
+A directory holds safetensors files, ``PROCESS-NUMBER.safetensors``: a process writes one per batch, as a whole or not
+at all, and the reader maps them into memory. Tensors are of 32-bit integers, named ``INDEX.ATTRIBUTE`` by the index of
+their response in the file. The metadata have format, version and, as JSON, the other attributes of all responses.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
+import safetensors.numpy
 from jaxtyping import Int
 
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.output import Generation, GenerationCallback
+from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 
 FORMAT = "refusion-lit trajectories"
-VERSION = 1
+VERSION = "2"
+_ARRAYS = ("prompt_ids", "tokens", "rounds", "order", "draws")
 _PLAIN = ("id", "num_tokens", "finish_reason", "num_forwards", "phases", "decoder")
-_DTYPE = np.dtype("<i4")
+_DTYPE = np.int32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,11 +63,6 @@ class Trajectory:
     num_forwards: int
     phases: Sequence[str]
     decoder: Mapping[str, Any]
-
-    @property
-    def response_ids(self) -> list[int]:
-        """The response's tokens."""
-        return self.tokens[: self.num_tokens].tolist()
 
     @property
     def slot_size(self) -> int | None:
@@ -129,41 +128,30 @@ class TrajectoryRecorder(GenerationCallback):
 
 
 class TrajectoryWriter:
-    """Appends trajectories to the files of one process.
+    """Adds trajectories to a record, as one process of a run.
 
     Args:
         directory: The record's directory.
-        kept: Ids of responses that stay; what an interrupted run has written besides is dropped. Empty: overwrite.
+        resume: Keep what this process has written; of a response that is written again, the last one counts.
         rank: Index of this process.
     """
 
-    def __init__(self, directory: Path, *, kept: Iterable[str] = (), rank: int = 0) -> None:
+    def __init__(self, directory: Path, *, resume: bool = False, rank: int = 0) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._index = directory / f"{rank}.jsonl"
-        self._data = directory / f"{rank}.bin"
-        self._size = 0
-        names = set(kept)
-        found = _read(self._index, resumed=True) if names and self._index.is_file() else []
-        old = [each for each in found if each.id in names]
-        arrays = [_flat(trajectory) for trajectory in old]  # copies, before their file is emptied
-        self._data.write_bytes(b"")
-        self._index.write_text(json.dumps({"format": FORMAT, "version": VERSION}) + "\n", encoding="utf-8")
-        self._append(old, arrays)
+        self._stem = directory / f"{rank:04}"
+        written = list(directory.glob(f"{rank:04}-*"))
+        self._num_files = len(written) if resume else 0
+        for file in [] if resume else written:
+            file.unlink()
 
     def write(self, trajectories: Sequence[Trajectory]) -> None:
-        """Append trajectories: first their arrays, then the lines that refer to them."""
-        self._append(trajectories, [_flat(trajectory) for trajectory in trajectories])
-
-    def _append(self, trajectories: Sequence[Trajectory], arrays: Sequence[np.ndarray]) -> None:
-        with self._data.open("ab") as data:
-            for array in arrays:
-                data.write(array.tobytes())
-        with self._index.open("a", encoding="utf-8") as index:
-            for trajectory, array in zip(trajectories, arrays, strict=True):
-                sizes = (len(trajectory.prompt_ids), len(trajectory.tokens), len(trajectory.draws))
-                own = {name: getattr(trajectory, name) for name in _PLAIN}
-                index.write(json.dumps({**own, "start": self._size, "sizes": sizes}) + "\n")
-                self._size += len(array)
+        """Write trajectories, if there are any, to a file of their own."""
+        if trajectories:
+            named = {f"{i}.{name}": getattr(each, name) for i, each in enumerate(trajectories) for name in _ARRAYS}
+            rows = json.dumps([{name: getattr(each, name) for name in _PLAIN} for each in trajectories])
+            content = safetensors.numpy.save(named, {"format": FORMAT, "version": VERSION, "rows": rows})
+            write_atomically(f"{self._stem}-{self._num_files:06}.safetensors", content)
+            self._num_files += 1
 
 
 def read_trajectories(directory: str | Path) -> list[Trajectory]:
@@ -173,49 +161,26 @@ def read_trajectories(directory: str | Path) -> list[Trajectory]:
         directory: What ``predict`` with ``record_trajectories`` wrote.
 
     Raises:
-        ValueError: If there is no record, it has another version, or a field or part of the data is missing. Records
-            are never repaired.
+        ValueError: If there is no record, it has another version, or a file is damaged. Records are never repaired.
     """
-    paths = sorted(Path(directory).glob("*.jsonl"), key=lambda path: (len(path.name), path.name))
+    files = sorted(Path(directory).glob("*.safetensors"))
     fix = "record them with predict --model.decoding.record_trajectories true"
-    require(bool(paths), "trajectories", "a directory of recorded trajectories", str(directory), fix)
-    return [trajectory for path in paths for trajectory in _read(path)]
+    require(bool(files), "trajectories", "a directory of recorded trajectories", str(directory), fix)
+    return list({each.id: each for file in files for each in _read(file)}.values())
 
 
-def _read(index: Path, *, resumed: bool = False) -> list[Trajectory]:
-    """Return the trajectories of one process; when it is resumed, without a last line that a kill or full disk cut."""
-    text = index.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1] if resumed else text
-    header, *lines = [_parsed(line) for line in whole.splitlines()] or [{}]
-    found = (header.get("format"), header.get("version"))
+def _read(path: Path) -> list[Trajectory]:
     fix = "record them again with this version of refusion-lit"
-    require(found == (FORMAT, VERSION), "trajectories", f"{FORMAT}, version {VERSION}, in {index}", found, fix)
-    path = index.with_suffix(".bin")
-    data = np.memmap(path, dtype=_DTYPE, mode="r") if path.is_file() and path.stat().st_size else np.empty(0, _DTYPE)
-    trajectories = []
-    for line in lines:
-        missing = {*_PLAIN, "start", "sizes"} - line.keys()
-        require(not missing, "trajectories", f"all fields in {index}", f"none for {', '.join(sorted(missing))}", fix)
-        num_prompt, num_places, num_draws = line["sizes"]
-        size = num_prompt + 3 * num_places + 3 * num_draws
-        values = data[line["start"] : line["start"] + size]
-        require(len(values) == size, "trajectories", f"{size} more numbers in {path}", len(values), fix)
-        prompt_ids, tokens, rounds, order, draws = np.split(values, [num_prompt + i * num_places for i in range(4)])
-        own = {name: line[name] for name in _PLAIN}
-        arrays = {"prompt_ids": prompt_ids, "tokens": tokens, "rounds": rounds, "order": order}
-        trajectories.append(Trajectory(**arrays, draws=draws.reshape(-1, 3), **own))
-    return trajectories
-
-
-def _flat(trajectory: Trajectory) -> Int[np.ndarray, " number"]:
-    parts = (trajectory.prompt_ids, trajectory.tokens, trajectory.rounds, trajectory.order, trajectory.draws.ravel())
-    return np.concatenate(parts).astype(_DTYPE)
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """Return a line's values; none if it is no JSON object."""
     try:
-        values = json.loads(line)
-    except ValueError:
-        values = {}
-    return values if isinstance(values, dict) else {}
+        with safetensors.safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            found = (about.get("format"), about.get("version"))
+            require(found == (FORMAT, VERSION), "trajectories", f"{FORMAT}, version {VERSION}, in {path}", found, fix)
+            rows = json.loads(about["rows"])
+            arrays = [{name: file.get_tensor(f"{i}.{name}").numpy() for name in _ARRAYS} for i in range(len(rows))]
+        trajectories = [Trajectory(**own, **row) for own, row in zip(arrays, rows, strict=True)]
+    except (safetensors.SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"trajectories: expected a whole record in {path}, got {error}; {fix}.") from error
+    for array in (array for own in arrays for array in own.values()):
+        array.flags.writeable = False
+    return trajectories

@@ -150,14 +150,13 @@ class GroupPolicy(Objective):
         for token in special_tokens.banned_token_ids:
             allowed[token] = False
         engine = None
-        num_samples = is_labelled.new_full((), len(batch.response_lengths), dtype=torch.float32)
-        num_labels = is_labelled.sum().float()
-        num_drawn = torch.zeros_like(num_samples)
         if batch.engine is not None and laid.places is not None:
             index = (batch.prompt_lengths[:, None] + laid.places).clamp(0, batch.engine.shape[1] - 1)
             engine = batch.engine.gather(1, index).where(is_labelled, torch.nan)
-            num_drawn = engine.isfinite().sum().float()
+        num_labels = is_labelled.sum().float()
+        num_samples = torch.full_like(num_labels, len(batch.response_lengths))
         num_units = num_samples if self.unit == "sequence" else num_labels
+        num_drawn = torch.zeros_like(num_labels) if engine is None else engine.isfinite().sum().float()
         counts = torch.stack((num_samples, num_samples, num_units, num_units, num_labels, num_drawn))
         own = {"lengths": batch.response_lengths, "advantages": batch.advantages, "engine": engine}
         return replace(laid, counts=counts, allowed=allowed, **own)

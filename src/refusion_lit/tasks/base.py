@@ -64,6 +64,10 @@ class Task(ABC):
         score, _ = score_of(self, example, response)
         return math.nan if score is None else float(score)
 
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
+        """Return :meth:`reward` of each response to its example."""
+        return [self.reward(example, response) for example, response in zip(examples, responses, strict=True)]
+
     def tested(self) -> str:
         """Return what the examples of the test split are, for tables, model cards and the hub."""
         return "test split"

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Generation, check_prompts
 from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.evaluation.loop import Evaluation
+from refusion_lit.evaluation.predictions import described
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
 from refusion_lit.tasks.base import Task, examples_of
@@ -31,17 +31,6 @@ from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
 _STATE = "refusion_lit_rollouts"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskReward(Reward):
-    """:meth:`Task.reward <refusion_lit.tasks.base.Task.reward>` of each response."""
-
-    task: Task
-
-    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
-        """Return the rewards; see :meth:`Reward.rewards`."""
-        return [self.task.reward(example, text) for example, text in zip(examples, responses, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ class Rollouts:
         has_reference = options.kl_weight == 0 or model.backbone.adapters is not None
         fix = "set model.backbone.lora.rank: the base under the adapters is the reference"
         require(has_reference, "objective.kl_weight", "0 without adapters", options.kl_weight, fix)
-        self._rewards = options.rewards or (TaskReward(task=data.task),)
+        self._rewards: Sequence[Reward | Task] = options.rewards or (data.task,)
         prompt = data.training_prompt()
         if model.backbone.traits.predictions is not None:
             model.check_decoder(self._decoder)
@@ -106,20 +95,24 @@ class Rollouts:
             self._restore(self._restored, rank)
 
     def _check_memory(self, prompt_length: int) -> None:
-        """Refuse a KV cache of all prompts in flight that is larger than the host's or the device's memory."""
+        """Refuse a KV cache of all prompts in flight, or inputs of all layers, beyond the host's or device's memory."""
         backbone = self._model.backbone
         config = backbone.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_token = 2 * config.num_hidden_layers * heads * size * backbone.dtype.itemsize
-        num_rows = self._evaluation.options.batch_size
-        needed = num_rows * (prompt_length + self._sampling.max_new_tokens) * per_token
+        per_width = (prompt_length + self._sampling.max_new_tokens) * config.num_hidden_layers * backbone.dtype.itemsize
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if backbone.device.type == "cuda":
             memory = torch.cuda.mem_get_info(backbone.device)[1]
-        expected = f"answers in flight that fit into {memory / 2**30:.1f} GB"
-        got = f"{num_rows}, a cache of {needed / 2**30:.1f} GB"
-        require(needed < memory, "model.decoding.batch_size", expected, got, "lower it, or objective.max_new_tokens")
+        parts = (
+            ("model.decoding.batch_size", self._evaluation.options.batch_size, 2 * heads * size),
+            ("data.batch_size", self._data.batch_size, self.objective.group_size * config.hidden_size),
+        )
+        for option, number, width in parts:
+            needed = number * width * per_width
+            expected = f"answers that fit into {memory / 2**30:.1f} GB"
+            got = f"{number}, which takes at least {needed / 2**30:.1f} GB"
+            require(needed < memory, option, expected, got, "lower it, or objective.max_new_tokens")
 
     def next_update(
         self, step: Sequence[ResponseBatch], number: int, corrupt: Callable[[ResponseBatch], CorruptedBatch]
@@ -135,7 +128,7 @@ class Rollouts:
         if not self.pending or len(self.pending[0]) != len(step):  # the last step of an epoch may be shorter
             self.pending.clear()
             with torch.autocast(device.type, enabled=False):  # the fused backbone decodes without it
-                answers = self.answers(step, number)
+                answers = self._answers(step, number)
             for update in range(self.objective.num_updates):
                 fresh = stable_key("update", update, number)  # bounds draw new masks for every update
                 keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
@@ -157,16 +150,8 @@ class Rollouts:
             corrupted = replace(corrupted, **{name: values})
         return corrupted
 
-    def answers(self, step: Sequence[ResponseBatch], number: int) -> list[ResponseBatch]:
-        """Decode and reward a group of answers for each prompt of a step.
-
-        Args:
-            step: The step's micro-batches; their responses are not used.
-            number: Number of the optimizer step.
-
-        Returns:
-            A batch of all answers for each micro-batch.
-        """
+    def _answers(self, step: Sequence[ResponseBatch], number: int) -> list[ResponseBatch]:
+        """Decode and reward a group of answers for each prompt; return those of each micro-batch."""
         started = time.perf_counter()
         update_seconds = started - self._finished if self._finished else 0.0
         parts = [_prompts(batch) for batch in step]
@@ -202,11 +187,14 @@ class Rollouts:
         texts = [row.text for row in rows]
         totals = [0.0] * len(rows)
         for reward in self._rewards:
-            values = checked_rewards(reward, examples, texts, self.objective.reward_seconds)
-            if all(math.isnan(value) for value in values):
+            values = _checked_rewards(reward, examples, texts, self.objective.reward_seconds)
+            distinct = {value for value in values if not math.isnan(value)}
+            if not distinct or (len(distinct) == 1 and not self.figures):  # later, all may have learnt it
+                what = f"equal to {distinct.pop():g}" if distinct else "NaN"
                 name = type(reward).__name__
-                warnings.warn(f"{name}.rewards: all of a roll-out are NaN; such answers teach nothing", stacklevel=2)
-            totals = [total + reward.weight * value for total, value in zip(totals, values, strict=True)]
+                warnings.warn(f"{name}.rewards: all of a roll-out are {what}; such answers teach nothing", stacklevel=2)
+            weight = reward.weight if isinstance(reward, Reward) else 1.0
+            totals = [total + weight * value for total, value in zip(totals, values, strict=True)]
         return [0.0 if row.finish_reason == "length" else total for row, total in zip(rows, totals, strict=True)]
 
     def _example(self, name: str) -> Example:
@@ -255,7 +243,7 @@ class Rollouts:
         states: list[Any] = [own] * num_processes
         if num_processes > 1:
             torch.distributed.all_gather_object(states, own)
-        checkpoint[_STATE] = {"pending": states, "rewards": repr(self._rewards)}
+        checkpoint[_STATE] = {"pending": states, "rewards": _described(self._rewards)}
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Take the state over, which :meth:`start` restores."""
@@ -263,7 +251,8 @@ class Rollouts:
 
     def _restore(self, state: Mapping[str, Any], rank: int) -> None:
         fix = "give the rewards of the run that is resumed, or start a new one from its weights"
-        require(state["rewards"] == repr(self._rewards), "objective.rewards", state["rewards"], self._rewards, fix)
+        rewards = _described(self._rewards)
+        require(state["rewards"] == rewards, "objective.rewards", state["rewards"], rewards, fix)
         pending = state["pending"]
         fits = rank < len(pending) or not pending[0]
         fix = "resume with as many processes as before, or set num_updates to 1"
@@ -289,6 +278,11 @@ def engine_log_probabilities(row: Generation, trajectory: Trajectory) -> dict[in
     return found
 
 
+def _described(rewards: Sequence[Reward | Task]) -> str:
+    """Return modules, classes and options."""
+    return repr([(type(each).__module__, described(each)) for each in rewards])
+
+
 def _prompts(batch: ResponseBatch) -> list[Prompt]:
     rows = zip(batch.ids, batch.input_ids.tolist(), batch.prompt_lengths.tolist(), strict=True)
     return [Prompt(token_ids=tuple(ids[:length]), id=name) for name, ids, length in rows]
@@ -298,21 +292,16 @@ def _reward_table(groups: Sequence[Sequence[_Answer]]) -> Float[Tensor, "prompt 
     return torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
 
 
-def checked_rewards(
-    reward: Reward, examples: Sequence[Example], responses: Sequence[str], seconds: float
+def _checked_rewards(
+    reward: Reward | Task, examples: Sequence[Example], responses: Sequence[str], seconds: float
 ) -> list[float]:
-    """Return the rewards of responses.
-
-    Raises:
-        ValueError: In one line, if the reward raises, takes more than the given seconds, or returns something else than
-            a number for each response.
-    """
+    """Return the rewards of responses, or say in one line what is wrong with them."""
     name = f"{type(reward).__name__}.rewards"
     found: dict[str, Any] = {}
 
     def call() -> None:
         try:
-            found["values"] = list(reward.rewards(examples, responses))
+            found["values"] = [float(value) for value in reward.rewards(examples, responses)]
         except Exception as error:
             found["error"] = error
 
@@ -325,6 +314,4 @@ def checked_rewards(
     require("error" not in found, name, "rewards", found.get("error"), fix)
     values = found["values"]
     require(len(values) == len(responses), name, f"{len(responses)} numbers, one per response", len(values), fix)
-    wrong = [value for value in values if not isinstance(value, Real)]
-    require(not wrong, name, "numbers", wrong[:1], fix)
-    return [float(value) for value in values]
+    return values
