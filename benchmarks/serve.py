@@ -225,7 +225,7 @@ def aims(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     found.append(aim(text, ratio, bound, at_least=True))
     if ("Autoregressive", 16) in row:
         share = row["Autoregressive", 16]["share_of_other_threads"]
-        found.append(aim("HTTP and queue: share of processor time, 16 clients", share, 0.03, at_least=False))
+        found.append(aim("processor time of threads other than the engine's, 16 clients", share, 0.03, at_least=False))
     return found
 
 

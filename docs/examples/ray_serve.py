@@ -30,7 +30,7 @@ def application(ckpt_path: str, num_replicas: int) -> serve.Application:
         model = refusion_lit.load(ckpt_path)
         options = DecodingOptions(batch_size=16)
         worker = Worker(model, model.default_decoder, SamplingParams(max_new_tokens=256), options, Limits())
-        return build_app(Service(worker, Path(ckpt_path).name), key=os.environ.get(API_KEY))
+        return build_app(Service(worker, Path(ckpt_path).name), key=os.environ.get(API_KEY) or None)
 
     replica = serve.deployment(
         serve.ingress(build)(),

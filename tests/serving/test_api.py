@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -24,7 +25,7 @@ from refusion_lit import load
 from refusion_lit.decoding import Autoregressive, Generation, ReFusion, SelfSpeculative
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.serving import Limits
-from refusion_lit.serving.app import Server
+from refusion_lit.serving.app import Server, build_app
 from refusion_lit.serving.service import Service
 from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
@@ -100,6 +101,32 @@ def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
     assert [choice.text for choice in several.choices] == [alone(model, text).text for text in TEXTS[:3]]
 
 
+def test_every_forward_is_told_as_it_happens(model: TextModel) -> None:
+    """Also those that commit nothing: what they drafted, and which earlier drafts they verified."""
+    decoder = ReFusion(slot_size=4, num_serial_blocks=2)
+    prompt = Prompt(token_ids=tuple(model.encode("1+1")), id="0")
+    sampling = SamplingParams(max_new_tokens=24)
+    [row] = model.decode([prompt], decoder, sampling, trace=True).rows
+    with serving(model, decoder) as server, openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client:
+        options = {"stream": True, "stream_options": {"include_decode": True}}
+        chunks = list(chat(client, "1+1", max_tokens=24, **options))
+    found = [chunk.decode["rounds"] for chunk in chunks]
+    assert [len(rounds) for rounds in found] == [1] * row.num_forwards
+    rounds = [entry for [entry] in found]
+    start = len(prompt.token_ids)
+    for told, entry in zip(rounds, row.trace, strict=True):
+        assert told["phase"] == entry.phase
+        assert told["drafted"] == [position - start for position in entry.positions]
+        assert told["texts"] == [model.piece(token) for token in entry.tokens]
+        assert told["committed"] == [position - start for position in entry.accepted]
+    drafted: set[int] = set()
+    for told, entry in zip(rounds[:-1], row.trace[:-1], strict=True):  # after the last one everything is committed
+        assert len(told["verified"]) == len(entry.scores)
+        assert drafted >= {*told["verified"]}
+        drafted = drafted.union(told["drafted"]).difference(told["committed"])
+    assert sum(bool(told["verified"]) and not told["committed"] for told in rounds) > 3
+
+
 def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
     async def ask(url: str) -> list[Any]:
         options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 120}  # to connect, too
@@ -172,7 +199,7 @@ def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> No
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"extra_body": {"guided_json": {}}}, "guided_json: refused, as this server has no such field; leave it out."),
-    ({"logprobs": True}, "logprobs: refused, as a decoder that commits several tokens per forward has no"),
+    ({"logprobs": True}, "logprobs: refused, as this server returns no log-probabilities, with any decoder; leave"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: refused, as this server calls no tools"),
     ({"extra_body": {"max_new_tokens": 4}}, "max_new_tokens: refused, as this server has no such field; leave it out."),
     ({"frequency_penalty": 0.5}, "frequency_penalty: refused, as this server has no such field"),
@@ -195,6 +222,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "max_completion_tokens: refused, as max_tokens is given, too; leave it out.",
     ),
     ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text', 'json_object' or"),
+    *(
+        (
+            {"response_format": {"type": kind} | given},
+            "response_format.json_schema: expected a schema if the type is json_schema, and none otherwise, got",
+        )
+        for kind, given in (
+            ("json_object", {"json_schema": {"schema": {"enum": [1]}}}),
+            ("text", {"json_schema": {"schema": False}}),
+            ("json_schema", {}),
+        )
+    ),
 ]
 
 
@@ -211,7 +249,7 @@ def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
     assert chat(client, "1+1", **neutral).choices
     turn: Any = {"role": "user", "content": "1+1", "name": None, "tool_calls": None}  # as in model_dump()
     assert client.chat.completions.create(model=NAME, messages=[turn]).choices
-    with pytest.raises(openai.BadRequestError, match="logprobs: refused, as a decoder that commits several tokens"):
+    with pytest.raises(openai.BadRequestError, match="logprobs: refused, as this server returns no log-probabil"):
         client.completions.create(model=NAME, prompt="1+1", logprobs=0)  # asks for those of the tokens themselves
 
 
@@ -268,8 +306,16 @@ def test_content_may_come_in_parts_of_text(client: Any) -> None:
     parts = [{"type": "text", "text": "12+"}, {"type": "text", "text": "34>"}]
     assert ask(parts).choices[0].message.content == ask("12+34>").choices[0].message.content
     image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content: .* type text, got 'image_url'; this"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"messages\.0\.content\.2\.type: Input should be 'text', got \"image"
+    ):
         ask([*parts, image])
+    for key in ("cache_control", "annotations"):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask([parts[0], parts[1] | {key: {"type": "ephemeral"}}])
+        assert caught.value.param == f"messages.0.content.1.{key}"
+        assert caught.value.body["message"].endswith(": refused, as this server has no such field; leave it out.")
+    assert ask([parts[0], parts[1] | {"annotations": None}]).choices, "null asks for nothing"
 
 
 def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:
@@ -279,7 +325,9 @@ def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:
         client.completions.create(model="/etc/passwd", prompt="1")
     with pytest.raises(openai.BadRequestError, match="messages: expected one message of the user, as this model has"):
         client.chat.completions.create(model=NAME, messages=[{"role": "system", "content": "1"}])
-    with pytest.raises(openai.BadRequestError, match=r"prompt: expected at most 4096 tokens, got 5000; shorten it\."):
+    with pytest.raises(
+        openai.BadRequestError, match="prompt: expected at most 4096 tokens, with those of a schema, got 5000"
+    ):
         client.completions.create(model=NAME, prompt="1" * 5000)
     with pytest.raises(
         openai.BadRequestError, match=r"prompt 0: expected at most 496 tokens \(a context of 512 less max_tokens"
@@ -303,6 +351,46 @@ def test_names_of_special_tokens_stay_text(client: Any) -> None:
     for name in ("<mask>", "<eos>"):
         with pytest.raises(openai.BadRequestError, match="the tokenizer has no token for"):
             chat(client, f"1{name}2")
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}assistant: "
+
+
+def test_names_of_a_chat_templates_tokens_stay_text_in_every_turn(tmp_path: Path) -> None:
+    chatting = load(make_bytes_base(tmp_path, mask=True), device="cpu")
+    chatting.tokenizer.chat_template = TEMPLATE
+    special = {chatting.tokenizer.eos_token_id, chatting.tokenizer.mask_token_id}
+    encoded: list[tuple[int, ...]] = []
+    turns: list[Any] = [
+        {"role": "system", "content": "End with <eos>."},
+        {"role": "user", "content": "1<eos>assistant: <mask><pad>"},
+    ]
+
+    def expected() -> str:
+        ids = tuple(chatting.encode(turns[-1]["content"], turns))
+        prompt = Prompt(token_ids=ids, id="0")
+        return chatting.decode([prompt], Autoregressive(), SamplingParams(max_new_tokens=16)).rows[0].text
+
+    with (
+        serving(chatting, Autoregressive()) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+    ):
+        submit = server.worker.submit
+
+        def submit_noted(jobs: Any) -> None:
+            encoded.extend(job.prompt.token_ids for job in jobs)
+            submit(jobs)
+
+        server.worker.submit = submit_noted  # type: ignore[method-assign]
+        for question in ("and <eos>2?", "<pad>"):
+            answer = client.chat.completions.create(model=NAME, messages=turns).choices[0].message
+            assert answer.content == expected()
+            own = [token for token in encoded[-1] if token in special]
+            assert own == [chatting.tokenizer.eos_token_id] * len(turns), "the template's own, one for each turn"
+            for turn in turns:
+                assert turn["content"] in chatting.tokenizer.decode(encoded[-1])
+            turns += [answer.model_dump(include={"role", "content"}), {"role": "user", "content": question}]
+        assert len(encoded) == 2
 
 
 def get(url: str, data: bytes | None = None, **headers: str) -> tuple[int, Any]:
@@ -332,11 +420,33 @@ def test_the_door(server: Server, model: TextModel) -> None:
     assert get(chats, b"{") == (400, "body: JSON decode error.")
     assert get(chats, b"[1]")[0] == get(chats, b"[" * 100_000)[0] == get(chats, b"\xff")[0] == 400
     assert get(chats, b'{"model": "additions"}') == (400, "messages: Field required.")
+    with serving(model, key="") as unlocked:  # as of a variable that is set to nothing
+        assert get_status(unlocked, "/v1/models", "evil.example") == 400
+        assert get(f"{address(unlocked)}/v1/models", Authorization="Bearer ")[0] == 200
     with serving(model, key="secret") as locked:
         assert get(f"{address(locked)}/health", Host="any.example")[0] == get(address(locked))[0] == 200
         for path in ("/metrics", "/v1/models"):
             assert get(address(locked) + path)[0] == get(address(locked) + path, Authorization="Bearer x")[0] == 401
             assert get(address(locked) + path, Authorization="Bearer secret")[0] == 200
+
+
+def test_health_says_that_the_model_is_loading(model: TextModel) -> None:
+    from fastapi.testclient import TestClient
+
+    worker = Worker(model, model.default_decoder, SamplingParams(), DecodingOptions(), Limits())
+    loaded = threading.Event()
+    runner = worker.checked.runner
+    worker.checked.runner = lambda: loaded.wait(60) and runner()  # type: ignore[method-assign,return-value]
+    with TestClient(build_app(Service(worker, NAME)), "http://127.0.0.1") as client:
+        health = client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "loading"})
+        refused = client.post("/v1/completions", json={"model": NAME, "prompt": "1"})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the model is loading.")
+        assert int(refused.headers["retry-after"]) > 0
+        loaded.set()
+        wait_for(lambda: client.get("/health").status_code == 200)
+        worker.drain(5.0)
+        assert client.get("/health").json() == {"status": "stopping"}
 
 
 def test_errors_that_no_route_expects_have_the_form_of_all_errors(server: Server, monkeypatch: Any) -> None:
@@ -359,6 +469,18 @@ def test_errors_that_no_route_expects_have_the_form_of_all_errors(server: Server
 
     monkeypatch.setattr(server.worker, "submit", broken)
     assert get(url, json.dumps(valid).encode()) == (500, "the request failed (KeyError)")
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 20000000\n\n", "Transfer-Encoding: chunked\n\n1312d00\n"])
+def test_a_client_that_sends_all_of_a_large_body_first_gets_its_answer(server: Server, head: str) -> None:
+    """As Python's urllib does: with data unread, closing the connection would reset it."""
+    start = "POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\nConnection: close\n"
+    with raw(server, start + head) as connection:
+        connection.sendall(b"1" * 20_000_000)
+        connection.sendall(b"\r\n0\r\n\r\n" if "chunked" in head else b"")
+        answer = connection.makefile("rb").read()
+    assert b" 413 " in answer.partition(b"\r\n")[0]
+    assert b"body: expected at most 1000000 bytes, got more; shorten it." in answer
 
 
 def get_status(server: Server, path: str, host: str = "127.0.0.1") -> int:

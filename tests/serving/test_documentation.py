@@ -1,9 +1,10 @@
-"""The page on serving, as a reader tries it: its requests run as they stand, but for port and model."""
+"""The page on serving, as a reader tries it: its blocks run as they stand, but for the address of the server."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,38 +17,80 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
 pytest.importorskip("openai", reason="needs openai: pip install --group test")
 pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
 
+import servers
 from refusion_lit import load
+from refusion_lit.cli import main
 from refusion_lit.text_model import TextModel
-from servers import NAME, address, serving
+from servers import address, serving
 from tiny import make_bytes_base
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
 
 
-def blocks(language: str, url: str) -> list[str]:
-    found = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    own = {"http://127.0.0.1:8000": url, '"first"': f'"{NAME}"', '"base"': f'"{NAME}"'}
-    for ours, theirs in own.items():
-        found = [block.replace(ours, theirs) for block in found]
+def block(beginning: str) -> str:
+    """Return the one block that begins so."""
+    [found] = [text for _, text in BLOCKS if text.startswith(beginning)]
     return found
 
 
+def served_before(text: str) -> Path:
+    """Return the directory that the page serves where a block comes."""
+    before = PAGE[: PAGE.index(text)]
+    return Path(re.findall(r"^refusion-lit serve --ckpt_path (\S+)", before, re.MULTILINE)[-1])
+
+
+def asked_of(server: Any, text: str) -> str:
+    assert "http://127.0.0.1:8000" in text
+    return text.replace("http://127.0.0.1:8000", address(server))
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_request_by_curl(model: TextModel) -> None:
+def test_the_request_by_curl(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = model.generate(["12+34,56+78>"], max_new_tokens=64)[0].text
+    command = block("curl")
+    monkeypatch.setattr(servers, "NAME", served_before(command).name)
     with serving(model) as server:
-        [command] = [block for block in blocks("bash", address(server)) if block.startswith("curl")]
+        command = asked_of(server, command)
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected
 
 
-def test_the_requests_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    letters = load(make_bytes_base(tmp_path), device="cpu")
+def test_the_requests_from_python(
+    model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     scope: dict[str, Any] = {}
-    with serving(letters) as server:
-        asked, schema = blocks("py", address(server))
-        exec(asked, scope)
+    first, schema = block("import openai"), block("schema =")
+    monkeypatch.setattr(servers, "NAME", served_before(first).name)
+    with serving(model) as server:
+        exec(asked_of(server, first), scope)
         assert scope["answer"].choices[0].message.content in capsys.readouterr().out
+        scope["client"].close()
+    monkeypatch.setattr(servers, "NAME", served_before(schema).name)
+    letters = load(make_bytes_base(tmp_path), device="cpu")
+    with serving(letters) as server:
+        scope["client"] = scope["openai"].OpenAI(base_url=f"{address(server)}/v1", api_key="none")
         exec(schema, scope)
         scope["client"].close()
-    assert [*json.loads(scope["answer"].choices[0].message.content)][:1] == ["city"]
+    assert [*json.loads(capsys.readouterr().out)][:1] == ["city"]
+
+
+def test_the_schema_without_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = block("refusion-lit generate")
+    directory = served_before(command)
+    directory.mkdir(parents=True)
+    make_bytes_base(directory)
+    subprocess.run(["bash", "-c", block("echo")], check=True, timeout=60)
+    assert main(shlex.split(command)[1:]) == 0
+    assert [*json.loads(capsys.readouterr().out)][:1] == ["city"]
+
+
+def test_a_block_fetches_the_model_that_the_next_one_serves() -> None:
+    directory = served_before(block("schema ="))
+    fetching = (Path(__file__).parents[2] / "experiments" / "lossless" / "prepare.py").read_text(encoding="utf-8")
+    assert "nox -s real_model -- fetch\n" in block("pip install nox")
+    assert f'ROOT = Path("{directory.parent}")' in fetching
+    assert f'ROOT / "{directory.name}"' in fetching

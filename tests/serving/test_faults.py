@@ -10,8 +10,9 @@ import shutil
 import signal
 import socket
 import threading
+import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,18 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 
 import openai
 
+from cli.conftest import QUICKSTART, TINY
 from forks import finished, start
 from refusion_lit import load
 from refusion_lit.cli import main
-from refusion_lit.decoding import Autoregressive, Decoder
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving.app import Server
+from refusion_lit.serving.service import Service
 from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 from servers import MODEL, NAME, address, raw, serving, slow, wait_for
+from tiny import make_bytes_base
 
 ENVIRONMENT = os.environ | {"REFUSION_LIT_API_KEY": ""}
 BAD = ">9>9>"
@@ -95,7 +99,7 @@ def no_numbers(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS = [
-    (memory, 503, "out of memory: the prompt and max_tokens need more than this machine has; lower them"),
+    (memory, 503, "out of memory: the prompt and max_tokens need more than there is; lower them"),
     (bug, 500, "the request failed (KeyError)"),
     (no_numbers, 500, "the model computed logits that are not numbers for this request"),
 ]
@@ -225,12 +229,44 @@ def test_the_cache_is_bounded_by_the_limits(model: TextModel) -> None:
         assert (cache.num_rows, cache.capacity) == (2, 256), "80 + 80, rounded up to chunks of 128"
 
 
+def test_the_text_that_a_schema_gives_counts_as_prompt(tmp_path: Path) -> None:
+    masked = load(make_bytes_base(tmp_path, mask=True), device="cpu")
+
+    def ask(server: Server, length: int) -> str:
+        form = {"type": "json_schema", "json_schema": {"schema": {"const": "x" * length}}}
+        return json.loads(complete(server, "1", max_tokens=80, extra_body={"response_format": form}).choices[0].text)
+
+    with serving(masked, ReFusion(), rows=2, max_prompt_tokens=80, max_answer_tokens=80) as server:
+        assert ask(server, 76) == "x" * 76, "1 token, 76, 2 quotes and EOS"
+        with pytest.raises(
+            openai.BadRequestError, match="prompt: expected at most 80 tokens, with those of a schema, got"
+        ):
+            ask(server, 300)
+        cache = server.worker.engine.cache
+        assert cache is not None
+        assert cache.capacity <= 256, "80 + 80, rounded up to chunks of 128"
+
+
 def test_a_time_limit_ends_a_request(model: TextModel) -> None:
     with serving(model, Autoregressive(), prepare=slow, max_seconds=0.2) as server:
         with pytest.raises(openai.InternalServerError, match="the time limit of a request is over") as caught:
             complete(server, "1+1", max_tokens=400)
         assert caught.value.status_code == 504
         assert complete(server, "1+1", max_tokens=2).choices
+
+
+def test_the_time_limit_starts_when_a_request_arrives(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Service._encode
+
+    def encode_slowly(service: Service, asked: Any) -> Any:
+        time.sleep(0.3)
+        return encode(service, asked)
+
+    with serving(model, Autoregressive(), max_seconds=0.25) as server:
+        assert complete(server, "1+1", max_tokens=1).choices
+        monkeypatch.setattr(Service, "_encode", encode_slowly)
+        with pytest.raises(openai.InternalServerError, match="the time limit of a request is over"):
+            complete(server, "1+1", max_tokens=1)
 
 
 def test_a_signal_lets_answers_end_and_refuses_others(model: TextModel) -> None:
@@ -255,37 +291,63 @@ def test_after_the_limit_of_draining_the_rest_gets_503(model: TextModel) -> None
         assert caught.value.status_code == 503
 
 
+@contextlib.contextmanager
+def command(log: Path, *options: str) -> Iterator[str]:
+    """Run ``refusion-lit serve``; yield its address, and check that it stops at SIGTERM."""
+    log.touch()
+    unlogged = logging.getLogger().handlers.clear  # pytest's
+    process = start(["serve", "--port", "0", *options], log, unlogged)
+    try:
+        wait_for(lambda: "running on" in log.read_text() or not process.is_alive())
+        yield log.read_text().partition("running on ")[2].split()[0]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        assert finished(process) == 0
+    finally:
+        process.kill()
+
+
 def test_the_command_serves_without_its_directory_and_stops_at_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REFUSION_LIT_API_KEY", "")
     directory, log = shutil.copytree(MODEL, tmp_path / "additions"), tmp_path / "log"
-    log.touch()
-    unlogged = logging.getLogger().handlers.clear  # pytest's
-    process = start(["serve", "--ckpt_path", str(directory), "--port", "0"], log, unlogged)
-    try:
-        wait_for(lambda: "running on" in log.read_text() or not process.is_alive())
-        said = log.read_text()
-        assert "serving additions with ReFusion\n" in said
-        url = said.partition("running on ")[2].split()[0]
+    with command(log, "--ckpt_path", str(directory), "--log_prompts", "false") as url:
+        assert "serving additions with ReFusion\n" in log.read_text()
         shutil.rmtree(directory)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
             found = client.completions.create(model="additions", prompt="1+1", max_tokens=16)
         real = load(MODEL, device="cpu")
         assert found.choices[0].text == alone(real, real.default_decoder, "1+1", 16)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGTERM)
-        assert finished(process) == 0
-        assert "done" in log.read_text()
-        assert "1+1" not in log.read_text(), "logs have no prompts"
-    finally:
-        process.kill()
+    assert "done" in log.read_text()
+    assert "1+1" not in log.read_text(), "logs have no prompts"
+    assert repr(found.choices[0].text) not in log.read_text()
+
+
+def test_the_command_serves_a_run_of_fit_and_logs_prompts_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSION_LIT_API_KEY", "")
+    assert main(["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}"]) == 0
+    run, log = tmp_path / "quickstart" / "version_0", tmp_path / "log"
+    with (
+        command(log, "--ckpt_path", str(run), "--log_prompts", "true") as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client,
+    ):
+        found = client.completions.create(model="version_0", prompt="1+1", max_tokens=16)
+    [expected] = load(run, device="cpu").generate(["1+1"], max_new_tokens=16)
+    assert found.choices[0].text == expected.text
+    assert "prompt=['1+1']" in log.read_text()
+    assert f"answered: {[expected.text]}" in log.read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--host", "0.0.0.0"], "host: expected 127.0.0.1 where REFUSION_LIT_API_KEY is not set, got '0.0.0.0'; set"),
+        (
+            ["--host", "0.0.0.0"],
+            "host: expected 127.0.0.1, ::1 or localhost where REFUSION_LIT_API_KEY is not set, got",
+        ),
         (["--port", "70000"], "port: expected a number below 65536, got 70000; use 8000, say."),
         (["--max_waiting", "-1"], "max_waiting: expected an integer of at least 0, got -1"),
     ],
@@ -295,5 +357,8 @@ def test_wrong_options_are_refused(
 ) -> None:
 
     monkeypatch.delenv("REFUSION_LIT_API_KEY", raising=False)
+    assert main(["serve", "--ckpt_path", str(MODEL), *options]) == 2
+    assert message in capsys.readouterr().err
+    monkeypatch.setenv("REFUSION_LIT_API_KEY", "")
     assert main(["serve", "--ckpt_path", str(MODEL), *options]) == 2
     assert message in capsys.readouterr().err

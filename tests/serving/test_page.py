@@ -41,6 +41,59 @@ def done(chrome: Any) -> bool:
     return not browser.js(chrome, "document.getElementById('send').disabled")
 
 
+TAKE = """
+const canvas = new Canvas(document.createElement("div"));
+const states = () => canvas.places.map((place) => place.text + ":" + place.state);
+const found = [];
+for (const round of arguments[0]) {
+  canvas.take({ slot_size: 4, rounds: [{ drafted: [], texts: [], verified: [], committed: [], ...round }] });
+  found.push(states());
+}
+return [...found, canvas.forwards];
+"""
+
+
+def test_a_token_is_shown_as_verified_once_a_verification_has_scored_it(chrome: Any, model: TextModel) -> None:
+    with serving(model) as server:
+        chrome.get(address(server))
+        rounds = [
+            {"drafted": [0, 1, 2], "texts": ["a", "b", "c"]},
+            {"drafted": [2], "texts": ["d"]},  # drafted again, not verified
+            {"verified": [1, 2], "drafted": [3], "texts": ["e"]},
+            {"drafted": [2], "texts": ["f"]},  # rejected
+            {"verified": [2], "committed": [0, 1, 2]},
+            {"verified": [3], "drafted": [2], "texts": ["g"]},  # a committed one stays
+        ]
+        assert chrome.execute_script(TAKE, rounds) == [
+            ["a:draft", "b:draft", "c:draft"],
+            ["a:draft", "b:draft", "d:draft"],
+            ["a:draft", "b:verified", "d:verified", "e:draft"],
+            ["a:draft", "b:verified", "f:draft", "e:draft"],
+            ["a:new", "b:new", "f:new", "e:draft"],
+            ["a:new", "b:new", "f:new", "e:verified"],
+            6,
+        ]
+        assert "scored by a verification" in browser.js(chrome, "document.querySelector('.legend').innerText")
+
+
+def test_the_stop_button_stops(chrome: Any, model: TextModel) -> None:
+    from selenium.webdriver.common.by import By
+
+    with serving(model, ReFusion(slot_size=4), prepare=lambda worker: slow(worker, 0.05)) as server:
+        chrome.get(address(server))
+        wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
+        button = chrome.find_element(By.ID, "stop")
+        assert not button.is_enabled()
+        browser.js(chrome, "document.getElementById('max_tokens').value = 400")
+        ask(chrome, "1+1")
+        wait_for(lambda: server.worker.num_active == 1)
+        button.click()
+        wait_for(lambda: server.worker.num_active == 0)
+        wait_for(lambda: done(chrome))
+        assert "stopped" in browser.js(chrome, "document.getElementById('status').textContent")
+        assert not button.is_enabled()
+
+
 def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
     decoder = ReFusion(slot_size=4, num_serial_blocks=2)
     row = model.generate(["1+1"], decoder=decoder, max_new_tokens=24)[0]
@@ -54,6 +107,7 @@ def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
         browser.js(chrome, "document.getElementById('max_tokens').value = 24")
         ask(chrome, "1+1")
         wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.draft').length"))
+        wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.verified').length"))
         wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.new').length"))
         assert browser.js(chrome, "document.querySelectorAll('.canvas .slot').length") >= 2
         chrome.save_screenshot(str(tmp_path / "phone.png"))

@@ -17,11 +17,10 @@ def build_parser() -> OneLineParser:
     """Return the parser of ``serve``."""
     parser = OneLineParser(prog="refusion-lit serve", description="Serve a model over HTTP: OpenAI's API, and a page.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
-    host = "address to bind; any other than 127.0.0.1 needs a key in the environment variable REFUSION_LIT_API_KEY"
+    host = "address to bind; any but 127.0.0.1, ::1 and localhost needs the environment variable REFUSION_LIT_API_KEY"
     parser.add_argument("--host", type=str, default="127.0.0.1", help=host)
     parser.add_argument("--port", type=int, default=8000, help="port to bind; 0 for any free one")
-    name = "name of the model in the API; by default that of the directory"
-    parser.add_argument("--name", type=str | None, default=None, help=name)
+    parser.add_argument("--name", type=str | None, default=None, help="name in the API; by default the directory's")
     parser.add_argument("--log_prompts", type=bool, default=False, help="write prompts and answers into the log")
     parser.add_class_arguments(Limits)
     add_model_options(parser, max_new_tokens=256)
@@ -48,7 +47,7 @@ def run(args: list[str]) -> int:
     key = os.environ.get(API_KEY) or None
     fix = f"set {API_KEY} to a secret that clients send, or use 127.0.0.1"
     is_safe = key is not None or options.host in LOCAL
-    require(is_safe, "host", f"127.0.0.1 where {API_KEY} is not set", options.host, fix)
+    require(is_safe, "host", f"127.0.0.1, ::1 or localhost where {API_KEY} is not set", options.host, fix)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("refusion_lit.serving").setLevel(logging.DEBUG if options.log_prompts else logging.INFO)
     setup = setup_of(options)

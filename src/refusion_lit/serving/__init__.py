@@ -12,9 +12,9 @@ class Limits:
     """What requests may take.
 
     Attributes:
-        max_prompt_tokens: Maximum number of tokens of a prompt.
+        max_prompt_tokens: Maximum number of tokens of a prompt, those that a schema gives included.
         max_answer_tokens: Maximum number of tokens of an answer; ``max_new_tokens`` is for requests that name none.
-        max_seconds: Maximum time of a request.
+        max_seconds: Maximum time of a request, from its arrival.
         max_waiting: Maximum number of answers that wait for a row; further requests get 429.
         max_body_bytes: Maximum size of a request.
         drain_seconds: Time that answers in flight may still take after SIGTERM or Ctrl-C; the rest then gets 503.

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import time
 from collections.abc import AsyncIterator
-from importlib.resources import files
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body, message_of
 from refusion_lit.serving.service import Service
@@ -44,7 +42,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 
     Args:
         service: Answers the requests.
-        key: The API key that clients must send, but for the page and ``/health``; ``None``: none.
+        key: The API key that clients must send, but for the page and ``/health``; ``None`` or empty: none.
     """
     worker = service.worker
 
@@ -52,27 +50,19 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.thread.start()
         yield
-        await asyncio.to_thread(worker.stop)
+        worker.drain(0.0)
+        await asyncio.to_thread(worker.thread.join)
 
     # The framework's own pages load scripts from elsewhere.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_middleware(_BodyLimit, max_body_size=worker.limits.max_body_bytes)
-    if key is None:
+    handlers: dict[Any, Any] = dict.fromkeys((HTTPException, RequestValidationError, Exception), _refuse)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, exception_handlers=handlers)
+    app.add_middleware(_limited, max_bytes=worker.limits.max_body_bytes)
+    if not key:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
-    page = files("refusion_lit.serving").joinpath("page.html").read_text(encoding="utf-8")
 
-    @app.exception_handler(HTTPException)
-    async def refuse(_: Request, error: HTTPException) -> Response:
-        # A body without a declared length is counted while it is read.
-        return _error(_too_large(worker.limits.max_body_bytes) if error.status_code == 413 else error)
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse_field(request: Request, error: RequestValidationError) -> Response:
-        return await refuse(request, HTTPException(400, message_of(error)))
-
-    @app.exception_handler(Exception)
-    async def fail(_: Request, error: Exception) -> Response:
-        return _error(HTTPException(500, f"the request failed ({type(error).__name__})"))  # the log has the rest
+    async def check_key(given: _Credentials) -> None:
+        if key and not (given and hmac.compare_digest(given.credentials.encode(), key.encode())):
+            raise HTTPException(401, "authorization: expected the API key, got none or another; send it as a bearer.")
 
     @app.get("/health")
     async def health() -> Response:
@@ -81,37 +71,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 
     @app.get("/")
     async def show() -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY})
-
-    app.include_router(_api(service, key))
-    return app
-
-
-class _BodyLimit(RequestBodyLimitMiddleware):
-    """Refuses bodies by their declared length in the form of all errors, and others once too much was read."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        declared = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
-        if declared.isdecimal() and int(declared) > self.max_body_size:
-            await _error(_too_large(self.max_body_size))(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
-
-
-def _too_large(limit: int) -> HTTPException:
-    return HTTPException(413, f"body: expected at most {limit} bytes, got more; shorten it.")
-
-
-def _error(error: HTTPException) -> Response:
-    return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
-
-
-def _api(service: Service, key: str | None) -> APIRouter:
-    """Return the routes that need the key."""
-
-    async def check_key(given: _Credentials) -> None:
-        if key and not (given and hmac.compare_digest(given.credentials.encode(), key.encode())):
-            raise HTTPException(401, "authorization: expected the API key, got none or another; send it as a bearer.")
+        return FileResponse(Path(__file__).with_name("page.html"), headers={"Content-Security-Policy": _PAGE_POLICY})
 
     api = APIRouter(dependencies=[Depends(check_key)])
 
@@ -132,7 +92,42 @@ def _api(service: Service, key: str | None) -> APIRouter:
     async def metrics() -> Response:
         return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
 
-    return api
+    app.include_router(api)
+    return app
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    """Return an error in the form of all errors; of one that no route expects, the log has the rest."""
+    if isinstance(error, RequestValidationError):
+        error = HTTPException(400, message_of(error))
+    if not isinstance(error, HTTPException):
+        error = HTTPException(500, f"the request failed ({type(error).__name__})")
+    return JSONResponse(error_body(error), error.status_code, error.headers)
+
+
+def _limited(app: ASGIApp, max_bytes: int) -> ASGIApp:
+    """Return an application that refuses larger bodies, by their declared length or by what was read of them."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(raw=scope.get("headers", []))
+        declared = int(headers.get("content-length", 0))
+        num_read = 0
+
+        async def limited() -> Message:
+            nonlocal num_read
+            message = await receive() if declared <= max_bytes else {}
+            num_read += len(message.get("body", b""))
+            if max(declared, num_read) > max_bytes:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1):  # a connection that is closed with unread data may lose the answer
+                        while headers.get("connection") == "close" and (await receive()).get("more_body"):
+                            pass
+                raise HTTPException(413, f"body: expected at most {max_bytes} bytes, got more; shorten it.")
+            return message
+
+        await app(scope, limited, send)
+
+    return run
 
 
 class Server(uvicorn.Server):
@@ -148,25 +143,17 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, service: Service, host: str, port: int) -> None:
         super().__init__(uvicorn.Config(app, host=host, port=port, access_log=False, timeout_graceful_shutdown=5))
         self.worker = service.worker
-        self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Begin to drain; at the second signal, stop at once."""
-        self.should_exit = self._drain_until is not None
+        self.should_exit = self.worker.is_draining
         self.drain()
 
     def drain(self) -> None:
         """Refuse further requests, and stop when those in flight are done or their time is over."""
-        self.worker.is_draining = True
-        self._drain_until = self._drain_until or time.monotonic() + self.worker.limits.drain_seconds
+        self.worker.drain(self.worker.limits.drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop when everything is drained, or the engine has failed for good."""
-        if self.worker.has_failed:
-            self.drain()
-        if self._drain_until is not None:
-            is_done = not (self.worker.num_active or self.worker.num_waiting)
-            if is_done or time.monotonic() > self._drain_until:
-                await asyncio.to_thread(self.worker.stop)
-                self.should_exit = True
+        """Stop when the engine's thread has ended: everything is drained, or it has failed for good."""
+        self.should_exit = self.should_exit or not self.worker.thread.is_alive()
         return await super().on_tick(counter)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
+
+from refusion_lit.utils.require import require
 
 _NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools")
 _SWITCHES = ("logprobs", "echo", "store")
 """Fields that some clients always send: the former ask for nothing if zero or empty, the latter if false."""
 _REASONS = {
     "max_completion_tokens": "max_tokens is given, too",
-    "logprobs": "a decoder that commits several tokens per forward has no log-probability of a next token",
+    "logprobs": "this server returns no log-probabilities, with any decoder",
     "tools": "this server calls no tools; use response_format for JSON",
 }
 
@@ -59,12 +62,19 @@ class ResponseFormat(_Strict):
     """Form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema = JsonSchema()
+    json_schema: JsonSchema | None = None
 
-    @property
     def schema_of_answer(self) -> Any:  # noqa: ANN401 - a JSON schema is an object or a boolean
-        """The JSON schema that the answer keeps; ``None`` for text."""
-        return {"text": None, "json_object": {"type": "object"}, "json_schema": self.json_schema.schema_}[self.type]
+        """Return the JSON schema that the answer keeps; ``None`` for text.
+
+        Raises:
+            ValueError: If there is no schema for the type json_schema, or one for another type.
+        """
+        given = self.json_schema and self.json_schema.schema_
+        fits = (self.json_schema is not None) == (self.type == "json_schema")
+        expected = "a schema if the type is json_schema, and none otherwise"
+        require(fits, "response_format.json_schema", expected, given, "change the type or the schema")
+        return {"type": "object"} if self.type == "json_object" else given
 
 
 class Asked(_Strict):
@@ -84,36 +94,34 @@ class Asked(_Strict):
     user: str | None = None  # who asks: nothing here depends on it
 
 
+class TextPart(_Strict):
+    """A part of a message's content; the server reads text only."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(_Strict):
     """A turn of a chat."""
 
     role: Literal["system", "user", "assistant"]
-    content: str
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def join_parts(cls, content: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Join content that comes in parts of type ``text``; other parts are refused by their type."""
-        if not isinstance(content, list):
-            return content
-        texts: list[str] = []
-        for part in content:
-            kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-            if kind != "text" or not isinstance(text, str):
-                raise ValueError(f"expected text or parts of type text, got {kind!r}; this server reads text alone")
-            texts.append(text)
-        return "".join(texts)
+    content: Annotated[
+        list[TextPart],
+        BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
+    ]
 
 
 class ChatRequest(Asked):
     """Body of ``/v1/chat/completions``."""
 
+    is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
 
 
 class CompletionRequest(Asked):
     """Body of ``/v1/completions``: texts to continue, without a chat template."""
 
+    is_chat: ClassVar[bool] = False
     prompt: _Texts
 
 
@@ -129,10 +137,10 @@ def message_of(error: RequestValidationError) -> str:
     return f"{name}: {first['msg']}{got}."
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def error_body(error: HTTPException) -> dict[str, Any]:
     """Return an error in OpenAI's form; a message about a field begins with its name."""
-    message = message.encode(errors="backslashreplace").decode()  # a lone surrogate is no text that can be sent
+    message = error.detail.encode(errors="backslashreplace").decode()  # a lone surrogate is no text that can be sent
     name = message.partition(":")[0]
     param = name if name.replace(".", "").isidentifier() else None
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.status_code}}

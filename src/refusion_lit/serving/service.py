@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -19,12 +20,10 @@ from starlette.exceptions import HTTPException
 
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.data.schemas import Schemas
-from refusion_lit.decoding import Generation
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
 from refusion_lit.serving.worker import Job, Update, Worker
-from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -37,30 +36,25 @@ class Run:
 
     Attributes:
         asked: The request.
-        jobs: One for each choice.
-        news: What the worker tells: a choice and an event.
+        id: Its name in the answer and in the log.
         started: When it arrived.
-        ended: The choices' generations.
+        jobs: One for each choice.
+        news: What the worker tells of the jobs.
     """
 
     asked: ChatRequest | CompletionRequest
-    jobs: list[Job] = field(default_factory=list)
-    news: asyncio.Queue[tuple[int, Update | Generation | HTTPException]] = field(default_factory=asyncio.Queue)
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     started: float = field(default_factory=time.monotonic)
-    ended: dict[int, Generation] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Name it."""
-        self.begun: set[int] = set()  # choices of which something was told: the role comes once
-        self.is_chat = isinstance(self.asked, ChatRequest)
-        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+    jobs: list[Job] = field(default_factory=list)
+    news: asyncio.Queue[tuple[Job, Update | HTTPException]] = field(default_factory=asyncio.Queue)
 
     @property
     def usage(self) -> dict[str, Any]:
         """The counts, in OpenAI's form, and beside them forwards and tokens per forward."""
+        ended = [job.ended for job in self.jobs if job.ended]
         num_prompt_tokens = sum(len(job.prompt.token_ids) for job in self.jobs) // self.asked.n
-        num_tokens = sum(row.num_tokens for row in self.ended.values())
-        num_forwards = sum(row.num_forwards for row in self.ended.values())
+        num_tokens = sum(row.num_tokens for row in ended)
+        num_forwards = sum(row.num_forwards for row in ended)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
@@ -71,17 +65,17 @@ class Run:
 
     def body(self, *choices: dict[str, Any], **more: object) -> dict[str, Any]:
         """Return the body of an answer, or of a chunk of a stream."""
-        kind = f"chat.completion{'.chunk' * self.asked.stream}" if self.is_chat else "text_completion"
+        kind = f"chat.completion{'.chunk' * self.asked.stream}" if self.asked.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.asked.model}
         return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
 
-    def choice(self, number: int, text: str, ended: Generation | None = None) -> dict[str, Any]:
-        """Return a choice, or the part of it that a chunk has."""
-        reason = ended and ("stop" if ended.finish_reason in ("eos", "stop") else "length")
-        message = {"content": text} if number in self.begun else {"role": "assistant", "content": text}
-        self.begun.add(number)
-        content = {"delta" if self.asked.stream else "message": message} if self.is_chat else {"text": text}
-        return {"index": number, **content, "logprobs": None, "finish_reason": reason}
+    def choice(self, job: Job, text: str) -> dict[str, Any]:
+        """Return a choice, or the part of it that a chunk has; the first one names the role."""
+        reason = job.ended and ("stop" if job.ended.finish_reason in ("eos", "stop") else "length")
+        message = {"content": text} if job.has_begun else {"role": "assistant", "content": text}
+        job.has_begun = True
+        content = {"delta" if self.asked.stream else "message": message} if self.asked.is_chat else {"text": text}
+        return {"index": self.jobs.index(job), **content, "logprobs": None, "finish_reason": reason}
 
 
 class Service:
@@ -98,18 +92,16 @@ class Service:
     def __init__(self, worker: Worker, name: str) -> None:
         self.worker = worker
         self.name = name
-        own = worker.model
         # A tokenizer serves one thread at a time: the worker's has its own, and so have those that compile schemas.
-        self.model = TextModel(own.backbone, copy.deepcopy(own.tokenizer), own.prompt_template)
-        self.schemas = Schemas(copy.deepcopy(own.tokenizer), own.backbone.special_tokens)
+        self.model = copy.copy(worker.model)
+        self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
+        self.schemas = Schemas(copy.deepcopy(worker.model.tokenizer), worker.model.backbone.special_tokens)
         self.registry = CollectorRegistry()
         to: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
-        outcome = "Requests by outcome: done, failed, gone (the client left), refused"
-        self._requests = Counter("requests", outcome, ["outcome"], **to)
+        self._requests = Counter("requests", "Requests: done, failed, gone (client left), refused", ["outcome"], **to)
         self._counts = Counter("counts", "Tokens and forwards, named as in an answer's usage", ["kind"], **to)
         buckets = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-        times = "Time to the first text, and to the end of a request"
-        self._seconds = Histogram("seconds", times, ["until"], buckets=buckets, **to)
+        self._seconds = Histogram("seconds", "Time to the first text, and to the end", ["until"], buckets=buckets, **to)
         Gauge("rows_in_flight", "Answers in flight", **to).set_function(lambda: worker.num_active)
         Gauge("waiting", "Answers that wait for a row", **to).set_function(lambda: worker.num_waiting)
 
@@ -135,38 +127,37 @@ class Service:
         return JSONResponse(collecting.result())
 
     async def _begin(self, asked: ChatRequest | CompletionRequest) -> Run:
-        """Check a request, encode its prompts and submit its jobs.
+        """Check a request, encode its prompts and submit its jobs; all this takes part of its time limit.
 
         Raises:
             HTTPException: If the server is loading, stopping or busy, or another model is asked for.
             ValueError: If the request asks for what cannot be done.
         """
+        run = Run(asked)
+        worker = self.worker
         if asked.model != self.name:
             raise HTTPException(404, f"model: expected {self.name!r}, got {asked.model[:60]!r}; see /v1/models.")
-        if not self.worker.is_ready:
+        if not worker.is_ready:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._sampling(asked)
         prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(asked)]
-        schema = asked.response_format.schema_of_answer
+        schema = asked.response_format.schema_of_answer()
         if schema is not None:
             # Compiling a schema may take a while: in a thread, so that others are served meanwhile.
-            prompts = await asyncio.to_thread(self.schemas.constrain, prompts, schema, self.worker.decoder, sampling)
-        check_prompts(self.worker.checked, self.worker.decoder, prompts, sampling)
-        run = Run(asked)
-        loop = asyncio.get_running_loop()
-        for prompt in prompts:
-            for number in range(asked.n):  # keys the noise of a choice
-
-                def tell(event: Update | Generation | HTTPException, choice: int = len(run.jobs)) -> None:
-                    loop.call_soon_threadsafe(run.news.put_nowait, (choice, event))
-
-                stream = TextStream(self.worker.model.detokenize, sampling.stop)
-                deadline = run.started + self.worker.limits.max_seconds
-                run.jobs.append(
-                    Job(prompt=replace(prompt, id=str(number)), sampling=sampling, tell=tell, deadline=deadline,
-                        stream=stream, watched=asked.stream_options.include_decode)
-                )  # fmt: skip
-        self.worker.submit(run.jobs)
+            prompts = await asyncio.to_thread(self.schemas.constrain, prompts, schema, worker.decoder, sampling)
+        longest = max(len(prompt.token_ids) + prompt.num_uncounted for prompt in prompts)
+        most = worker.limits.max_prompt_tokens
+        require(longest <= most, "prompt", f"at most {most} tokens, with those of a schema", longest, "shorten it")
+        check_prompts(worker.checked, worker.decoder, prompts, sampling)
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, run.news.put_nowait)
+        run.jobs = [
+            Job(prompt=replace(prompt, id=str(number)), sampling=sampling, tell=tell,
+                deadline=run.started + worker.limits.max_seconds, watched=asked.stream_options.include_decode,
+                stream=TextStream(worker.model.detokenize, sampling.stop))
+            for prompt in prompts
+            for number in range(asked.n)  # keys the noise of a choice
+        ]  # fmt: skip
+        worker.submit(run.jobs)
         log.debug("%s asked: %r", run.id, asked)
         return run
 
@@ -177,7 +168,6 @@ class Service:
         limit = min(default.max_new_tokens, most) if asked.max_tokens is None else asked.max_tokens
         require(limit <= most, "max_tokens", f"at most {most}", limit, "lower it")
         own = asked.model_dump(include={"temperature", "top_p", "top_k", "stop", "seed"}, exclude_none=True)
-        own |= {} if asked.stop is None else {"stop": tuple(asked.stop)}
         sampling = replace(default, max_new_tokens=limit, **own)
         if asked.seed is None and sampling.temperature > 0:
             sampling = replace(sampling, seed=secrets.randbits(31))  # told in the answer
@@ -187,21 +177,17 @@ class Service:
     def _encode(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Return the prompts' tokens; names of special tokens in texts stay text."""
         if isinstance(asked, ChatRequest):
-            turns = [message.model_dump() for message in asked.messages]
+            texts = ["".join(part.text for part in message.content) for message in asked.messages]
+            turns = [{"role": each.role, "content": text} for each, text in zip(asked.messages, texts, strict=True)]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
             wanted = "one message of the user, as this model has no chat template"
             require(fits, "messages", wanted, len(turns), "use /v1/completions")
-            encoded = [self.model.encode(turns[-1]["content"], turns)]
-        else:
-            fits = 1 <= len(asked.prompt) * asked.n <= 16 and all(asked.prompt)
-            require(fits, "prompt", "1 to 16 texts, n times, none of them empty", asked.prompt[:2], "split the request")
-            encoded = [encode_text(self.model.tokenizer, text) for text in asked.prompt]
-        longest = max(map(len, encoded))
-        most = self.worker.limits.max_prompt_tokens
-        require(longest <= most, "prompt", f"at most {most} tokens", longest, "shorten it")
-        return encoded
+            return [self.model.encode(texts[-1], turns)]
+        fits = 1 <= len(asked.prompt) * asked.n <= 16 and all(asked.prompt)
+        require(fits, "prompt", "1 to 16 texts, n times, none of them empty", asked.prompt[:2], "split the request")
+        return [encode_text(self.model.tokenizer, text) for text in asked.prompt]
 
-    async def _events(self, run: Run) -> AsyncIterator[tuple[int, Update | Generation]]:
+    async def _events(self, run: Run) -> AsyncIterator[tuple[Job, Update]]:
         """Yield what happens until all choices have ended; leave nothing in flight when the client goes.
 
         Raises:
@@ -210,61 +196,47 @@ class Service:
         outcome = "gone"
         has_text = False
         try:
-            while len(run.ended) < len(run.jobs):
-                choice, event = await run.news.get()
+            while not all(job.ended for job in run.jobs):
+                job, event = await run.news.get()
                 if isinstance(event, HTTPException):
                     outcome = "failed"
                     raise event
-                if isinstance(event, Generation):
-                    run.ended[choice] = event
-                elif event.text and not has_text:
+                job.ended = event.generation
+                if event.text and not has_text:
                     has_text = True
                     self._seconds.labels("first_text").observe(time.monotonic() - run.started)
-                yield choice, event
+                yield job, event
             outcome = "done"
         finally:
-            self.worker.abort(run.jobs)
+            for job in run.jobs:
+                job.deadline = 0.0  # the worker drops it, unless it has ended
             self._requests.labels(outcome).inc()
             self._seconds.labels("end").observe(time.monotonic() - run.started)
             for kind in ("prompt_tokens", "completion_tokens", "forwards"):
                 self._counts.labels(kind).inc(run.usage[kind])
             log.info("%s %s %s", run.id, outcome, json.dumps(run.usage))
-            log.debug("%s answered: %s", run.id, [row.text for row in run.ended.values()])
+            log.debug("%s answered: %s", run.id, [job.ended.text for job in run.jobs if job.ended])
 
     async def _collect(self, run: Run) -> dict[str, Any]:
         """Return an answer's body."""
         async for _ in self._events(run):
             pass
-        choices = [run.choice(number, row.text, row) for number, row in sorted(run.ended.items())]
+        choices = [run.choice(job, job.ended.text) for job in run.jobs if job.ended]
         return run.body(*choices, usage=run.usage)
 
     async def _stream(self, run: Run) -> AsyncIterator[str]:
         """Yield an answer's server-sent events: text in text order, a reason at the end of each choice, counts."""
+        size = getattr(self.worker.decoder, "slot_size", None) or 1
         try:
-            async for number, event in self._events(run):
-                if isinstance(event, Generation):
-                    yield _sent(run.body(run.choice(number, "", event)))
-                else:
-                    more = {"decode": self._decode(run.jobs[number], event)} if run.jobs[number].watched else {}
-                    yield _sent(run.body(run.choice(number, event.text), **more))
+            async for job, update in self._events(run):
+                more = {"decode": {"slot_size": size, "rounds": update.rounds}} if job.watched else {}
+                yield _sent(run.body(run.choice(job, update.text), **more))
         except HTTPException as error:
-            yield _sent(error_body(error.status_code, error.detail))
+            yield _sent(error_body(error))
             return
         if run.asked.stream_options.include_usage:
             yield _sent(run.body(usage=run.usage))
         yield "data: [DONE]\n\n"
-
-    def _decode(self, job: Job, update: Update) -> dict[str, Any]:
-        """Return the forwards of an update: what each drafted and committed, by place, with the tokens' texts."""
-        start = len(job.prompt.token_ids)
-        rounds = []
-        for entry in update.rounds:
-            drafted = zip(entry.positions, entry.tokens, strict=True)
-            texts = [[position - start, self.model.piece(token)] for position, token in drafted]
-            committed = [position - start for position in entry.accepted]
-            rounds.append({"phase": entry.phase, "drafted": texts, "committed": committed})
-        size = getattr(self.worker.decoder, "slot_size", None) or 1
-        return {"forwards": update.num_forwards, "slot_size": size, "rounds": rounds}
 
 
 def _sent(body: dict[str, Any]) -> str:
