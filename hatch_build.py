@@ -53,6 +53,6 @@ class CustomMetadataHook(MetadataHookInterface):
         )
         if repository and version:
             text = absolute(text, repository, f"v{version[1]}")
-            text = text.replace("git clone REPOSITORY", f"git clone {repository}")
+            text = re.sub("git clone REPOSITORY (.*?) *# REPOSITORY:.*", rf"git clone {repository} \1", text)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         metadata["urls"] = urls(repository)

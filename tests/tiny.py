@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ def make_base(
     with torch.random.fork_rng():
         torch.manual_seed(3)
         Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_sampling(source: Path, path: Path) -> Path:
+    """Copy a model's directory; the copy's generation config asks for sampling, as Qwen's does."""
+    shutil.copytree(source, path)
+    file = path / "generation_config.json"
+    asked = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | asked))
     return path
 
 

@@ -56,7 +56,9 @@ def test_test_prints_the_table_and_writes_results(
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "directory"])
-def test_a_checkpoint_or_a_directory_brings_the_model(checkpoint: str, tmp_path: Path, source: str) -> None:
+def test_a_checkpoint_or_a_directory_brings_the_model(
+    checkpoint: str, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = checkpoint if source == "checkpoint" else MODEL
     config = {"model": {"backbone": {"random_init": True}}}  # the training's, of no use here
     (tmp_path / "overlay.yaml").write_text(json.dumps(config))
@@ -71,6 +73,7 @@ def test_a_checkpoint_or_a_directory_brings_the_model(checkpoint: str, tmp_path:
     ids = [line["id"] for line in lines]
     answers = model.generate([line["prompt"] for line in lines], decoder=decoder, max_new_tokens=48, ids=ids)
     assert [line["response_ids"] for line in lines] == [answer.token_ids for answer in answers]
+    assert "ar (ReFusion)" in capsys.readouterr().out, "a name that does not say its class"
 
 
 def test_random_weights_are_told_of(tmp_path: Path) -> None:
@@ -110,7 +113,7 @@ def test_predict_records_trajectories(checkpoint: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
     found = read_trajectories(run / "trajectories")
     assert {each.decoder["class"] for each in found} == {"ReFusion"}
-    assert [(each.id, each.response_ids, each.num_forwards) for each in found] == [
+    assert [(each.id, each.tokens[: each.num_tokens].tolist(), each.num_forwards) for each in found] == [
         (line["id"], line["response_ids"], line["num_forwards"]) for line in lines
     ]
     assert all(each.slot_size == 8 for each in found)

@@ -7,8 +7,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,15 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import refusion_lit
 from forks import printed_without_us
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, SelfSpeculative
-from refusion_lit.modeling.drafter import DrafterOptions
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions, save_drafter
 from refusion_lit.modeling.loading import BackboneConfig
+from tiny import make_base, make_sampling
 
 ADDITIONS = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 QUERIES = ["12+34,56+78>", "1+2,3+4>", "90+9,11+22>"]
@@ -116,11 +116,9 @@ def test_the_text_is_the_models_own_in_fewer_forwards(checkpoint: str, draft: Pa
 
 
 TRANSFORMERS_ALONE = """
-import json, sys, torch
-sys.modules["refusion_lit"] = None  # importing it fails
+import json, torch
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
-base, draft, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 model = AutoModelForCausalLM.from_pretrained(base).eval()
 calls = []
 model.get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
@@ -138,15 +136,13 @@ except ValueError as error:
 """
 
 
-def test_a_drafter_brings_its_decoder_along(draft: Path, base: Path, tmp_path: Path) -> None:
+def check_alone(base: Path, draft: Path, folder: Path) -> None:
+    """Check what the drafter's program decodes with the library's copy of the base; it refuses other layers."""
     model = refusion_lit.load(base, draft=draft)
     prompts = [model.encode(query) for query in QUERIES]
-    program = [sys.executable, "-W", "ignore", "-c", TRANSFORMERS_ALONE, str(base), str(draft), json.dumps(prompts)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env={"HF_HOME": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
-    decoder = SelfSpeculative(layout="two_forwards")
-    rows = model.generate(QUERIES, decoder=decoder, max_new_tokens=24)
-    *found, refused = [json.loads(line) for line in done.stdout.splitlines()]
+    given = f"base, draft, prompts = {str(base)!r}, {str(draft)!r}, {prompts}\n"
+    *found, refused = [json.loads(line) for line in printed_without_us(given + TRANSFORMERS_ALONE, folder).splitlines()]
+    rows = model.generate(QUERIES, decoder=SelfSpeculative(layout="two_forwards"), max_new_tokens=24)
     assert found == [[r.token_ids, r.num_forwards] for r in rows]
     assert "which is another model's; give its own." in refused
     assert [row.token_ids for row in rows] == [
@@ -154,9 +150,27 @@ def test_a_drafter_brings_its_decoder_along(draft: Path, base: Path, tmp_path: P
     ]
 
 
-def test_the_cards_program_runs_with_transformers_alone(draft: Path, base: Path, tmp_path: Path) -> None:
+def test_a_drafter_brings_its_decoder_along(draft: Path, base: Path, tmp_path: Path) -> None:
+    check_alone(base, draft, tmp_path)
+
+
+def test_a_drafter_fits_a_base_to_which_we_add_a_mask_token(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "0123456789+,=;>", max_positions=256)
+    model: Any = refusion_lit.load(base).backbone.model
+    library: Any = AutoModelForCausalLM.from_pretrained(base)
+    assert model.get_input_embeddings().num_embeddings == library.get_input_embeddings().num_embeddings + 1
+    (tmp_path / "draft").mkdir()
+    drafter = Drafter(model.get_decoder(), DrafterOptions(num_masks=2, rank=2), str(base))
+    save_drafter(drafter, model, tmp_path / "draft")
+    check_alone(base, tmp_path / "draft", tmp_path)
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_the_cards_program_runs_with_transformers_alone(draft: Path, base: Path, tmp_path: Path, samples: bool) -> None:
     expected = refusion_lit.load(base).generate(QUERIES[:1], decoder=Autoregressive(), max_new_tokens=64)[0].text
     (program,) = re.findall(r"```python\n(from transformers .*?)```", (draft / "README.md").read_text(), re.DOTALL)
+    if samples:
+        program = program.replace(str(base), str(make_sampling(base, tmp_path / "base")))
     assert printed_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == expected.strip()
 
 
@@ -239,12 +253,16 @@ def test_damaged_drafters_are_refused(draft: Path, base: Path, tmp_path: Path, d
         refusion_lit.load(base, draft=path)
 
 
-@pytest.mark.parametrize("source", ["checkpoint", "base and draft"])
+@pytest.mark.parametrize("source", ["checkpoint", "base and draft", "base that samples and draft"])
 def test_a_whole_export_is_the_model_with_its_drafter(
     source: str, checkpoint: str, base: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
-    given = ["--ckpt_path", checkpoint] if source == "checkpoint" else ["--ckpt_path", str(base), "--draft", str(draft)]
+    given = ["--ckpt_path", str(base), "--draft", str(draft)]
+    if source == "checkpoint":
+        given = ["--ckpt_path", checkpoint]
+    elif "samples" in source:
+        given[1] = str(make_sampling(base, tmp_path / "base"))
     assert main(["export", *given, "--output", str(folder), "--decoder=Autoregressive"]) == 2  # it would not be used
     expected_error = "decoder: expected SelfSpeculative for a model with a drafter, got 'Autoregressive'"
     assert expected_error in capsys.readouterr().err

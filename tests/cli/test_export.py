@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import torch
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from forks import printed_without_us
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
+from tiny import make_sampling
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
@@ -67,6 +70,19 @@ def test_a_directory_names_its_own_decoder(tmp_path: Path, capsys: pytest.Captur
         assert main(["generate", f"--ckpt_path={again}", "--prompt=1+1>"]) == 2
         assert "refusion_lit.decoder: expected a decoder with class_path and init_args" in capsys.readouterr().err
     assert main(["generate", f"--ckpt_path={again}", "--prompt=1+1>", "--decoder=ReFusion"]) == 0
+
+
+def test_the_cards_program_decodes_a_model_whose_own_generation_samples(tmp_path: Path) -> None:
+    source = make_sampling(MODEL, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    traits = {"attention": "causal", "predictions": ["mask", "next_token_in_slot"]}
+    (source / "config.json").write_text(json.dumps(config | {"refusion_lit": traits}))
+    assert main(["export", f"--ckpt_path={source}", f"--output={tmp_path / 'out'}"]) == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["do_sample"] is True
+    card = (tmp_path / "out" / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
+    printed = printed_without_us(program.replace("...", "12+34,56+78>"), tmp_path)
+    assert "".join(printed.split()) == "12+34=46;56+78=134;"
 
 
 def test_a_decoder_that_others_could_not_use_is_not_named(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import refusion_lit
+from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.engine.checks import ModelMismatchError
@@ -17,13 +18,14 @@ from refusion_lit.traces.document import read_trace
 from tiny import make_base
 
 LENGTH = "--max_new_tokens=6"
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the directory of a causal model whose tokenizer has no mask token."""
     path = tmp_path_factory.mktemp("plain") / "model"
-    make_base(path, "abcdefghij ")
+    make_base(path, "abcdefghij 0123456789+,=;>")
     return str(path)
 
 
@@ -74,3 +76,10 @@ def test_every_command_names_the_decoder(
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n/quit\n"))
     assert main(["chat", f"--ckpt_path={plain}", LENGTH]) == 0
     assert "decoder: Autoregressive\n" in capsys.readouterr().err
+    run = ["--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={plain}", "--model.decoders=null", "--runs_dir=runs"]
+    assert main(["predict", *run]) == 0
+    path = Path("runs/quickstart/version_0/predictions.jsonl")
+    assert capsys.readouterr().out.splitlines()[-1] == f"Autoregressive: {path}"
+    assert json.loads(path.read_text().splitlines()[0])["decoder"] == "Autoregressive"
+    assert main(["test", *run, "--model.decoders={mine: Autoregressive}"]) == 0
+    assert "mine (Autoregressive)" in capsys.readouterr().out

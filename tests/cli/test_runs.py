@@ -360,7 +360,7 @@ def test_predict_and_validate_print_where_and_what(
 ) -> None:
     options = ["--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
     assert main(["predict", *options]) == 0
-    file = Path(capsys.readouterr().out.removeprefix("predictions: ").strip())
+    file = Path(capsys.readouterr().out.removeprefix("ReFusion: ").strip())
     assert len([json.loads(line) for line in file.read_text().splitlines()]) == 12
     assert main(["validate", *options]) == 0
     shown = dict(line.split() for line in capsys.readouterr().out.splitlines())

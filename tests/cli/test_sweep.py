@@ -54,6 +54,7 @@ def test_fit_then_test_with_a_point_that_fails(
     with (tmp_path / "out" / "results.csv").open() as file:
         good, mismatched, bad = csv.DictReader(file)
     assert good["mismatch"] == ""
+    assert (good["class"], mismatched["class"], bad["class"]) == ("ReFusion", "LLaDA", "")
     assert "bidirectional attention" in mismatched["mismatch"]
     assert (good["model.decoders.refusion.slot_size"], good["decoder"], good["status"]) == ("4", "refusion", "finished")
     folder = Path(good["folder"])

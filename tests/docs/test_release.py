@@ -48,10 +48,12 @@ def test_urls_are_those_of_the_repository_that_builds(build: ModuleType, monkeyp
     build.CustomMetadataHook(str(ROOT), {}).update(metadata)
     urls, readme = metadata["urls"], metadata["readme"]
     assert isinstance(urls, dict)
+    assert isinstance(readme, dict)
     assert {"Homepage", "Documentation", "Source", "Changelog", "Issues"} < urls.keys()
     assert all(url.startswith("https://") and "name//" not in url for url in urls.values())
     assert f"https://host/owner/name/blob/v{refusion_lit.__version__}/docs/own_data.md" in str(readme)
-    assert "git clone https://host/owner/name refusion-lit" in str(readme)
+    assert "\ngit clone https://host/owner/name refusion-lit && cd refusion-lit\n" in readme["text"]
+    assert "REPOSITORY" not in readme["text"]
 
 
 def test_one_version_and_date_everywhere() -> None:

@@ -144,7 +144,8 @@ def test_the_masked_estimate_with_the_harness(adapter: RefusionLitModel, data: d
             "metric_list": [{"metric": "acc"}]}  # fmt: skip
     adapter.likelihood = "monte_carlo_masked"
     results = evaluate(adapter, [task], limit=1)
-    assert (results["refusion_lit"]["likelihood"], results["refusion_lit"]["num_draws"]) == ("monte_carlo_masked", 8)
+    settings = results["refusion_lit"]
+    assert (settings["likelihood"], settings["num_draws"], settings["decoders"]) == ("monte_carlo_masked", 8, [])
     (sample,) = results["samples"]["choices"]
     for (value, _), choice in zip(sample["filtered_resps"], sample["doc"]["choices"], strict=True):
         context, text = [encode_text(adapter.model.tokenizer, part) for part in (sample["doc"]["q"], choice)]
@@ -293,8 +294,15 @@ def test_the_command_writes_scores_and_throughput(
     found = json.loads(output.read_text())
     assert 0 <= found["results"]["local_sums"]["exact_match,none"] <= 1
     assert found["throughput"]["local_sums"]["num_prompts"] == 2
-    assert "slot_size=4" in found["refusion_lit"]["decoder"]
-    capsys.readouterr()
+    (decoder,) = found["refusion_lit"]["decoders"]
+    assert "slot_size=4" in decoder
+    assert capsys.readouterr().out.splitlines()[-1] == f"ReFusion: {output}"
+    choice = {**data, "task": "choice", "output_type": "multiple_choice", "doc_to_target": 0,
+              "doc_to_choice": "{{choices}}", "metric_list": [{"metric": "acc"}]}  # fmt: skip
+    (tmp_path / "choice.yaml").write_text(yaml.safe_dump(choice))
+    likelihoods = ["--likelihood=monte_carlo_masked", "--num_draws=1", f"--output={tmp_path / 'choice.json'}"]
+    assert main([*arguments, "--tasks=choice", *likelihoods]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"no decoder: {tmp_path / 'choice.json'}"
     assert main([*arguments, '--tasks=["local_sums"]', f"--output={tmp_path / 'none' / 'out.json'}"]) == 2
     assert "output: expected a file in a directory that exists" in capsys.readouterr().err
     before = sorted(tmp_path.iterdir())
@@ -332,7 +340,7 @@ def test_a_published_protocol_comes_from_a_folder_of_task_files(
     """Description, instruction, stop string, and an answer cut out of delimiters, on a model in LLaDA's layout."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     source = MODELS["llada-tiny"]
-    task = {**_sums(data, "protocol", until=[","], max_gen_toks=32), "description": "1+1=2; ",
+    task = {**_sums(data, "protocol", until=[","], max_gen_toks=24), "description": "1+1=2; ",
             "doc_to_text": "{{q.replace('>', '')}}, 9>",
             "filter_list": [{"name": "first", "filter": [{"function": "regex", "regex_pattern": "=(\\d+);"},
                                                          {"function": "take_first"}]}]}  # fmt: skip
@@ -341,7 +349,7 @@ def test_a_published_protocol_comes_from_a_folder_of_task_files(
     arguments = ["evaluate", f"--ckpt_path={source}", f"--include_path={tmp_path}", "--tasks=protocol"]
     assert main([*arguments, f"--output={output}"]) == 0
     found = json.loads(output.read_text())
-    assert found["refusion_lit"]["decoder"] == repr(LLaDA(block_length=32))
+    assert found["refusion_lit"]["decoders"] == [repr(LLaDA(block_length=24))], "its own, fitted to 24 tokens"
     assert "exact_match,first" in found["results"]["protocol"]
     adapter = RefusionLitModel(refusion_lit.load(source))
     samples = evaluate(adapter, [task])["samples"]["protocol"]
@@ -351,7 +359,7 @@ def test_a_published_protocol_comes_from_a_folder_of_task_files(
         assert prompt == f"1+1=2; {sample['doc']['q'].replace('>', '')}, 9>"
         (said,) = sample["resps"][0]
         (expected,) = refusion_lit.load(source).generate(
-            [prompt], sampling=SamplingParams(max_new_tokens=32, stop=(",",))
+            [prompt], sampling=SamplingParams(max_new_tokens=24, stop=(",",))
         )
         assert said == expected.text
         assert "," not in said

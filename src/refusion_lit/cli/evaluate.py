@@ -92,4 +92,6 @@ def run(args: list[str]) -> int:
         sys.stdout.write(text)
     else:
         write_atomically(output, text)
+        names = dict.fromkeys(type(decoder).__name__ for decoder in model.ran)
+        sys.stdout.write(f"{', '.join(names) or 'no decoder'}: {output}\n")
     return 0

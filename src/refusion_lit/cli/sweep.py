@@ -77,13 +77,14 @@ def run(args: list[str]) -> int:
 def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
     from refusion_lit.reports.comparison import short_names
-    from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table
+    from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table, with_class
 
     swept = [option for option in swept if option != "model.decoders"]  # the column of decoders shows them
     head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]
     rows = []
     for row in found:
-        decoder = f"{row['decoder'] or row['status']}{' *' if row['mismatch'] else ''}"
+        name = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
+        decoder = f"{name}{' *' if row['mismatch'] else ''}"
         cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in PRINTED]
         rows.append([*(short(row[option]) for option in swept), decoder, *cells])
     note = f"* {MISMATCH}" if any(row["mismatch"] for row in found) else None

@@ -31,7 +31,6 @@ _EXPECTED = (
     "It is recommended to use .*sync_dist",  # our metrics are summed over processes already
 )
 
-
 # A checkpoint names the callbacks of its training; the other subcommands do not need them.
 _EXPECTED_WITHOUT_TRAINING = ("Be aware that when using `ckpt_path`, callbacks used to create",)
 
@@ -115,7 +114,8 @@ def _say_what_next(cli: RefusionCLI) -> None:
             print(f"{name} {float(value):.6g}")
     directory = RefusionCLI.run_directory
     if cli.subcommand == "predict" and directory is not None:
-        print(f"predictions: {_shown(directory / 'predictions.jsonl')}")
+        decoder, *_ = cli.model.evaluation.decoders(cli.model.text_model()).values()
+        print(f"{type(decoder).__name__}: {_shown(directory / 'predictions.jsonl')}")
     if cli.subcommand == "fit":
         path = last_checkpoint(cli.trainer)
         if path is not None:

@@ -36,6 +36,9 @@ class RefusionLitModel(LM):
         seed: Seeds sampling and the draws.
         allow_mismatch: Only warn where the model was not trained for the decoder or the estimate.
 
+    Attributes:
+        ran: The decoders that have generated, each once: a model's own is fitted to the tasks' lengths.
+
     Raises:
         ValueError: If an option is impossible.
     """
@@ -63,6 +66,7 @@ class RefusionLitModel(LM):
         self.max_gen_toks = max_gen_toks
         self.seed = seed
         self.allow_mismatch = allow_mismatch
+        self.ran: list[Decoder] = []
         self._has_template = False
         self._totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -87,10 +91,13 @@ class RefusionLitModel(LM):
             check_context(self.model.backbone, {names[index]: len(prompts[-1])}, sampling.max_new_tokens)
             groups[_task(request), sampling].append(index)
         for (task, sampling), indices in groups.items():
+            decoder = self._decoder_for(sampling)
+            if decoder not in self.ran:
+                self.ran.append(decoder)
             started = time.perf_counter()
             found = self.model.generate_ids(
                 [prompts[i] for i in indices],
-                decoder=self._decoder_for(sampling),
+                decoder=decoder,
                 sampling=sampling,
                 batch_size=self.batch_size,
                 ids=[names[i] for i in indices],
@@ -222,13 +229,13 @@ def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> d
 
     Returns:
         The harness's results, ``throughput`` by task (see :meth:`RefusionLitModel.throughput`), and in ``refusion_lit``
-        the decoder and the name of the estimate of likelihoods.
+        the decoders that ran (none where only likelihoods were asked for) and the name of the estimate of likelihoods.
     """
     model._has_template = bool(options.get("apply_chat_template"))  # also where the harness has rendered before
     results = simple_evaluate(model=model, tasks=list(tasks), **options)
     assert results is not None
     settings = {
-        "decoder": repr(model.decoder or model.model.default_decoder),
+        "decoders": [repr(decoder) for decoder in model.ran],
         "batch_size": model.batch_size,
         "likelihood": model.likelihood,
         "num_draws": model.num_draws if model.likelihood == "monte_carlo_masked" else None,

@@ -19,7 +19,7 @@ from refusion_lit.evaluation.predictions import PredictionsFile, described, pred
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.results import RESULTS, environment
-from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.tables import decoder_table, with_class
 from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
 from refusion_lit.text_model import TextModel
@@ -204,7 +204,7 @@ class Evaluation:
             state.metrics.restore(file.state or {})
         elif self.options.record_trajectories:
             trajectories = path.parent / "trajectories"
-            state.trajectories = TrajectoryWriter(trajectories, kept=file.done, rank=self._trainer.global_rank)
+            state.trajectories = TrajectoryWriter(trajectories, resume=bool(file.done), rank=self._trainer.global_rank)
         return state
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
@@ -268,8 +268,10 @@ class Evaluation:
 
     def _report(self) -> None:
         """Print the table of the decoders, and write ``results.json`` and the report."""
-        marked = {name for name, why in self.mismatches.items() if why}
-        decoder_table(self.results, self._batch_size, marked=marked, metrics=self._task.metrics)
+        shown = {name: with_class(name, type(state.decoder).__name__) for name, state in self._running.items()}
+        marked = {shown[name] for name, why in self.mismatches.items() if why}
+        figures = {shown[name]: each for name, each in self.results.items()}
+        decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics)
         results = {
             "sampling": asdict(self.sampling),
             **asdict(self.options),

@@ -87,6 +87,11 @@ def print_table(
     console.print(table)
 
 
+def with_class(name: str, decoder: str | None) -> str:
+    """Return the name of a decoder in a config, followed by its class if that is another word."""
+    return name if decoder is None or name.replace("_", "").lower() == decoder.lower() else f"{name} ({decoder})"
+
+
 def markdown_figures(
     results: Mapping[str, Mapping[str, Any]], *, marked: Set[str] = frozenset(), metrics: Sequence[str] = ()
 ) -> str:

@@ -198,7 +198,8 @@ def run_point(folder: str) -> bool:
     if error is None and not results:
         error = "test wrote no results.json"
     seconds = time.monotonic() - start
-    outcome = {name: results.get(name, {}) for name in ("results", "mismatches")} if error is None else {"error": error}
+    kept = ("results", "mismatches", "decoders")
+    outcome = {name: results.get(name, {}) for name in kept} if error is None else {"error": error}
     status = "finished" if error is None else "failed"
     write_json_atomically(place / OUTCOME, {"status": status, "seconds": seconds, **outcome})
     lock.release()

@@ -180,9 +180,9 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
         swept: Names of the swept options, which are columns.
 
     Returns:
-        Rows with the same keys in the same order. ``mismatch`` holds the reasons why the model was not trained for the
-        decoder, and is empty if it was. ``point_seconds`` is the duration of the point's processes, ``seconds`` that of
-        decoding. The figures of an unfinished point are ``None``.
+        Rows with the same keys in the same order. ``class`` is the decoder's class. ``mismatch`` holds the reasons why
+        the model was not trained for the decoder, and is empty if it was. ``point_seconds`` is the duration of the
+        point's processes, ``seconds`` that of decoding. The figures of an unfinished point are ``None``.
     """
     rows = []
     for point in points:
@@ -201,7 +201,8 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
         mismatches = outcome.get("mismatches") or {}
         for decoder, figures in results.items():
             reasons = "; ".join(mismatches.get(decoder, [])) if figures else None
-            rows.append({**common, "decoder": decoder, "mismatch": reasons, **figures})
+            made = (outcome.get("decoders") or {}).get(decoder) or {}
+            rows.append({**common, "decoder": decoder, "class": made.get("class"), "mismatch": reasons, **figures})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
 

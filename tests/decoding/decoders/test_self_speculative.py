@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from fakes import (
     HYBRID,
     MASK,
     SPECIAL,
+    VOCAB,
     HashModel,
     OracleModel,
     oracle_text,
@@ -34,6 +36,7 @@ from refusion_lit.decoding import Autoregressive, DecodingOutput, Forward, SelfS
 from refusion_lit.families.speculative.decoder import _SURE_COST, SpeculativeState, cheapest
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from scripted import letters
 from slow_decoding import best_allowed
 
 NEXT = ModelTraits(predictions=("next_token",))
@@ -41,6 +44,10 @@ MASKED = ModelTraits(attention="bidirectional", predictions=("mask",))
 REPOSITORY = Path(__file__).parents[3]
 UNABLE = replace(SPECIAL, draft_token_ids=())
 LAYOUTS = (None, "single_forward", "two_forwards")
+STOPPED: dict[str, Any] = {
+    "ends": frozenset(), "bias": -8.0, "options": {"num_drafts": 4, "forward_cost": 200}, "size": 2, "length": 17,
+    "found": [Prompt(token_ids=(3, 4, 5), id="0"), Prompt(token_ids=(6,), id="1")], "temperature": 0.0,
+}  # fmt: skip
 
 
 def texts(output: DecodingOutput) -> list[tuple[list[int], str]]:
@@ -56,11 +63,27 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@st.composite
+def stops(draw: st.DrawFn) -> dict[str, Any]:
+    window = draw(st.integers(2, 6))
+    strings = st.text(letters(list(range(VOCAB))), min_size=1, max_size=2)
+    return {
+        "stop": tuple(draw(st.lists(strings, max_size=2))),
+        "min_entropy": draw(st.none() | st.floats(0.1, math.log(window))),
+        "entropy_window": window,
+    }
+
+
 @settings(max_examples=examples(54), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), bias=st.sampled_from([0.0, -8.0]),
     found=prompts(), options=options(), size=st.integers(1, 4), length=st.integers(1, 17), temperature=temperatures(),
+    stops=stops(),
 )  # fmt: skip
+@example(
+    stops={"min_entropy": 1.0, "entropy_window": 4}, seed=5, **STOPPED
+)  # the end falls among tokens of one forward
+@example(stops={"stop": ("e", "g"), "min_entropy": 0.9, "entropy_window": 3}, seed=45, **STOPPED)
 def test_the_text_is_that_of_autoregressive_decoding(
     seed: int,
     ends: frozenset[int],
@@ -70,15 +93,17 @@ def test_the_text_is_that_of_autoregressive_decoding(
     size: int,
     length: int,
     temperature: float,
+    stops: dict[str, Any],
 ) -> None:
     def model() -> HashModel:
         return HashModel(seed, ends=ends, end_bias=bias, traits=NEXT)
 
-    sampling = SamplingParams(max_new_tokens=length, temperature=temperature, top_p=0.9, seed=seed)
-    expected = decode(model(), Autoregressive(), found, sampling)
-    output = decode(model(), SelfSpeculative(**options), found, sampling, batch_size=size)
+    sampling = SamplingParams(max_new_tokens=length, temperature=temperature, top_p=0.9, seed=seed, **stops)
+    expected = decode(model(), Autoregressive(), found, sampling, detokenize=letters)
+    output = decode(model(), SelfSpeculative(**options), found, sampling, batch_size=size, detokenize=letters)
     assert texts(output) == texts(expected)
-    assert all(row.num_forwards <= row.num_tokens for row in output.rows), "every forward commits a token"
+    left_out = 0 if sampling.min_entropy is None else sampling.entropy_window
+    assert all(row.num_forwards <= row.num_tokens + left_out for row in output.rows), "every forward commits a token"
 
 
 def slot_by_slot(model: LanguageModel, prompt: tuple[int, ...], slot_size: int, length: int) -> list[int]:
