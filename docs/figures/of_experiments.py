@@ -366,6 +366,11 @@ def _policy_estimators(results: Result) -> str:
     return _estimators(results)
 
 
+@table("policy_estimators other start", _path("policy_estimators", "other_start.json"))
+def _policy_other_start(results: Result) -> str:
+    return _estimators(results)
+
+
 @table("policy_estimators sheet", _path("policy_estimators", "sheet.json"))
 def _policy_sheet(results: Result) -> str:
     return _estimators(results)

@@ -2,7 +2,7 @@
 
 usage: python experiments/json_schemas/run.py [--model DIRECTORY] [--num_schemas N] [--output FILE]
 
-Answers each prompt of schemas.jsonl freely, with the schema in the prompt only, and then by construction, with
+Answers each prompt of schemas.jsonl by construction, and freely, with the schema in the prompt only: with
 `Autoregressive` and with `SelfSpeculative` where it always drafts. Python's parser and the package jsonschema
 judge. `nox -s real_model -- fetch` fetches the model.
 """
@@ -32,6 +32,7 @@ from experiments.lossless.table import BASE
 HERE = Path(__file__).parent
 RUNS: dict[str, tuple[Decoder, bool]] = {
     "SelfSpeculative, two_forwards": (SelfSpeculative(layout="two_forwards"), True),
+    "SelfSpeculative, free": (SelfSpeculative(layout="two_forwards"), False),
     "Autoregressive": (Autoregressive(), True),
     "Autoregressive, free": (Autoregressive(), False),
 }

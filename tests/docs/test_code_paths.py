@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 20,
     "token ids to text: lines": 4_196,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_241,
+    "examples to loss: lines": 3_245,
     "test: files": 58,
-    "test: lines": 12_211,
+    "test: lines": 12_222,
     "package: files": 170,
-    "package: lines": 27_672,
-    "package: lines of code": 17_414,
+    "package: lines": 27_642,
+    "package: lines of code": 17_404,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 import refusion_lit
 from refusion_lit.decoding import ReFusion
 from refusion_lit.families.speculative import export as self_speculative
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions, save_drafter
 from refusion_lit.modeling.exporting import prompt_code
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.refusion import export as refusion
@@ -158,7 +159,7 @@ def test_a_generation_config_is_honoured_or_refused(decoder: ModuleType, asked: 
 
 
 @pytest.mark.filterwarnings("ignore:.*generation flags:UserWarning")
-@pytest.mark.parametrize("asked", [{"temperature": 0.7}, {"top_p": 0.5}, {"top_k": 7}], ids=str)
+@pytest.mark.parametrize("asked", [{"temperature": 0.7}, {"temperature": 1.0}, {"top_p": 0.5}, {"top_k": 7}], ids=str)
 @pytest.mark.parametrize("decoder", [refusion, self_speculative])
 def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
     decoder: ModuleType, asked: dict[str, Any]
@@ -173,6 +174,22 @@ def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
     library.generation_config = config
     assert decoder.settings(library, config, {})[name] == asked[name]
     assert decoder.settings(library, GenerationConfig(temperature=0.0), {"input_ids": prompt})["temperature"] == 0
+
+
+@pytest.mark.parametrize("decoder", [refusion, self_speculative])
+def test_a_temperature_of_one_is_refused_unless_the_request_is_greedy(decoder: ModuleType) -> None:
+    library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
+    warm = GenerationConfig(temperature=1.0)
+    with pytest.raises(ValueError, match=r"^temperature: expected none, got 1.0 in the call: .*; pass temperature=0\."):
+        decoder.settings(library, None, {"temperature": 1.0})
+    assert decoder.settings(library, None, {"temperature": 1.0, "do_sample": False})["temperature"] == 1
+    assert decoder.settings(library, warm, {"do_sample": False})["temperature"] == 1
+    greedy = GenerationConfig(temperature=1.0, do_sample=False)
+    assert decoder.settings(library, greedy, {})["temperature"] == 1
+    # A server sets the temperature in a copy of the model's config, and keeps its do_sample.
+    library.generation_config = GenerationConfig(do_sample=False)
+    with pytest.raises(ValueError, match=r"^temperature: expected none, got 1.0 in the generation config"):
+        decoder.settings(library, greedy, {})
 
 
 def test_length_and_ends_of_a_generation_config_are_honoured() -> None:
@@ -219,12 +236,16 @@ class Recorded(BaseStreamer):
         self.has_ended = True
 
 
-def test_a_streamer_is_given_the_prompt_and_then_what_is_final() -> None:
+@pytest.mark.parametrize("decoder", [refusion, self_speculative])
+def test_a_streamer_is_given_the_prompt_and_then_what_is_final(decoder: ModuleType, tmp_path: Path) -> None:
     model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
     ids = torch.tensor([model.encode("12+34,56+78>")])
-    model.backbone.model.generation_config.refusion = {"slot_size": 2, "slot_threshold": 0.99999}
+    library: Any = model.backbone.model
+    library.generation_config.refusion = {"slot_size": 2, "slot_threshold": 0.99999}
+    save_drafter(Drafter(library.get_decoder(), DrafterOptions(num_masks=2, rank=2), "base"), library, tmp_path)
+    own = {"draft": str(tmp_path), "eos_token_id": -1} if decoder is self_speculative else {}  # it ends at once
     streamer = Recorded()
-    output = refusion.generate(ids, model=model.backbone.model, streamer=streamer, max_new_tokens=48)
+    output = decoder.generate(ids, model=library, streamer=streamer, max_new_tokens=48, **own)
     prompt, *parts = streamer.parts
     assert prompt == ids[0].tolist()
     assert [token for part in parts for token in part] == output[0, ids.shape[1] :].tolist()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
+from decimal import Context, Decimal
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -33,11 +35,17 @@ order alone would repeat a byte where another must follow, as in a number above 
 _MAX_END = 2048
 """Maximum number of tokens of a text's shortest end that is looked for."""
 _OPTION = "json_schema"
+_LONG_NUMBER = re.compile(rb"([0-9]{150}|[eE][+-]?[0-9]{3,})\Z")
+_MAX_DEPTH = 64  # of a text, as parsers and validators are recursive
 _BOUNDS = ("minimum", "maximum", "multipleOf")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 _SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _VALUES = ("const", "enum")
+_APPLICATORS = (*_VALUES, "allOf", "anyOf", "oneOf", "$ref")
 _UNREAD = ("default", "examples")
+_EXACT = Context(prec=15, Emin=-8)  # whose decimals all parsers read as the same floats, from 1e-22 on
+_AMBIGUOUS = re.compile(r"\\[DW]|\[\^[^]]*\\|\[\^?]?[^]]*(\[|&&|--|~~)")
+"""What engines read differently, in a pattern without escapes but ``\\d``, ``\\D``, ``\\w`` and ``\\W``."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value maps names, which are no keywords, to schemas."""
 
@@ -73,7 +81,7 @@ class Schemas:
         """
         require(isinstance(schema, Mapping | bool), _OPTION, "an object or a boolean", schema, "write a JSON schema")
         try:
-            _check_bounds(schema)
+            tightened = _tightened(schema)
         except RecursionError as error:
             raise ValueError(f"{_OPTION}: this schema is nested too deeply; simplify it.") from error
         ends = sampling.stop or sampling.min_entropy
@@ -83,7 +91,7 @@ class Schemas:
             given, filling = self._templates.of(schema)
             return [replace(prompt, given=given, constraint=filling) for prompt in prompts]
         self._vocabulary = self._vocabulary or _Vocabulary(self._tokenizer, self._special)
-        grammar = _Grammar(self._vocabulary, self._vocabulary.compiled(schema))
+        grammar = _Grammar(self._vocabulary, self._vocabulary.compiled(tightened))
         end = grammar.begin(_MAX_END).shortest_end(_MAX_END)
         fix = "simplify the schema, or bound its values"
         require(end is not None, _OPTION, f"an answer of at most {_MAX_END} tokens", "none that was found", fix)
@@ -93,42 +101,56 @@ class Schemas:
         return [replace(prompt, constraint=grammar) for prompt in prompts]
 
 
-def _check_bounds(schema: object) -> None:
-    """Refuse bounds and values that JSON has no number for, and sizes below 0; each error names the keyword."""
-    if isinstance(schema, list | tuple):
-        for each in schema:
-            _check_bounds(each)
+def _tightened(schema: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a schema that llguidance keeps exactly, and whose values keep the given one; refuse what has none."""
     if not isinstance(schema, Mapping):
-        return
-    for keyword, value in schema.items():
-        option = f"{_OPTION}: {keyword}"
-        if keyword in _BOUNDS or (keyword in _EXCLUSIVE and not isinstance(value, bool)):  # which draft 4 has
-            require(is_number(value, Real), option, "a number", value, "write one")
-            number = _as_float(value)
-            require(math.isfinite(number), option, "a finite number of 64 bits", number, "correct it, or leave it out")
-        elif keyword in _SIZES:
-            number = _as_float(value) if is_number(value, Real) else -1.0
-            holds = 0 <= number < math.inf and number.is_integer()
-            got = value if math.isfinite(number) else number
-            require(holds, option, "an integer of at least 0", got, "correct it, or leave it out")
-        elif keyword in _VALUES:
-            try:
-                json.dumps(value, allow_nan=False)
-            except ValueError as error:
-                message = f"{option}: expected values that JSON has, got another ({error}); write JSON alone."
-                raise ValueError(message) from error
-        elif keyword in _NAMED and isinstance(value, Mapping):
-            _check_bounds([*value.values()])
+        return [_tightened(each) for each in schema] if isinstance(schema, list | tuple) else schema
+    found: dict[str, Any] = {}
+    for keyword in sorted(schema, key=_APPLICATORS.__contains__):  # llguidance reads the keywords around them apart
+        value = schema[keyword]
+        for holds, expected, got in _claims(keyword, value, schema):
+            require(holds, f"{_OPTION}: {keyword}", expected, got, "correct it, or leave it out")
+        if keyword in _NAMED and isinstance(value, Mapping):
+            found[keyword] = {name: _tightened(each) for name, each in value.items()}
         elif keyword not in _UNREAD:
-            _check_bounds(value)
+            found[keyword] = value if keyword in _VALUES else _tightened(value)
+    for inclusive, tighter, following in (("minimum", max, _EXACT.next_plus), ("maximum", min, _EXACT.next_minus)):
+        bound = found.pop(f"exclusive{inclusive.title()}", False)
+        bound = found.get(inclusive, False) if bound is True else bound  # draft 4 has booleans
+        if bound is not False:  # a number beyond it may be rounded to it, but not to the next exact one
+            end = float(following(_EXACT.create_decimal(repr(float(bound)))))
+            found[inclusive] = tighter(end, found.get(inclusive, end))
+    if not isinstance(found.get("items"), list):
+        found.pop("additionalItems", None)  # it has no meaning here, but llguidance would skip prefixItems
+    return found
 
 
-def _as_float(number: float) -> float:
-    """Return a number as one of 64 bits; infinite if it is too large for that."""
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf if number > 0 else -math.inf
+def _claims(keyword: str, value: Any, schema: Mapping[str, Any]) -> Iterator[tuple[bool, str, object]]:  # noqa: ANN401
+    """Yield what must hold for the value of a schema's keyword: whether it does, what is expected, and the value."""
+    if keyword == "x-guidance" or (keyword == "$schema" and "/draft-03/" in str(value)):
+        yield False, "draft 4 or later, without options of llguidance", value
+    elif keyword in _BOUNDS or (keyword in _EXCLUSIVE and not isinstance(value, bool)):
+        yield is_number(value, Real), "a number", value
+        number = float(Decimal(value))  # infinite if it is too large for a float
+        yield math.isfinite(number), "a finite number of 64 bits", number
+        yield keyword != "multipleOf" or isinstance(value, Integral), "an integer, as floats are rounded", value
+    elif keyword in _SIZES:
+        number = float(Decimal(value)) if is_number(value, Real) else -1.0
+        is_size = 0 <= number < math.inf and number.is_integer()
+        yield is_size, "an integer of at least 0", value if math.isfinite(number) else number
+        names = schema.get("required")
+        most = 1 + len({*map(str, names)} if isinstance(names, list | tuple) else ())
+        yield keyword != "minProperties" or number <= most, f"at most {most}: required names and one more", value
+    elif keyword in ("pattern", "patternProperties"):
+        for each in value if isinstance(value, Mapping) else [str(value)]:
+            is_clear = not _AMBIGUOUS.search(re.sub(r"\\[^DWdw]", "x", str(each)))
+            yield is_clear, r"patterns without \D, \W, [^\d], [^\w] and sets in classes, where engines differ", each
+    elif keyword in _VALUES:
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            message = f"{_OPTION}: {keyword}: expected values that JSON has, got another ({error}); write JSON alone."
+            raise ValueError(message) from error
 
 
 class _Vocabulary:
@@ -161,14 +183,19 @@ class _Vocabulary:
             ValueError: If the schema is wrong, or has what cannot be kept.
         """
         text = json.dumps({} if schema is True else schema)  # options of llguidance go to objects only
-        numbers: list[str] = []
-        json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
-        largest = max((abs(float(number)) for number in numbers), default=0.0)
-        require(largest < 2**53, _OPTION, "numbers below 2**53, as larger ones get rounded", largest, "use strings")
+        numbers, fractions = list[str](), list[str]()
+        json.loads(text, parse_int=numbers.append, parse_float=fractions.append)
+        rounded = [each for each in fractions if float(_EXACT.create_decimal(each)) != float(each)]
+        rounded += [each for each in numbers + fractions if abs(float(each)) >= 2**53]
+        require(not rounded, _OPTION, "numbers below 2**53, fractions of up to 15 digits", rounded, "use strings")
+        multiples = [abs(int(each)) for each in re.findall(r'"multipleOf": (-?\d+)', text)]
+        product = math.lcm(*multiples) * max(multiples, default=0)  # llguidance multiplies those of an allOf in 32 bits
+        require(product < 2**32, f"{_OPTION}: multipleOf", "smaller or fewer numbers", multiples, "change some")
         grammar = ""
         try:
-            grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_SEPARATORS))
-            reason = self._library.LLMatcher.validate_grammar(grammar, self.tokenizer)
+            options = _SEPARATORS | {"json_allowed_escapes": 'nrbtf"\\'}  # others would hide the name of a property
+            grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=options))
+            reason = self.matcher(grammar).get_error()
         except ValueError as error:
             reason = str(error)
         if reason:
@@ -189,19 +216,21 @@ class _Grammar(Constraint):
     left_to_right = True
 
     def begin(self, max_length: int) -> _Matching:
-        return _Matching(self.vocabulary, self.vocabulary.matcher(self.grammar), max_length)
+        return _Matching(self.vocabulary, self.grammar, max_length)
 
 
 class _Matching(ConstraintState):
     """A matcher and the tokens that it has read.
 
     It keeps an invariant: some end of the text, with EOS, fits into the length limit. A drawn token after which no end
-    is found that fits gives way to the next token of the end that was found before it.
+    is found that fits gives way to the next token of the end that was found before it. So does one that makes the text
+    too deep, or a number too long, for parsers.
     """
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: Any, max_length: int) -> None:  # noqa: ANN401
+    def __init__(self, vocabulary: _Vocabulary, grammar: str, max_length: int) -> None:
         self._vocabulary = vocabulary
-        self._matcher = matcher
+        self._grammar = grammar
+        self._matcher = vocabulary.matcher(grammar)
         self._max_length = max_length
         self._read: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}
@@ -215,14 +244,16 @@ class _Matching(ConstraintState):
         return mask
 
     def settle(self, place: int, before: Sequence[int], token: int) -> int:
-        if token in self._vocabulary.ends or len(before) != place or not self._go_to(before):
+        if len(before) != place or not self._go_to(before):
+            return token
+        if token in self._vocabulary.ends and self._matcher.is_accepting():
             return token
         end = self._ends.pop(tuple(before), None) or self.shortest_end(_MAX_END)
         assert end, "the limit was checked, and every token keeps the invariant"
         following = end[1:]
         if token != end[0]:
-            self._go_to([*before, token])
-            found = self.shortest_end(self._max_length - place - 1)
+            fits = self._go_to([*before, token]) and self._is_readable()
+            found = self.shortest_end(self._max_length - place - 1) if fits else None
             token = end[0] if found is None else token
             following = following if found is None else found
         self._ends = {tuple(before): end, (*before, token): following}
@@ -254,7 +285,14 @@ class _Matching(ConstraintState):
             if taken < len(forced):
                 break
         self._matcher.rollback(num_read)
-        return end if end and end[-1] in self._vocabulary.ends and len(end) <= limit else None
+        is_end = end and end[-1] in self._vocabulary.ends and len(end) <= limit
+        return end if is_end and not self._matcher.is_error() else None
+
+    def _is_readable(self) -> bool:
+        """Whether the text read is not too deep for parsers, and its last number finite as a float."""
+        text = re.sub(rb'"([^"\\]|\\.)*"?', b"", self._vocabulary.tokenizer.decode_bytes(self._read))
+        is_deep = sum((byte in b"[{") - (byte in b"]}") for byte in text) > _MAX_DEPTH
+        return not is_deep and not _LONG_NUMBER.search(text[-200:])
 
     def _mask(self) -> Tensor:
         """Return which tokens may follow, bool [vocab]."""
@@ -264,6 +302,8 @@ class _Matching(ConstraintState):
 
     def _go_to(self, tokens: Sequence[int]) -> bool:
         """Let the matcher read tokens; return whether they begin a text of the schema."""
+        if self._matcher.is_error():  # for good: after what it read nothing may follow
+            self._matcher, self._read = self._vocabulary.matcher(self._grammar), []
         common = 0
         while common < min(len(self._read), len(tokens)) and self._read[common] == tokens[common]:
             common += 1

@@ -50,15 +50,17 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "min_length": 0,
         "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
         "min_new_tokens": 0, "diversity_penalty": 0.0, "guidance_scale": 1.0, "length_penalty": 1.0,
-        "temperature": 1.0, "top_p": 1.0, "custom_generate": model.config._name_or_path, "trust_remote_code": True,
+        "temperature": 0, "top_p": 1.0, "custom_generate": model.config._name_or_path, "trust_remote_code": True,
     }  # fmt: skip
     stored = vars(config or model.generation_config)
     asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
     own = {} if asked.get("do_sample") else vars(model.generation_config)  # what the model brings along is no request
     unused = {name for name in of_sampling - {*kwargs} if asked.get(name) == own.get(name)}
+    # A server copies the model's do_sample: it says nothing about a temperature that a request sets beside it.
+    is_greedy = asked.get("do_sample") is False and ("do_sample" in kwargs or own.get("do_sample") is not False)
+    unused |= {"temperature"} if is_greedy and asked.get("temperature") == 1 else set()
     for name, value in asked.items():
         is_neutral = value is None or value is False or neutral.get(name) == value
-        is_neutral = is_neutral or (name == "temperature" and value == 0)
         if not is_neutral and name not in taken | unused:
             where = "in the call" if name in kwargs else "in the generation config"
             fix = f"pass {name}={neutral.get(name, False if value is True else None)!r}"
