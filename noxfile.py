@@ -98,6 +98,7 @@ def bench(session: nox.Session) -> None:
         "shared_prefixes",
         "many_prompts",
         "kernels",
+        "attention_calls",
         "training",
         "training_memory",
         "policy_memory",

@@ -149,6 +149,11 @@ def shared_heads(result: Result) -> str:
     return table(head, [list(case.values()) for case in result["cases"]])
 
 
+def attention_calls(result: Result) -> str:
+    rows = [[name, case["over one call"], case["over no groups"]] for name, case in result["cases"].items()]
+    return table(["case", "segments over one call", "over segments without groups"], rows)
+
+
 def head_candidates(result: Result) -> str:
     found = table(["head", "candidates", "certified", "recall"], [list(row.values()) for row in result["certificates"]])
     head = ["positions", "head", "ms, the fastest", "over the exact head"]
@@ -262,7 +267,8 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "versions": versions,
     "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forwards": forwards,
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
-    "host_time": host_time, "linear": linear, "shared_heads": shared_heads, "head_candidates": head_candidates,
+    "host_time": host_time, "linear": linear, "shared_heads": shared_heads,
+    "attention_calls": attention_calls, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
     "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,

@@ -14,8 +14,8 @@ Queries run down and keys to the right; ``#`` is computed, ``-`` is computed and
 
 A long span (one of the first three) gets calls of its own. The masks of its chunks are views of one small matrix, so
 memory grows with the number of keys, not with its square. All other spans are padded in groups. Calls of their own save
-up to 17 % of the time of batches whose prompts have 60 to 1 200 tokens, and groups up to 9 %: on CPUs, a call costs
-little.
+a fifth of the time of next-token decoding of prompts of 60 to 1 200 tokens, and little elsewhere; groups saved up to
+9 % on one machine, and cost up to 6 % on another (benchmarks/attention_calls.py).
 """
 
 from __future__ import annotations
