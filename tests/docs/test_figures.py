@@ -377,3 +377,66 @@ def test_a_report_of_an_experiment_is_of_its_results(name: str) -> None:
     picture = (folder / "tradeoff.svg").read_text(encoding="utf-8")
     drawn = re.findall(r"(\w+)[^<>\n]*: score ([\d.]+) %[^<>\n]*?, ([\d.]+) tokens per forward", picture)
     assert {row: (score, speed) for row, score, speed in drawn} == expected
+
+
+def test_figures_in_sentences_on_attention_and_linear_layers(registry: ModuleType) -> None:
+    calls, linear, apart = (
+        registry.read(f"benchmarks/results/{name}.json") for name in ("attention_calls", "linear", "shared_heads_xeon")
+    )
+    over_one = sorted(case["over one call"] for case in calls["cases"].values())
+    over_none = [case["over no groups"] for name, case in calls["cases"].items() if "batch 1," not in name]
+    joint = [1 - 1 / row["joint_ratio"] for dtype in ("float32", "bfloat16") for row in linear[dtype][:7]]
+    slowest = min(row["ratio"] for row in linear["float32"][:2])
+    single, several = (
+        [case["ratio"] for case in apart["cases"] if (case["num_queries"] == 1) == is_one] for is_one in (True, False)
+    )
+    _says(
+        "docs/speed.md",
+        f"prompts of 60 to 1 200 tokens {over_one[-1]:.2f} times as fast",
+        f"`benchmarks/results/attention_calls.json` by {_range(over_one[:-1], 2)} times",
+        f"similar size is {_range(over_none, 2)} times as fast as one call",
+        f"takes {100 * min(joint):.0f} to {100 * max(joint):.0f} % less time up to 64 tokens",
+        f"in float32 up to {100 * (1 - slowest):.0f} % slower for one or two",
+        f"on a Xeon it is {_range(single, 1)} times and {_range(several, 1)} times",
+    )
+
+
+def test_figures_in_sentences_on_the_server(registry: ModuleType) -> None:
+    rows = registry.read("benchmarks/results/serve.json")["rows"]
+    speed = {(row["server"], row["clients"]): row["tokens_per_second"] for row in rows}
+
+    def times(server: str, clients: int, other: str = "transformers serve", digits: int = 1) -> str:
+        return f"{speed[server, clients] / speed[other, clients]:.{digits}f}"
+
+    batching = "transformers serve, continuous batching"
+    own = ("Autoregressive", "SelfSpeculative")
+    _says(
+        "docs/serve.md",
+        f"makes {times(own[1], 1, digits=2)} times the tokens per second",
+        f"`Autoregressive` makes {times(own[0], 1, digits=2)} times",
+        f"our servers make {times(own[0], 16)} times the tokens per second of `transformers serve`",
+        f"and {times(own[0], 16, batching)} times those of its continuous batching",
+        f"they make {times(own[0], 64)} and {times(own[1], 64)} times those of `transformers serve`, and "
+        f"{times(own[0], 64, batching)} and {times(own[1], 64, batching)} times",
+    )
+
+
+def test_figures_in_sentences_on_the_other_start(registry: ModuleType) -> None:
+    short = registry.read("experiments/policy_estimators/other_start.json")
+    mean = {name: each["after"]["left to right"] for name, each in short["means"].items()}
+    lost, low, high = (-value for value in mean["exact"]["difference_in_points"])
+    seeds = [100 * run["after"]["left to right"]["score"] for run in short["results"]["exact"].values()]
+    _says(
+        "experiments/policy_estimators/README.md",
+        f"The exact likelihood loses {lost:.1f} points left to right ({high:.1f} to {low:.1f})",
+        "its three seeds end at {:.1f}, {:.1f} and {:.1f} %".format(*seeds),
+    )
+    longer = registry.read("experiments/policy_additions/other_start.json")
+    before, after = longer["before"], longer["results"]["0"]["after"]
+    scores = {name: f"{100 * before[name]['score']:.1f} to {100 * after[name]['score']:.1f} %" for name in before}
+    speeds = [each["thresholds"]["tokens_per_forward"] for each in (after, before)]
+    _says(
+        "experiments/policy_additions/README.md",
+        f"{scores['left to right']}**, by thresholds {scores['thresholds']}, at {speeds[0]:.2f} tokens per forward",
+        f"where its start makes {speeds[1]:.2f}",
+    )

@@ -248,7 +248,9 @@ def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
     neutral = {"logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "user": "me", "tools": []}
     assert chat(client, "1+1", **neutral).choices
     turn: Any = {"role": "user", "content": "1+1", "name": None, "tool_calls": None}  # as in model_dump()
-    assert client.chat.completions.create(model=NAME, messages=[turn]).choices
+    answer = client.chat.completions.create(model=NAME, messages=[turn])
+    assert answer.choices
+    assert answer.id.startswith("chatcmpl-")
     with pytest.raises(openai.BadRequestError, match="logprobs: refused, as this server returns no log-probabil"):
         client.completions.create(model=NAME, prompt="1+1", logprobs=0)  # asks for those of the tokens themselves
 

@@ -43,7 +43,7 @@ class Run:
     """
 
     asked: ChatRequest | CompletionRequest
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    id: str
     started: float = field(default_factory=time.monotonic)
     jobs: list[Job] = field(default_factory=list)
     news: asyncio.Queue[tuple[Job, Update | HTTPException]] = field(default_factory=asyncio.Queue)
@@ -133,7 +133,7 @@ class Service:
             HTTPException: If the server is loading, stopping or busy, or another model is asked for.
             ValueError: If the request asks for what cannot be done.
         """
-        run = Run(asked)
+        run = Run(asked, f"{'chat' * asked.is_chat}cmpl-{secrets.token_hex(12)}")
         worker = self.worker
         if asked.model != self.name:
             raise HTTPException(404, f"model: expected {self.name!r}, got {asked.model[:60]!r}; see /v1/models.")
