@@ -1,11 +1,10 @@
-"""Attention on CPUs in several calls: does it pay against one padded call, and do its groups of rows?
+"""Attention on CPUs in several calls: does it pay against one padded call?
 
 usage: python -m benchmarks.attention_calls [--repeats 5] [--output FILE]
 
-Three ways, in turn in one process with one thread: one padded call per layer for all rows; calls of their own for long
-spans, and one for all others (`no groups`); the same with the others in groups of similar size (`segments`, what
-decoding uses). Random weights, prompts of random tokens; greedy. Times are of this process; a ratio is the median over
-rounds.
+Two ways, in turn in one process with one thread: one padded call per layer for all rows, and calls of their own for
+long spans with one for all others (`segments`, what decoding uses). Random weights, prompts of random tokens; greedy.
+Times are of this process; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -33,21 +32,19 @@ SMOLLM2: dict[str, Any] = {
 """The shape of SmolLM2-135M."""
 MODELS = {"small": SMALL, "SmolLM2's shape": SMOLLM2}
 DECODERS: dict[str, Decoder] = {"autoregressive": Autoregressive(), "refusion": ReFusion(num_serial_blocks=1)}
-WAYS = ("segments", "no groups", "one call")
+WAYS = ("segments", "one call")
 
 
 @contextmanager
 def attending(way: str) -> Iterator[None]:
-    """Let attention on CPUs run in one of the three ways."""
-    before = segments._MIN_CALLS, segments.group_rows
+    """Let attention on CPUs run in one of the two ways."""
+    before = segments._MIN_CALLS
     if way == "one call":
         segments._MIN_CALLS = 1 << 60
-    elif way == "no groups":
-        segments.group_rows = lambda sizes, call: [list(sizes)]  # noqa: ARG005
     try:
         yield
     finally:
-        segments._MIN_CALLS, segments.group_rows = before
+        segments._MIN_CALLS = before
 
 
 def mixed_prompts(number: int, shortest: int, longest: int) -> list[Prompt]:
@@ -98,10 +95,10 @@ def main(repeats: int = 5, threads: int = 1, output: str | None = None) -> None:
             works = {w: work_of(w, models[model], decoder, make(), num_tokens, batch_size) for w in WAYS}
             interleaved(works, repeats, clock=time.process_time)
             found: dict[str, Any] = {way: work.summary() for way, work in works.items()}
-            ratios = {f"over {way}": round(time_ratio(works[way], works["segments"]), 3) for way in WAYS[1:]}
+            ratio = round(time_ratio(works["one call"], works["segments"]), 3)
             case = f"{model}: {name}, batch {batch_size}, {label}"
-            cases[case] = {**ratios, "runs": found}
-            print(case, ratios, flush=True)
+            cases[case] = {"over one call": ratio, "runs": found}
+            print(case, ratio, flush=True)
     config = {"repeats": repeats, "threads": threads, "models": MODELS}
     write("attention_calls", config, {"cases": cases}, output=output, seconds=time.perf_counter() - started, seed=0)
 

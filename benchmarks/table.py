@@ -150,8 +150,7 @@ def shared_heads(result: Result) -> str:
 
 
 def attention_calls(result: Result) -> str:
-    rows = [[name, case["over one call"], case["over no groups"]] for name, case in result["cases"].items()]
-    return table(["case", "segments over one call", "over segments without groups"], rows)
+    return table(["case", "over one call"], [[name, case["over one call"]] for name, case in result["cases"].items()])
 
 
 def head_candidates(result: Result) -> str:

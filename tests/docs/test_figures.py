@@ -384,7 +384,6 @@ def test_figures_in_sentences_on_attention_and_linear_layers(registry: ModuleTyp
         registry.read(f"benchmarks/results/{name}.json") for name in ("attention_calls", "linear", "shared_heads_xeon")
     )
     over_one = sorted(case["over one call"] for case in calls["cases"].values())
-    over_none = [case["over no groups"] for name, case in calls["cases"].items() if "batch 1," not in name]
     joint = [1 - 1 / row["joint_ratio"] for dtype in ("float32", "bfloat16") for row in linear[dtype][:7]]
     slowest = min(row["ratio"] for row in linear["float32"][:2])
     single, several = (
@@ -394,7 +393,6 @@ def test_figures_in_sentences_on_attention_and_linear_layers(registry: ModuleTyp
         "docs/speed.md",
         f"prompts of 60 to 1 200 tokens {over_one[-1]:.2f} times as fast",
         f"`benchmarks/results/attention_calls.json` by {_range(over_one[:-1], 2)} times",
-        f"similar size is {_range(over_none, 2)} times as fast as one call",
         f"takes {100 * min(joint):.0f} to {100 * max(joint):.0f} % less time up to 64 tokens",
         f"in float32 up to {100 * (1 - slowest):.0f} % slower for one or two",
         f"on a Xeon it is {_range(single, 1)} times and {_range(several, 1)} times",

@@ -92,8 +92,8 @@ def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     assert (difference.row.label, difference.num_shared) == ("good", 20)
     assert difference.score.low == pytest.approx(100 - math.hypot(100 - WILSON_20, 100 - WILSON_20))
     markdown = markdown_table(comparison)
-    assert "| bad * |" in markdown
-    assert "| good |" in markdown
+    assert "| bad (ReFusion) * |" in markdown
+    assert "| good (ReFusion) |" in markdown
     assert "7.5 | 3 |" in markdown
     assert r" \*: the model was not trained for this decoder." in markdown
     write_report([run], tmp_path / "out", formats=("html", "markdown"))
@@ -188,7 +188,7 @@ def test_a_row_with_few_prompts_says_so(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"lucky": predictions([1.0] * 2, forwards=1), "full": full})
     files = write_report([run], baseline="full", formats=("html", "markdown"))
     assert "2 of 96" in _page(files[0]).text
-    assert "| lucky | 2 of 96 |" in files[1].read_text()
+    assert "| lucky (ReFusion) | 2 of 96 |" in files[1].read_text()
 
 
 def test_every_point_says_what_it_is(tmp_path: Path) -> None:

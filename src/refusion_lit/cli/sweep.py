@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained
-from refusion_lit.reports.results import short
+from refusion_lit.reports.results import short, with_class
 from refusion_lit.sweeps.points import Sweep, plan
 from refusion_lit.sweeps.running import TableRow, describe
 from refusion_lit.sweeps.running import run as run_sweep
@@ -77,7 +77,7 @@ def run(args: list[str]) -> int:
 def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
     from refusion_lit.reports.comparison import short_names
-    from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table, with_class
+    from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table
 
     swept = [option for option in swept if option != "model.decoders"]  # the column of decoders shows them
     head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]

@@ -18,8 +18,8 @@ from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.evaluation.predictions import PredictionsFile, described, prediction, predictions_fingerprint
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
-from refusion_lit.reports.results import RESULTS, environment
-from refusion_lit.reports.tables import decoder_table, with_class
+from refusion_lit.reports.results import RESULTS, environment, with_class
+from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import write_test_report
 from refusion_lit.tasks.base import Task, score_of
 from refusion_lit.text_model import TextModel

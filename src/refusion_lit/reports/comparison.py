@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from refusion_lit.reports.results import short
+from refusion_lit.reports.results import short, with_class
 from refusion_lit.reports.runs import Run, ScoredPrediction
 from refusion_lit.utils.require import require_at_least, require_between
 
@@ -58,6 +58,13 @@ class Row:
         """Unique name of the row in the report."""
         options = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in self.options.items())
         return f"{self.name} ({options})" if options else self.name
+
+    @property
+    def title(self) -> str:
+        """The row's name and, if that is another word, the class of its decoder."""
+        options = (self.run.results.get("decoders") or {}).get(self.decoder)
+        shown = with_class(self.decoder, options.get("class") if isinstance(options, dict) else None)
+        return self.name + shown.removeprefix(self.decoder)
 
     @property
     def figures(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ RESULTS = "results.json"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
-_MAPPINGS = ("sampling", "fingerprints", "config", "mismatches", "environment")
+_MAPPINGS = ("sampling", "fingerprints", "config", "decoders", "mismatches", "environment")
 """The fields beside the figures that are read again; any of them may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
@@ -94,6 +94,12 @@ def shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value
+
+
+def with_class(name: str, decoder: object) -> str:
+    """Return the name of a decoder in a config, followed by its class if that is known and another word."""
+    is_other = isinstance(decoder, str) and name.replace("_", "").lower() != decoder.lower()
+    return f"{name} ({decoder})" if is_other else name
 
 
 def short(value: Any) -> str:  # noqa: ANN401 - an option's value

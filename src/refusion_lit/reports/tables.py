@@ -87,11 +87,6 @@ def print_table(
     console.print(table)
 
 
-def with_class(name: str, decoder: str | None) -> str:
-    """Return the name of a decoder in a config, followed by its class if that is another word."""
-    return name if decoder is None or name.replace("_", "").lower() == decoder.lower() else f"{name} ({decoder})"
-
-
 def markdown_figures(
     results: Mapping[str, Mapping[str, Any]], *, marked: Set[str] = frozenset(), metrics: Sequence[str] = ()
 ) -> str:
@@ -118,7 +113,7 @@ def markdown_table(comparison: Comparison) -> str:
         figures = row.figures
         difference = differences.get(id(row))
         cells = [
-            _escaped(row.name) + (" *" if row.mismatches else ""),
+            _escaped(row.title) + (" *" if row.mismatches else ""),
             *(_escaped(row.options.get(name, "--")) for name in comparison.option_names),
             comparison.prompts_of(row),
             _estimate(row, row.score, ".1f"),

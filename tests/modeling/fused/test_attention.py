@@ -106,12 +106,14 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
             torch.testing.assert_close(found[own], expected[own])
 
 
-def test_rows_share_a_call_where_padding_costs_less_than_another_call() -> None:
-    sizes = dict(enumerate([(4, 10), (64, 90), (4, 12), (60, 90)]))
-    assert segments.group_rows(sizes, 4 * 90 + 1) == [[1, 3], [2, 0]]
-    assert segments.group_rows(sizes, 4 * 90) == [[1], [3], [2, 0]]
-    assert segments.group_rows(sizes, 4 * 2) == [[1], [3], [2], [0]]
-    assert segments.group_rows(sizes, 1 << 20) == [[1, 3, 2, 0]]
+def test_a_long_span_gets_calls_of_its_own_and_all_others_share_one() -> None:
+    lengths = (3, 40, 2)
+    visibility = Visibility([Span(row, 0, n, 0, (), None) for row, n in enumerate(lengths)], (3, 40), 40)
+    rows = Rows(torch.Size((3, 40)), None)
+    attend = segmented(rows, visibility, None, torch.float64, 40 * 40 // segments._ALONE)
+    assert attend is not None
+    assert [(each.num_queries, each.is_causal) for each in attend._segments] == [(40, True), (3, False)]
+    assert segmented(rows, visibility, None, torch.float64, 40 * 40 // segments._ALONE + 1) is None
 
 
 def test_only_much_work_is_cut_into_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Queries run down and keys to the right; ``#`` is computed, ``-`` is computed and masked, one box is one call::
 
-    prompt: causal    same keys for all   branch after a context:     rows of similar size,
+    prompt: causal    same keys for all   branch after a context:     all other rows,
     (no mask)         tokens (no mask)    chunks of 64 queries        padded to the longest
     +----------+      +--------------+    +-----------+ chunk 1       +--------+
     |#         |      |##############|    |######-----|               |####----| row 0
@@ -13,9 +13,9 @@ Queries run down and keys to the right; ``#`` is computed, ``-`` is computed and
     +----------+                          +---------------+
 
 A long span (one of the first three) gets calls of its own. The masks of its chunks are views of one small matrix, so
-memory grows with the number of keys, not with its square. All other spans are padded in groups. Calls of their own save
-a fifth of the time of next-token decoding of prompts of 60 to 1 200 tokens, and little elsewhere; groups saved up to
-9 % on one machine, and cost up to 6 % on another (benchmarks/attention_calls.py).
+memory grows with the number of keys, not with its square. All other spans share one padded call. Calls of their own save
+a fifth of the time of next-token decoding of prompts of 60 to 1 200 tokens, and little elsewhere
+(benchmarks/attention_calls.py).
 """
 
 from __future__ import annotations
@@ -174,18 +174,13 @@ def segmented(
             tokens.append(np.arange(firsts[number], firsts[number] + span.length))
         else:
             shared.setdefault(span.sequence, []).append(number)
+    if not segments:
+        return None
     if shared:
-        sizes = {sequence: _size([spans[i] for i in own]) for sequence, own in shared.items()}
-        groups = group_rows(sizes, call)
-        if not segments and len(groups) == 1:
-            return None
-        for group in groups:
-            num_queries, num_keys = (max(values) for values in zip(*(sizes[one] for one in group), strict=True))
-            branches = [[(firsts[i], spans[i]) for i in shared[sequence]] for sequence in group]
-            rows_of_group = [storage[sequence] for sequence in group]
-            segment, own = _group_segment(branches, rows_of_group, num_queries, num_keys, dtype)
-            segments.append(segment)
-            tokens.append(own)
+        branches = [[(firsts[i], spans[i]) for i in own] for own in shared.values()]
+        segment, own = _padded_segment(branches, [storage[sequence] for sequence in shared], dtype)
+        segments.append(segment)
+        tokens.append(own)
     return SegmentedAttention(segments, _places(np.concatenate(tokens), rows), rows, cache)
 
 
@@ -253,28 +248,20 @@ def _lagging(lag: np.ndarray, num_keys: int, dtype: torch.dtype) -> Float[Tensor
     return mask[None, None]
 
 
-def _size(spans: Sequence[Span]) -> tuple[int, int]:
-    """Return how many queries and keys spans of a row need."""
-    stops = [max(span.first_key + span.length, *(stop for _, stop in span.context), 0) for span in spans]
-    return sum(span.length for span in spans), max(stops)
-
-
-def _group_segment(
-    members: Sequence[Sequence[tuple[int, Span]]],
-    storage: Sequence[int],
-    num_queries: int,
-    num_keys: int,
-    dtype: torch.dtype,
+def _padded_segment(
+    members: Sequence[Sequence[tuple[int, Span]]], storage: Sequence[int], dtype: torch.dtype
 ) -> tuple[_Segment, np.ndarray]:
     """Return a padded call for rows, and the token at each of its places, -1 at padding.
 
     Args:
         members: The first token and the span of each of a row's spans.
         storage: Storage row of each.
-        num_queries: Of the longest row.
-        num_keys: Of the row that sees most.
         dtype: Type of the states.
     """
+    num_queries = max(sum(span.length for _, span in own) for own in members)
+    num_keys = max(
+        max(span.first_key + span.length, *(stop for _, stop in span.context), 0) for own in members for _, span in own
+    )
     tokens = np.full((len(members), num_queries), -1, dtype=np.int64)
     spans: list[Span] = []
     for row, own in enumerate(members):
@@ -289,32 +276,6 @@ def _group_segment(
         tokens=_index(np.maximum(tokens, 0).reshape(-1)), mask=mask,
     )  # fmt: skip
     return segment, tokens.reshape(-1)
-
-
-def group_rows(sizes: dict[int, tuple[int, int]], call: int) -> list[list[int]]:
-    """Put rows into groups whose calls together are cheap: a row joins where it adds less padding than a call costs.
-
-    Args:
-        sizes: Queries and keys of every row.
-        call: What a call costs, in pairs of a query and a key.
-    """
-    groups: list[list[int]] = []
-    num_queries = num_keys = 0
-    for row in sorted(sizes, key=lambda row: -sizes[row][0] * sizes[row][1]):
-        queries, keys = sizes[row]
-        more_queries = max(queries, num_queries)
-        more_keys = max(keys, num_keys)
-        before = len(groups[-1]) * num_queries * num_keys if groups else 0
-        after = (len(groups[-1]) + 1) * more_queries * more_keys if groups else 0
-        if groups and after - before - queries * keys < call:
-            groups[-1].append(row)
-            num_queries = more_queries
-            num_keys = more_keys
-        else:
-            groups.append([row])
-            num_queries = queries
-            num_keys = keys
-    return groups
 
 
 def _index(numbers: np.ndarray) -> slice | Tensor:
