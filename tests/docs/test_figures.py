@@ -344,7 +344,7 @@ def test_figures_in_sentences_of_refusion_pays(registry: ModuleType) -> None:
     )
     recipes = registry.read("experiments/refusion_pays/levers.json")["recipes"]
     names = ("SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4")
-    windows, hybrid, human_windows, human, soft, *_ = (
+    windows, hybrid, human_windows, human, soft = (
         [f"{recipes[recipe]['decoders'][name]['tokens_per_forward']:.2f}" for name in names] for recipe in recipes
     )
     _says(
