@@ -1,12 +1,13 @@
 """Is a drafter ever slower than none, by default?
 
-usage: python experiments/lossless/default.py [--batch_sizes N ...] [--rounds N] [--prompts FILE@NUMBER] [--output FILE]
+usage: python experiments/lossless/default.py [--dtypes TYPE ...] [--batch_sizes N ...] [--rounds N]
+           [--prompts FILE@NUMBER] [--output FILE]
 
 Decodes the prompts of chat.jsonl in batches, in float32 and bfloat16, with `Autoregressive`, the default of
 `SelfSpeculative` and `Autoregressive` again, in turn on each batch, so that other work on the machine meets all. What
 the second `Autoregressive` differs by from the first is noise. Times are processor time of one thread, the best of
-several rounds per batch. It also fits the cost of a forward, a + b * positions. What the output holds of other batch
-sizes is kept.
+several rounds per batch. It also fits the cost of a forward, a + b * positions. What the output holds of other types
+and batch sizes is kept.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", default=f"{HERE / 'chat.jsonl'}@20")
     parser.add_argument("--max_new_tokens", type=int, default=96)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=1, help="how often each batch is decoded")
     parser.add_argument("--output", type=Path, default=HERE / "default.json")
@@ -114,7 +116,7 @@ def main() -> None:
     if options.output.exists():
         result = json.loads(options.output.read_text(encoding="utf-8"))
     result["environments"].append(environment(0, sys.argv))
-    for dtype in DTYPES:
+    for dtype in options.dtypes:
         model = refusion_lit.load(BASE, dtype=dtype, draft=HERE / "drafter")
         prompts = read_prompts(model, *options.prompts.split("@"))
         values = result["types"].setdefault(dtype, {"batches": []})

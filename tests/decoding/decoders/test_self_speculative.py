@@ -400,7 +400,7 @@ def test_drafts_that_are_always_wrong_cost_little() -> None:
 def test_drafting_is_tried_again_after_wrong_drafts() -> None:
     # 100 tokens one by one; then, within one half-life, rounds of two forwards for seven tokens.
     num_forwards, _ = forwards(None, 400, right_from=102)
-    assert num_forwards < 100 + 16 + 300 * 2 / (len(DRAFTS) + 2) + 6
+    assert num_forwards < 100 + 32 + 300 * 2 / (len(DRAFTS) + 2) + 6
 
 
 @pytest.mark.parametrize("name", ["default", "default_epyc"])

@@ -24,14 +24,18 @@ Layout = Literal["two_forwards", "single_forward"]
 
 _NEXT_TOKEN = Autoregressive()
 
-_LEAST_GAIN = 0.05
+_LEAST_GAIN = 0.01
 """Share of the time per token that drafting must save by this estimate: acceptance varies within a text."""
 
-_SURE_COST = 0.6
-"""Share of a model's ``forward_cost`` that is relied on, as positions may be dearer (experiments/lossless/rule.py)."""
+_SURE_COST = 0.32
+"""Share of a model's ``forward_cost`` that is relied on: positions are that dear on the slowest CPU that was measured
+(experiments/lossless/rule.py)."""
 
 _NUM_ASSUMED = 8.0
 """Drafts of an unknown text that the recent ones are averaged with: of four, bad luck would stop drafting too soon."""
+
+_HALF_LIFE = 32.0
+"""Tokens after which a draft counts half: each trial in a text that is hard to draft costs a quarter of a forward."""
 
 _ADAPTERS = 0.25
 """Share of a drafter's adapters in the fixed cost of a forward with masks, above what experiments/lossless shows."""
@@ -49,7 +53,9 @@ class SpeculativeState(RowState):
 
     drafts: list[int] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(num_assumed=_NUM_ASSUMED))
+    acceptance: Acceptance = field(
+        default_factory=lambda: Acceptance(num_assumed=_NUM_ASSUMED, half_life=_HALF_LIFE)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +79,8 @@ class SelfSpeculative(Decoder):
             time per token by ``forward_cost`` and the share of recent drafts that were accepted, or no drafts where
             few are accepted or many rows share that cost; see :func:`cheapest`. Changes forwards, and the text only
             with ``coupling: rejection``.
-        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 0.6 of 32 on a
-            CPU (19 to 36 were measured), of 256 on accelerators (assumed).
+        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 0.32 of 32 on
+            a CPU (10 to 108 were measured), of 256 on accelerators (assumed).
         coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
             ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
             for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
@@ -262,7 +268,7 @@ def cheapest(forward_cost: float, adapters: float, acceptance: float, num_masks:
         num_masks: Maximum of d.
 
     Returns:
-        The layout and d; 0 where drafts do not save 5 %.
+        The layout and d; 0 where drafts do not save 1 %.
     """
     best: tuple[float, Layout, int] = ((1 - _LEAST_GAIN) * (forward_cost + 1), "two_forwards", 0)
     expected = 0.0
