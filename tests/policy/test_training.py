@@ -59,7 +59,7 @@ class Broken(Reward):
             raise RuntimeError("no answer")
         if self.how == "hangs":
             time.sleep(3)
-        few = {"fewer": [0.5], "words": ["good"] * len(responses), "none": None}
+        few = {"fewer": [0.5], "words": ["good"] * len(responses), "numerals": ["1"] * len(responses), "none": None}
         return few.get(self.how, [0.0 if self.how == "constant" else math.nan] * len(responses))
 
 
@@ -346,6 +346,7 @@ def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str, wha
         ("hangs", r"Broken\.rewards: expected an answer within 0\.2 s \(objective\.reward_seconds\), got 'none'"),
         ("fewer", r"Broken\.rewards: expected 12 numbers, one per response, got 1"),
         ("words", r"Broken\.rewards: expected rewards, got ValueError\(.*'good'"),
+        ("numerals", r"Broken\.rewards: expected rewards, got ValueError\(\"'1' is text\"\)"),
         ("none", r"Broken\.rewards: expected rewards, got TypeError"),
     ],
 )

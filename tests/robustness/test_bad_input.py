@@ -244,6 +244,10 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a training from a directory with another tokenizer": lambda p: p.fit_from(
         MODEL, "--data.tokenizer.characters=+,;=>0123456789"
     ),
+    "a checkpoint with another attention than it was trained with": lambda p: [
+        *p.generate(p.checkpoint),
+        "--attention=bidirectional",
+    ],  # fmt: skip
     "a checkpoint whose weights are not finite": lambda p: p.changed_checkpoint(_with_nan),
     "resuming from a checkpoint whose weights are not finite": lambda p: p.fit(
         p.changed_checkpoint(_with_nan)[-1], "--trainer.max_steps=9"

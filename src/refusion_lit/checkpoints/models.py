@@ -224,9 +224,14 @@ def _device(name: str | torch.device) -> torch.device:
 def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
     """Return the model of a checkpoint, with merged adapters."""
     adapted = load_checkpoint(source, options, device)
+    traits = adapted.backbone.traits
+    for name in ("attention", "block_size"):
+        stored = getattr(traits, name)
+        got = getattr(options, name)
+        require(got in (None, stored), name, f"{stored}, which the checkpoint was trained with", got, "leave it out")
     backbone = Backbone(
         merged(adapted.backbone.model),
-        adapted.backbone.traits,
+        traits,
         adapted.backbone.special_tokens,
         fused_body=options.fused_body,
         batch_invariant=options.batch_invariant,

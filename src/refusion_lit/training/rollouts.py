@@ -301,7 +301,11 @@ def _checked_rewards(
 
     def call() -> None:
         try:
-            found["values"] = [float(value) for value in reward.rewards(examples, responses)]
+            values = list(reward.rewards(examples, responses))
+            for value in values:
+                if isinstance(value, str | bytes):  # float() would read numerals
+                    raise ValueError(f"{value!r} is text")
+            found["values"] = [float(value) for value in values]
         except Exception as error:
             found["error"] = error
 

@@ -339,9 +339,9 @@ def test_the_layout_is_the_one_that_takes_least_time(cost: float, acceptance: fl
     }
     layout, num_drafts = chosen
     least = min(costs.values())
-    if least > 0.97 * costs["two_forwards", 0]:
-        assert num_drafts == 0, "drafts save less than 5 %"
-    elif least < 0.93 * costs["two_forwards", 0]:
+    if least > 0.995 * costs["two_forwards", 0]:
+        assert num_drafts == 0, "drafts save less than 1 %"
+    elif least < 0.98 * costs["two_forwards", 0]:
         assert costs[layout, num_drafts] <= 1.02 * least
 
 
@@ -354,17 +354,17 @@ def test_rows_that_share_a_forwards_cost_make_no_drafts_by_default(size: int) ->
         output = decode(model, decoder, prompts, SamplingParams(max_new_tokens=120), batch_size=size)
         counts.append((output.num_calls, output.num_positions))
     own, drafted = counts
-    assert (own == drafted) == (size > 2)
+    assert (own == drafted) == (size > 1)
 
 
 @pytest.mark.parametrize("size", range(1, 7))
-def test_a_hybrid_model_drafts_in_batches_of_up_to_four(size: int) -> None:
+def test_a_hybrid_model_drafts_in_batches_of_up_to_three(size: int) -> None:
     """It has no adapters whose cost a drafter's forwards would carry."""
     model = refusion_lit.load(REPOSITORY / "tests" / "goldens" / "models" / "additions-clean")
     queries = [f"{number}+{number + 11},{number + 2}+{number + 40}>" for number in range(12, 12 + size)]
     rows = model.generate(queries, decoder=SelfSpeculative(slot_size=8), max_new_tokens=32, batch_size=size)
     drafted = [row.num_forwards < row.num_tokens for row in rows]
-    assert drafted == [size <= 4] * size
+    assert drafted == [size <= 3] * size
 
 
 def test_accepted_drafts_keep_a_row_drafting_in_a_larger_batch() -> None:

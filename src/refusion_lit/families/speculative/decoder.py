@@ -53,9 +53,7 @@ class SpeculativeState(RowState):
 
     drafts: list[int] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
-    acceptance: Acceptance = field(
-        default_factory=lambda: Acceptance(num_assumed=_NUM_ASSUMED, half_life=_HALF_LIFE)
-    )
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(num_assumed=_NUM_ASSUMED, half_life=_HALF_LIFE))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ Queries run down and keys to the right; ``#`` is computed, ``-`` is computed and
     +----------+                          +---------------+
 
 A long span (one of the first three) gets calls of its own. The masks of its chunks are views of one small matrix, so
-memory grows with the number of keys, not with its square. All other spans share one padded call. Calls of their own save
-a fifth of the time of next-token decoding of prompts of 60 to 1 200 tokens, and little elsewhere
+memory grows with the number of keys, not with its square. All other spans share one padded call. Calls of their own
+save a fifth of the time of next-token decoding of prompts of 60 to 1 200 tokens, and little elsewhere
 (benchmarks/attention_calls.py).
 """
 
