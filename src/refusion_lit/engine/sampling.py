@@ -262,9 +262,6 @@ def draft_statistics(
             values.append(top[:, 0] - top[:, 1])
         elif name == "negative_entropy":
             values.append((probability * (probability + 1e-10).log()).sum(-1))
-        elif name == "kept":
-            is_kept = filtered > -math.inf
-            values.append((lowered(logits, dtype or "float64").softmax(-1) * is_kept).sum(-1))
         elif name == "filtered":
             values.append(probability.gather(-1, tokens[:, None])[:, 0])
         else:
