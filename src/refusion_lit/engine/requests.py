@@ -135,11 +135,6 @@ class Compaction:
     num_leading: int
     indices: Sequence[int]
 
-    @property
-    def num_entries(self) -> int:
-        """Number of entries that are kept."""
-        return self.num_leading + len(self.indices)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:

@@ -260,7 +260,7 @@ class ReFusion(Decoder):
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
         state.keep = Compaction(infill.context_length, infill.kept_indices())
-        state.context_length = state.keep.num_entries
+        state.context_length = infill.context_length + len(state.keep.indices)
         yield from ()
 
     def _forward_and_plan(
