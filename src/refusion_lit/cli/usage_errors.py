@@ -35,7 +35,7 @@ REMOVED = {
     },
     "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
     "backbone.lean": "its name is fused_body",
-    "backbone.random_init": "without a source, backbone.config makes a model with random weights",
+    "backbone.random_init": "random weights need no source; write the architecture in backbone.config",
     "data.cache_dir": "every run encodes its files; leave it out",
     "data.length_grouped": "batches always have samples of similar lengths; leave it out",
     "decoder.certainty": "its name is slot_confidence",
