@@ -50,7 +50,7 @@ DECODERS = concrete_subclasses(Decoder)
 STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     ReFusion: [
         {"selection": "top_k", "k": 2, "slot_size": 3},
-        {"selection": "capped", "k": 2, "slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.3},
+        {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.3},
         {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.1, "token_threshold": 0.5},
     ],
     BlockDiffusion: [
@@ -74,7 +74,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     D2F: [
         {"block_size": 4, "threshold": 0.5},
         {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5, "shifted": True},
-        {"block_size": 4, "prompt_is_block": False, "add_threshold": 0.5},
+        {"block_size": 4, "add_threshold": 0.5},
     ],
     SetDiffusion: [{"window_size": 4, "threshold": 0.5}, {"window_size": 6, "threshold": None, "quota": 2}],
     TokenEditing: [

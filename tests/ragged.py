@@ -55,7 +55,7 @@ def drawn_span(chance: random.Random, row: int, offset: int, length: int, first_
     ends = [sorted(chance.choices(range(num_keys + 1), k=2)) for _ in range(chance.randint(1, 3))]
     context = chance.choice([(), ((0, first_key),), ((0, num_keys),), tuple((start, stop) for start, stop in ends)])
     order = chance.choice(
-        [None, [0] * length, [i // 3 for i in range(length)], [chance.randrange(4) for _ in range(length)]]
+        [None, [0] * length, [i // 3 for i in range(length)], sorted(chance.randrange(4) for _ in range(length))]
     )
     return Span(row, offset, length, first_key, context, order)
 

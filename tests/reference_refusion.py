@@ -193,7 +193,6 @@ class SlowReFusion:
         chosen = {
             "threshold": certain,
             "top_k": ranking[: options.k],
-            "capped": certain[: options.k],
             "sequential": sorted(self.remaining)[: options.k or 1],
         }[options.selection]
         return sorted(chosen or ranking[:1]), drafts

@@ -19,7 +19,7 @@ def prompt_of(token_ids: Sequence[int], name: str = "0") -> Prompt:
 @st.composite
 def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
     size = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "capped", "sequential"]))
+    selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "sequential"]))
     cls = draw(st.sampled_from([ReFusion, RecomputeKV]))
     infill = draw(st.sampled_from(["mask", "mask", "autoregressive", *["bonus"] * (cls is ReFusion)]))
     has_bonus = infill == "bonus"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -47,9 +48,9 @@ def test_a_checkpoint_of_before_adapters_were_stored_has_none() -> None:
 
 @pytest.mark.parametrize(
     "adapters",
-    [3, "", "[]", "{}", '"x"', json.dumps(ADAPTERS.to_dict() | {"options": {"rank": 0}}),
-     json.dumps(ADAPTERS.to_dict() | {"options": {"size": 1}}), json.dumps(ADAPTERS.to_dict() | {"new_token_ids": 4}),
-     json.dumps(ADAPTERS.to_dict() | {"config_overrides": 4})],
+    [3, "", "[]", "{}", '"x"', json.dumps(asdict(ADAPTERS) | {"options": {"rank": 0}}),
+     json.dumps(asdict(ADAPTERS) | {"options": {"size": 1}}), json.dumps(asdict(ADAPTERS) | {"new_token_ids": 4}),
+     json.dumps(asdict(ADAPTERS) | {"config_overrides": 4})],
 )  # fmt: skip
 def test_damaged_adapters_are_named_with_their_file(adapters: Any) -> None:
     stored = {METADATA_KEY: metadata(None).to_checkpoint() | {"adapters": adapters}}

@@ -60,7 +60,7 @@ def test_a_checkpoint_or_a_directory_brings_the_model(
     checkpoint: str, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = checkpoint if source == "checkpoint" else MODEL
-    config = {"model": {"backbone": {"random_init": True}}}  # the training's, of no use here
+    config = {"model": {"backbone": {"gradient_checkpointing": True}}}  # the training's, of no use here
     (tmp_path / "overlay.yaml").write_text(json.dumps(config))
     args = ["test", "--config", ABLATION, "--config", str(tmp_path / "overlay.yaml"), f"--ckpt_path={path}"]
     args += ["--model.decoders={ar: {class_path: ReFusion, init_args: {slot_size: 8, num_serial_blocks: 1}}}"]

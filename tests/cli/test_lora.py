@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
-from tiny import make_base
+from tiny import TINY_QWEN, make_base
 
 pytest.importorskip("peft")
 
@@ -243,11 +243,11 @@ def test_adapters_alone_are_refused_where_they_would_not_help(
         return capsys.readouterr().err
 
     assert "adapter_only: expected the checkpoint of a run with model.backbone.lora" in refused(base)
-    for folder, options, message in (
-        ("whole", {}, "expected a model with low-rank adapters, got one without"),
-        ("random", {"random_init": True, **LORA}, "expected adapters of a base model with weights of its own"),
+    for folder, source, options, message in (
+        ("whole", base, {}, "expected a model with low-rank adapters, got one without"),
+        ("random", None, {"config": TINY_QWEN, **LORA}, "expected adapters of a base model with weights of its own"),
     ):
-        config = write_config(tmp_path / f"{folder}.yaml", base, **options)
+        config = write_config(tmp_path / f"{folder}.yaml", source, **options)
         args = ["fit", *config, f"--runs_dir={tmp_path / folder}", "--run_version=fit", "--trainer.max_steps=1"]
         assert main([*args, "--trainer.callbacks.every_n_train_steps=1"]) == 0
         assert message in refused(tmp_path / folder / "adapters" / "fit" / "checkpoints" / "last.ckpt")

@@ -392,11 +392,10 @@ def card_forwards(decoder: CARD, case: Case) -> int:
 def d2f_forwards(decoder: D2F, case: Case) -> int:
     """Count forwards: a block is known from its left, at once if sure enough, else token by token where activated."""
     size, num, num_open = decoder.block_size, 0, 1
-    start = 0 if decoder.prompt_is_block else -(case.start % size)
-    known = [-start, *[0] * ((case.budget - start - 1) // size)]
+    known = [0] * (1 + (case.budget - 1) // size)
 
     def is_known(place: int) -> bool:
-        block, offset = divmod(place - start, size)
+        block, offset = divmod(place, size)
         return block < len(known) and known[block] > offset
 
     while not all(is_known(place) for place in range(case.length)):

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dense import attention_mask
 from effort import examples
 from refusion_lit import objectives, policy
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
@@ -132,8 +133,8 @@ def sample_view(corrupted: CorruptedBatch, row: int, length: int) -> dict[str, T
     kept = torch.tensor(real_entries(corrupted, row, length))
     names = ("input_ids", "position_ids", "labels", "weights", "terms", "is_masked")
     view = {name: getattr(corrupted, name)[row, kept] for name in names}
-    if corrupted.attention_mask is not None:
-        view["attention_mask"] = corrupted.attention_mask[row][kept][:, kept]
+    if attention_mask(corrupted) is not None:
+        view["attention_mask"] = attention_mask(corrupted)[row][kept][:, kept]
     return view
 
 
@@ -161,8 +162,8 @@ def test_shapes_and_values(objective: Objective, sizes: Sizes, padding: int, epo
         assert getattr(corrupted, name).shape == shape, name
     assert len(objective.terms) == len(corrupted.counts)
     assert shape[0] == corrupted.num_views * len(sizes)
-    assert corrupted.attention_mask is None or corrupted.attention_mask.shape == (*shape, shape[1])
-    assert corrupted.attention_mask is not None or objective.traits.attention == "causal"
+    assert attention_mask(corrupted) is None or attention_mask(corrupted).shape == (*shape, shape[1])
+    assert attention_mask(corrupted) is not None or objective.traits.attention == "causal"
 
     is_labelled = corrupted.labels != IGNORE_INDEX
     labels, terms = corrupted.labels[is_labelled], corrupted.terms[is_labelled]
@@ -302,7 +303,7 @@ def test_objectives_that_pack_say_which_positions_are_real(objective: Objective)
 def test_padding_is_seen_by_nobody_else(objective: Objective) -> None:
     sizes = [(3, 9), (1, 1), (6, 14)]
     corrupted = corrupt(objective, make_batch(sizes, padding=4))
-    if corrupted.attention_mask is None:
+    if attention_mask(corrupted) is None:
         for sample, size in enumerate(sizes):
             for row in rows_of(corrupted, sample, len(sizes)):
                 kept = real_entries(corrupted, row, sum(size))
@@ -312,7 +313,7 @@ def test_padding_is_seen_by_nobody_else(objective: Objective) -> None:
         for row in rows_of(corrupted, sample, len(sizes)):
             real = torch.zeros(corrupted.input_ids.shape[1], dtype=torch.bool)
             real[real_entries(corrupted, row, sum(size))] = True
-            mask = corrupted.attention_mask[row]
+            mask = attention_mask(corrupted)[row]
             assert not mask[real][:, ~real].any()
             assert mask.any(1).all(), "a query that sees nothing would give NaN"
 

@@ -54,7 +54,7 @@ def branches(draw: st.DrawFn) -> Branch:
         tokens=tokens,
         positions=draw(st.permutations(range(len(tokens)))),
         order=draw(
-            st.none() | st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens))
+            st.none() | st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens)).map(sorted)
         ),
         draft_at=draw(st.lists(places, max_size=4)),
         score_at=draw(st.lists(st.tuples(places, st.integers(0, VOCAB - 1)), max_size=4)),

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_611,
+    "command to text: lines": 4_581,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_196,
+    "token ids to text: lines": 4_166,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_245,
+    "examples to loss: lines": 3_226,
     "test: files": 58,
-    "test: lines": 12_222,
+    "test: lines": 12_204,
     "package: files": 170,
-    "package: lines": 27_642,
-    "package: lines of code": 17_404,
+    "package: lines": 27_463,
+    "package: lines of code": 17_285,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -186,12 +186,11 @@ def test_a_leading_run_that_is_in_place_is_not_moved() -> None:
     states = torch.arange(6.0).view(1, 1, 6, 1)
     entries = states[0].transpose(0, 1)
     cache.prepare([0], 6, torch.arange(6), torch.zeros(6, dtype=torch.long), torch.arange(6))
-    cache.past_key_values.update(states, states, 0)
-    stored_keys, _ = cache.storage(0, entries, entries)
+    stored_keys, _ = cache.store(0, entries, entries)
     cache.compact(0, [0, 1, 2])
     cache.compact(0, [4, 3], num_leading=2)
     assert stored_keys[0, :6, 0, 0].tolist() == [0, 1, 4, 3, 4, 5]
-    assert cache.storage(0, entries, entries)[0] is stored_keys
+    assert cache.store(0, entries, entries)[0] is stored_keys
 
 
 def test_an_unused_cache_can_grow_and_compact() -> None:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dense import attention_mask
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.attention import RangeMask, block_mask, sdpa_mask
@@ -91,7 +92,7 @@ def test_a_training_step_is_that_with_the_matrix(name: str, rows: list[int] | No
     objective, model = OBJECTIVES[name], model_of(checkpointing=checkpointing)
     corrupted = batch_of(objective, [(100, 210), (3, 60), (0, 301), (30, 9)], rows)
     found = gradients(model, objective, corrupted, corrupted.visible)
-    expected = gradients(model, objective, corrupted, corrupted.attention_mask)
+    expected = gradients(model, objective, corrupted, attention_mask(corrupted))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
@@ -119,7 +120,7 @@ def test_nothing_in_a_step_is_as_large_as_the_square_of_the_length(name: str, ro
         sizes.append(largest.size)
     assert sizes[1] < 2.3 * sizes[0]
     with Largest() as largest:  # it does see a matrix
-        model(corrupted.input_ids, corrupted.position_ids, corrupted.attention_mask)
+        model(corrupted.input_ids, corrupted.position_ids, attention_mask(corrupted))
     assert largest.size > sizes[1] or corrupted.visible is None
 
 
@@ -141,6 +142,6 @@ def test_decoding_s_body_takes_ranges(name: str) -> None:
         found = model.hidden_states(*inputs, corrupted.visible)
         with Largest() as largest:
             model.hidden_states(*inputs, corrupted.visible)
-        expected = model.hidden_states(*inputs, corrupted.attention_mask)
+        expected = model.hidden_states(*inputs, attention_mask(corrupted))
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
     assert largest.size < corrupted.input_ids.shape[1] ** 2

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from dense import attention_mask
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive
@@ -22,7 +23,7 @@ def test_loss_is_the_mean_over_response_tokens(
     objective = Autoregressive()
     corrupted = objective.corrupt(batch, make_noise(batch), special_tokens, mask_ratio=torch.full((4,), 0.5))
     assert torch.equal(corrupted.input_ids, batch.input_ids)
-    assert corrupted.attention_mask is None
+    assert attention_mask(corrupted) is None
     hidden = torch.randn(4, 20, 6, generator=torch.Generator().manual_seed(0))
     head = torch.nn.Linear(6, 50)
     losses = []

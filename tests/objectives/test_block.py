@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dense import attention_mask
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.spans import ranges_mask
@@ -141,7 +142,7 @@ def toy_backbone(corrupted: CorruptedBatch) -> Tensor:
     hidden = tokens[corrupted.input_ids] + positions[corrupted.position_ids]
     for layer in layers:
         query, key, value = (hidden @ weight for weight in layer)
-        hidden = hidden + F.scaled_dot_product_attention(query, key, value, attn_mask=corrupted.attention_mask)
+        hidden = hidden + F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask(corrupted))
     return hidden
 
 
@@ -155,8 +156,8 @@ def test_one_block_is_the_masked_objective(
     block, masked = BlockMasked(block_size=16, shifted=shifted), Masked(shifted=shifted)
     doubled = block.corrupt(batch, noise, special_tokens, mask_ratio=ratio)
     single = masked.corrupt(batch, noise, special_tokens, mask_ratio=ratio)
-    assert doubled.attention_mask is not None
-    assert not doubled.attention_mask[:, :16, 16:].any()
+    assert attention_mask(doubled) is not None
+    assert not attention_mask(doubled)[:, :16, 16:].any()
 
     hidden = toy_backbone(doubled)
     torch.testing.assert_close(hidden[:, :16], toy_backbone(single))

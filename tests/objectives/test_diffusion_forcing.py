@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dense import attention_mask
 from fakes import SPECIAL, tiny_backbone
 from refusion_lit.decoding import D2F, decode
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
@@ -32,7 +33,7 @@ def test_equals_the_slow_reference(
     ratios = None if ratio is None else torch.full((len(LENGTHS),), ratio)
     objective = DiffusionForcing(block_size=size, t_min=0.1, t_max=0.8, shifted=shifted)
     corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=ratios)
-    assert corrupted.attention_mask is not None
+    assert attention_mask(corrupted) is not None
     width = corrupted.input_ids.shape[1]
     draws, chances = noise.uniform("block_ratio", width).tolist(), noise.uniform("token_mask", width).tolist()
     num_masks = 0
@@ -58,7 +59,7 @@ def test_equals_the_slow_reference(
         for query in range(length):
             for key in range(width):
                 blocks = [-1 if i < prompt else (i - prompt) // size for i in (query, key)]
-                assert bool(corrupted.attention_mask[row, query, key]) == (key < length and blocks[1] <= blocks[0])
+                assert bool(attention_mask(corrupted)[row, query, key]) == (key < length and blocks[1] <= blocks[0])
     assert corrupted.counts.tolist() == [num_masks]
 
 

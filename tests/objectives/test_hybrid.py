@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dense import attention_mask
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
@@ -84,7 +85,7 @@ def test_equals_the_slow_reference(
         assert corrupted.terms[row].tolist() == [int(value) for value in masked] + [0] * padding
     num_clean_labels = int(((corrupted.labels != IGNORE_INDEX) & ~corrupted.is_masked).sum())
     assert corrupted.counts.tolist() == [num_clean_labels, len(LENGTHS)]
-    assert corrupted.attention_mask is None
+    assert attention_mask(corrupted) is None
 
 
 def many(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dense import attention_mask
 from fakes import tiny_backbone
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
@@ -33,7 +34,7 @@ def corrupted_by(objective: MaskWindows, backbone: Backbone) -> tuple[ResponseBa
 
 def windows(corrupted: CorruptedBatch, row: int) -> list[Group]:
     """Return the indices of each window's masks: a mask that sees no mask before it begins a window."""
-    seen, masked = corrupted.attention_mask, corrupted.is_masked
+    seen, masked = attention_mask(corrupted), corrupted.is_masked
     assert seen is not None
     assert masked is not None
     found: list[Group] = []

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dense import attention_mask
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
@@ -139,7 +140,7 @@ def test_rows_hold_their_samples_unchanged_and_apart(objective: Objective, sampl
     packed = pack(plain, rows, pad_token_id=PAD)
     num_rows, num_views = int(rows.max()) + 1, len(plain.input_ids) // len(rows)
     assert plain.is_real is not None
-    assert packed.attention_mask is not None
+    assert attention_mask(packed) is not None
     assert len(packed.input_ids) == num_rows * num_views
     width = packed.input_ids.shape[1]
     for view in range(num_views):
@@ -155,11 +156,11 @@ def test_rows_hold_their_samples_unchanged_and_apart(objective: Objective, sampl
             start = 0
             for member, place in zip(members, places, strict=True):
                 size = len(place)
-                mask = plain.attention_mask
+                mask = attention_mask(plain)
                 own = torch.ones(size, size).tril().bool() if mask is None else mask[member][place][:, place]
                 expected_mask[start : start + size, start : start + size] = own
                 start += size
-            assert torch.equal(packed.attention_mask[number], expected_mask)
+            assert torch.equal(attention_mask(packed)[number], expected_mask)
             assert packed.is_real is not None
             assert packed.is_real[number].tolist() == [True] * start + [False] * (width - start)
             assert (packed.labels[number, start:] == -100).all()

@@ -139,13 +139,10 @@ def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     assert questions == [], "a prompt on standard input"
 
 
-@pytest.mark.parametrize("random_init", [False, True])
-def test_code_of_a_directory_runs_only_if_trusted_and_never_prompts(
-    with_code: tuple[Path, Path], random_init: bool
-) -> None:
+def test_code_of_a_directory_runs_only_if_trusted_and_never_prompts(with_code: tuple[Path, Path]) -> None:
     directory, trace = with_code
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    config = BackboneConfig(source=str(directory), random_init=random_init)
+    config = BackboneConfig(source=str(directory))
     with pytest.raises(ValueError, match=r"^backbone\.source: .*in Python code.*Set trust_remote_code: true"):
         config.build(tokenizer)
     assert not trace.exists()

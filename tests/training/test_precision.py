@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -18,6 +19,7 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import warn_of_lost_updates
 from refusion_lit.types import SamplingParams
+from tiny import TINY_QWEN
 
 MODEL = str(Path(__file__).parents[1] / "goldens" / "models" / "additions-clean")
 SAMPLING = SamplingParams(max_new_tokens=48)
@@ -27,11 +29,11 @@ DTYPES = {
 }  # fmt: skip
 
 
-def _parts(*, random_init: bool = False) -> tuple[SlotDiffusionModule, InstructionDataModule]:
+def _parts(**backbone: Any) -> tuple[SlotDiffusionModule, InstructionDataModule]:
     task = Additions(num_train=16, num_validation=4, num_test=6)
     data = InstructionDataModule(task, PretrainedTokenizer(source=MODEL), 4, 4)
     module = SlotDiffusionModule(
-        BackboneConfig(source=MODEL, random_init=random_init), data.built_tokenizer,
+        BackboneConfig(**backbone or {"source": MODEL}), data.built_tokenizer,
         decoders={"refusion": DECODER}, sampling=SAMPLING, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.01),
     )  # fmt: skip
     return module, data
@@ -72,7 +74,7 @@ def test_test_and_predict_decode_in_every_precision(tmp_path: Path, precision: s
 def test_fit_and_validation_run_in_every_precision(tmp_path: Path, precision: str) -> None:
     losses = {}
     for each in ("32-true", precision):
-        module, data = _parts(random_init=True)
+        module, data = _parts(config=TINY_QWEN)
         trainer = _trainer(tmp_path, each)
         trainer.fit(module, data)
         losses[each] = {name: float(value) for name, value in trainer.callback_metrics.items()}

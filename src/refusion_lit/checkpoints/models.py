@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -70,8 +70,8 @@ class CheckpointMetadata:
             "traits": json.dumps(self.traits.to_dict()),
             "tokenizer_files": dict(self.tokenizer_files),
             "prompt_template": self.prompt_template,
-            "adapters": None if self.adapters is None else json.dumps(self.adapters.to_dict()),
-            "drafter": None if self.drafter is None else json.dumps(self.drafter.to_dict()),
+            "adapters": None if self.adapters is None else json.dumps(asdict(self.adapters)),
+            "drafter": None if self.drafter is None else json.dumps(asdict(self.drafter)),
         }
 
     @classmethod

@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import reason_of, write_failure
-from refusion_lit.utils.files import atomic_directory, check_fingerprint, write_atomically
+from refusion_lit.utils.files import atomic_directory, check_fingerprint, require_empty, write_atomically
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     output = Path(options.output)
-    _check_new(output)
+    require_empty(output)
     for results in as_list(options.results):
         is_run = (Path(results) / RESULTS).is_file()
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
@@ -154,7 +154,7 @@ def import_gguf(args: list[str]) -> int:
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
     options = parser.parse(args)
     output = Path(options.output)
-    _check_new(output)
+    require_empty(output)
 
     from refusion_lit.modeling.loading import load_gguf
 
@@ -165,16 +165,6 @@ def import_gguf(args: list[str]) -> int:
     size = sum(weight.numel() for weight in model.parameters()) / 1e6
     sys.stdout.write(f"wrote {output}: {type(model).__name__}, {size:.1f} million parameters\n")
     return 0
-
-
-def _check_new(output: Path) -> None:
-    """Refuse to write into a directory that holds something.
-
-    Raises:
-        ValueError: If there is something under this name.
-    """
-    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    require(is_free, "output", "a new or empty directory", str(output), "choose another one")
 
 
 @contextmanager

@@ -409,7 +409,6 @@ def _use_source(config: Namespace, source: str) -> None:
     )
     config.model.backbone.source = source
     config.model.backbone.config = {}
-    config.model.backbone.random_init = False
     config.model.backbone.lora = None
     config.ckpt_path = None
 
@@ -425,7 +424,7 @@ def _check_backbone(backbone: Namespace, command: str) -> None:
             f"ckpt_path: expected a checkpoint, a Hugging Face directory or a hub id to {command}, got none, and the "
             "config names no model.backbone either; give --ckpt_path."
         )
-    if backbone.source is None or backbone.random_init:
+    if backbone.source is None:
         rank_zero_warn("ckpt_path: none given, so that the model has random weights; give --ckpt_path to use others")
 
 

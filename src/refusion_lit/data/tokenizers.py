@@ -260,7 +260,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
     Raises:
         ValueError: Naming the first token with another id.
     """
-    if backbone.source is None or backbone.random_init or tokenizer.name_or_path == backbone.source:
+    if backbone.source is None or tokenizer.name_or_path == backbone.source:
         return
     source = PretrainedTokenizer(
         source=backbone.source,

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from refusion_lit.engine.requests import Draw, Proposal, Read
-from refusion_lit.engine.sampling import Drawn, General, finite, lowered
+from refusion_lit.engine.sampling import Drawn, General, lowered
 from refusion_lit.modeling.devices import first_argmax, to_device, to_host
 from refusion_lit.modeling.interface import LanguageModel
 
@@ -48,25 +48,19 @@ class Reader:
             if read.draft_at or read.score_at:
                 key = (read.draw.kind, read.guide, bool(read.branch.proposals), bool(read.spans_end or read.allowed))
                 groups.setdefault(key, []).append(read)
-        waiting = [(group, self._draw(hidden, group, careful=not _is_plain(group))) for group in groups.values()]
+        waiting = [(group, self._draw(hidden, group)) for group in groups.values()]
         if not waiting:
             return
         numbers = iter(_transferred([drawn for _, drawn in waiting]))
         for group, drawn in waiting:
-            tokens, values, statistics = next(numbers)
-            if _is_plain(group) and self._is_broken(group[0].draw, tokens, values):
-                drawn = self._draw(hidden, group, careful=True)
-                [(tokens, values, statistics)] = _transferred([drawn])
-            _fill(group, tokens, values, statistics, drawn.distributions, every=self._all_probabilities)
+            _fill(group, *next(numbers), drawn.distributions, every=self._all_probabilities)
 
-    def _draw(self, hidden: Tensor, group: Sequence[Read], *, careful: bool) -> Drawn:
+    def _draw(self, hidden: Tensor, group: Sequence[Read]) -> Drawn:
         """Queue all work of reads that draw in the same way: drafts first, then given tokens, in chunks.
 
         Args:
             hidden: Hidden states [position, hidden].
             group: The reads.
-            careful: Replace NaN and infinities first. The greedy fast path skips this: a NaN shows in the result, and
-                the group is then read again.
         """
         draw = group[0].draw
         index = [read.start + offset for read in group for offset in read.draft_at]
@@ -82,7 +76,7 @@ class Reader:
         drawn = Drawn()
         at = 0
         positions, scored = sent.split_with_sizes((len(index), len(given)))
-        for logits in self._logit_chunks(hidden, draw, positions, group[0].guide, careful=careful):
+        for logits in self._logit_chunks(hidden, draw, positions, group[0].guide):
             size = logits.shape[0]
             num_own = min(max(num_drafts - at, 0), size)
             chosen = []
@@ -103,22 +97,22 @@ class Reader:
         return drawn
 
     def _logit_chunks(
-        self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], guide: int, *, careful: bool
+        self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], guide: int
     ) -> Iterator[Float[Tensor, "position vocab"]]:
         """Yield logits in chunks: bounds the head's memory and, on CPUs, keeps the softmax in the processor's cache."""
         for some in _split(rows, max(1, _MAX_LOGITS // self._vocab_size)):
-            logits = self._logits(hidden, some, careful=careful)
+            logits = self._logits(hidden, some)
             if draw.guidance is not None:
-                unconditional = self._logits(hidden, some + guide, careful=True)
-                logits = finite(unconditional + (draw.guidance + 1.0) * (logits - unconditional))
+                unconditional = self._logits(hidden, some + guide)
+                logits = _finite(unconditional + (draw.guidance + 1.0) * (logits - unconditional))
             is_cached = logits.device.type == "cpu"
             yield from _split(logits, max(1, _MAX_SOFTMAX // logits.shape[1])) if is_cached else (logits,)
 
-    def _logits(self, hidden: Tensor, rows: Tensor, *, careful: bool) -> Tensor:
-        """Return logits in float32 or higher precision, in a tensor that may be changed in place."""
+    def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return finite logits in float32 or higher precision, in a tensor that may be changed in place."""
         logits = self._head(hidden.index_select(0, rows))
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        return finite(logits) if careful else logits
+        return _finite(logits)
 
     def _greedy(self, logits: Float[Tensor, "draft vocab"], draw: Draw, *, restore: bool) -> Int[Tensor, " draft"]:
         """Return the most probable tokens; ``restore`` the logits that are changed meanwhile."""
@@ -132,11 +126,12 @@ class Reader:
             logits.index_copy_(-1, banned, kept)
         return tokens
 
-    def _is_broken(self, draw: Draw, tokens: Sequence[int], values: Sequence[float]) -> bool:
-        """Whether NaN or infinities among the logits may have made the result invalid."""
-        if not (math.isfinite(sum(values)) and self._banned.isdisjoint(tokens)):
-            return True
-        return bool(draw.forbidden) and not set(draw.forbidden).isdisjoint(tokens)
+
+def _finite(logits: Tensor) -> Tensor:
+    """Replace NaN by the lowest number and clamp infinities, in place; -inf stays free to mark ids that are banned."""
+    lowest = torch.finfo(logits.dtype).min
+    highest = torch.finfo(logits.dtype).max
+    return logits.nan_to_num_(nan=lowest, posinf=highest, neginf=lowest)
 
 
 def _is_plain(group: Sequence[Read]) -> bool:

@@ -19,7 +19,7 @@ from refusion_lit.utils.require import require_choice
 T = TypeVar("T")
 ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
 
-_STATISTICS = ("margin", "negative_entropy", "filtered", "entropy", "kept")
+_STATISTICS = ("margin", "negative_entropy", "filtered", "entropy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Branch:
     Attributes:
         tokens: Token ids in sequence order.
         positions: Position of each token in the text, counted from the start of the prompt.
-        order: A token sees the branch's tokens of the same or a lower order. ``None``: causal; zeros: bidirectional.
+        order: A token sees the branch's tokens of the same or a lower order, which never falls. ``None``: causal;
+            zeros: bidirectional.
         visible: Ranges ``(start, stop)`` of cache indices that every token of the branch also sees. Other branches of
             the same forward may write entries in them: that is how a branch sees part of another one.
         write_at: Cache index of the first token's KV cache entry; the other tokens follow.
@@ -77,9 +78,9 @@ class Draw:
         confidence_forbidden: Ids left out of the softmax that gives the probabilities (LLaDA's EOS options).
         statistics: Extra figures of each draft: ``margin`` (difference of the two highest filtered probabilities),
             ``negative_entropy`` (of the filtered distribution, in nats), ``filtered`` (the token's probability after
-            temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters), ``kept``
-            (probability before temperature of the ids that top-k and top-p keep). Ids that no decoder draws stay in
-            these distributions, ``forbidden`` ones do not; at temperature 0 they are filtered like at temperature 1.
+            temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
+            draws stay in these distributions, ``forbidden`` ones do not; at temperature 0 they are filtered like at
+            temperature 1.
         top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
         confidence_dtype: Type in which probabilities and statistics are computed, as torch names it; ``None``: float32
             or the type of the logits if it is wider, and float64 for statistics.
@@ -133,11 +134,6 @@ class Compaction:
 
     num_leading: int
     indices: Sequence[int]
-
-    @property
-    def num_entries(self) -> int:
-        """Number of entries that are kept."""
-        return self.num_leading + len(self.indices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,13 +115,6 @@ def _propose_or_verify(
     return keep_or_draw(probabilities, keys, tokens, torch.stack(proposed))
 
 
-def finite(logits: Tensor) -> Tensor:
-    """Replace NaN by the lowest number and clamp infinities; -inf stays free to mark ids that are left out."""
-    lowest = torch.finfo(logits.dtype).min
-    highest = torch.finfo(logits.dtype).max
-    return logits.nan_to_num(nan=lowest, posinf=highest, neginf=lowest)
-
-
 def filter_logits(
     logits: Float[Tensor, "position vocab"], sampling: SamplingParams, *, top_p_first: bool = False
 ) -> Float[Tensor, "position vocab"]:
@@ -252,8 +245,6 @@ def draft_statistics(
         tokens: The drawn tokens.
         dtype: Type to compute them in; float64 by default.
     """
-    if not names:
-        return filtered.new_zeros(0, len(tokens))
     probability = lowered(filtered, dtype or "float64").softmax(-1)
     values: list[Tensor] = []
     for name in names:
@@ -262,9 +253,6 @@ def draft_statistics(
             values.append(top[:, 0] - top[:, 1])
         elif name == "negative_entropy":
             values.append((probability * (probability + 1e-10).log()).sum(-1))
-        elif name == "kept":
-            is_kept = filtered > -math.inf
-            values.append((lowered(logits, dtype or "float64").softmax(-1) * is_kept).sum(-1))
         elif name == "filtered":
             values.append(probability.gather(-1, tokens[:, None])[:, 0])
         else:

@@ -10,8 +10,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.spans import ranges_mask
-
 IGNORE_INDEX = -100
 """Label of a position without a target."""
 
@@ -132,11 +130,6 @@ class CorruptedBatch:
     engine: Float[Tensor, "batch token"] | None = None
     old: Float[Tensor, "batch token"] | None = None
     reference: Float[Tensor, "batch token"] | None = None
-
-    @property
-    def attention_mask(self) -> Bool[Tensor, "batch token token"] | None:
-        """:attr:`visible` as a matrix, ``True`` where a query sees a key; training needs no such matrix on CPUs."""
-        return None if self.visible is None else ranges_mask(self.visible, self.input_ids.shape[1])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CorruptedBatch:
         """Return the batch on a device."""

@@ -95,15 +95,6 @@ class Backbone(nn.Module, LanguageModel):
         """Floating-point type of the weights."""
         return self.head.weight.dtype
 
-    def hidden_states(  # noqa: D102
-        self,
-        input_ids: Int[Tensor, "batch token"],
-        position_ids: Int[Tensor, "batch token"],
-        attention_mask: AttentionMask | None,
-        cache: KVCache | None = None,
-    ) -> Float[Tensor, "batch token hidden"]:
-        return self.runner()(input_ids, position_ids, attention_mask, cache)
-
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
         body = self.make_fused_body()
@@ -121,9 +112,6 @@ class Backbone(nn.Module, LanguageModel):
             return self._library_states(ids, positions, attention_mask, cache)
 
         return states
-
-    def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:  # noqa: D102
-        return self.head_runner()(hidden)
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return :meth:`logits` with the head inspected once."""

@@ -67,13 +67,9 @@ class DrafterOrigin:
     options: DrafterOptions
     base: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterOrigin:
-        """Read what :meth:`to_dict` wrote.
+        """Read an instance from its JSON values.
 
         Raises:
             KeyError, TypeError, ValueError: If it is something else.
@@ -190,7 +186,7 @@ def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:
         model: The model that it was trained for.
         directory: An existing directory.
     """
-    values = {"format": _FORMAT, **drafter.origin.to_dict(), "base_weights": weights_digest(layers_of(model))}
+    values = {"format": _FORMAT, **asdict(drafter.origin), "base_weights": weights_digest(layers_of(model))}
     write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,35 @@ def write_program(program: Path, directory: Path) -> None:
 
 def program_text(program: Path) -> str:
     """Return a decoder's program as one file without this package: the functions that it imports are written out."""
-    shared = "\n\n".join(map(inspect.getsource, (check, settings, limit_of, ends_of)))
-    line = f"from {__name__} import check, ends_of, limit_of, settings\n"
-    return program.read_text(encoding="utf-8").replace(line, f"\n{shared}")
+    text = program.read_text(encoding="utf-8")
+    imports = re.findall(r"^from (refusion_lit\.\S+) import (.+)\n", text, re.M)
+    functions = [getattr(import_module(module), name) for module, names in imports for name in names.split(", ")]
+    head, *_, body = re.split(r"^from refusion_lit\..+\n", text, flags=re.M)
+    shared = "\n\n".join(map(inspect.getsource, functions))
+    return f"{head}\n{shared}{body}"
 
 
-def check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, Any]) -> None:
-    """Refuse what this decoder would have to ignore."""
+def request(
+    model: Any, inputs: torch.Tensor | None, asked: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, int, set[int]]:
+    """Return the prompt [1, token], the maximum number of new tokens, and the tokens that end a response."""
+    ids = kwargs.get("input_ids") if inputs is None else inputs
     if ids is None or ids.shape[0] != 1 or ids.shape[1] == 0:
         got = "none" if ids is None else tuple(ids.shape)
         raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
     if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
         raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
+    limit = 128
+    if asked.get("max_new_tokens") is not None:
+        limit = int(asked["max_new_tokens"])
+    elif asked.get("max_length") is not None:
+        limit = int(asked["max_length"]) - ids.shape[1]
     room = (getattr(model.config, "max_position_embeddings", None) or float("inf")) - ids.shape[1]
     if not 1 <= limit <= room:
         raise ValueError(f"max_new_tokens: expected 1 to {room} beyond the prompt, got {limit}; set it in that range.")
+    eos = asked.get("eos_token_id")
+    eos = model.config.eos_token_id if eos is None else eos
+    return ids, limit, set(eos if isinstance(eos, list) else [eos]) - {None}
 
 
 def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -68,18 +84,15 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def limit_of(asked: dict[str, Any], length: int) -> int:
-    """Return the maximum number of new tokens for a prompt of ``length`` tokens."""
-    if asked.get("max_new_tokens") is not None:
-        return int(asked["max_new_tokens"])
-    return int(asked["max_length"]) - length if asked.get("max_length") is not None else 128
-
-
-def ends_of(model: Any, asked: dict[str, Any]) -> set[int]:
-    """Return the tokens that end a response."""
-    eos = asked.get("eos_token_id")
-    eos = model.config.eos_token_id if eos is None else eos
-    return set(eos if isinstance(eos, list) else [eos]) - {None}
+def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
+    """Return the prompt and the response [1, token], which ``decode`` returns and gives a streamer, if there is one."""
+    if streamer is not None:
+        streamer.put(ids.cpu())
+    with torch.no_grad():
+        response = decode(streamer)
+    if streamer is not None:
+        streamer.end()
+    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
 
 
 def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str:

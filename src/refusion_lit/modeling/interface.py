@@ -17,6 +17,8 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 class LanguageModel(ABC):
     """A transformer body and a linear head; separate calls allow computing logits at the requested positions only.
 
+    A subclass defines :meth:`hidden_states` or :meth:`runner`, and :meth:`logits` or :meth:`head_runner`.
+
     Attributes:
         traits: What the model was trained to do.
         special_tokens: Its special ids.
@@ -34,7 +36,6 @@ class LanguageModel(ABC):
     def device(self) -> torch.device:
         """Device of the weights."""
 
-    @abstractmethod
     def hidden_states(
         self,
         input_ids: Int[Tensor, "batch token"],
@@ -52,10 +53,11 @@ class LanguageModel(ABC):
                 only without a cache.
             cache: A cache after :meth:`KVCache.prepare`.
         """
+        return self.runner()(input_ids, position_ids, attention_mask, cache)
 
-    @abstractmethod
     def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
         """Apply the head; the caller may modify the result in place."""
+        return self.head_runner()(hidden)
 
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return a function like :meth:`hidden_states` for many calls, between which the model does not change."""

@@ -111,24 +111,17 @@ class KVCache:
         """Memory of the storage in bytes. It never shrinks, so after the last forward this is the peak."""
         return sum(states.numel() * states.element_size() for layer in self._stored for states in layer)
 
-    def storage(
+    def store(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
-    ) -> list[Float[Tensor, "row entry head dim"]]:  # fmt: skip
-        """Return the tensors that store a layer's keys and values, allocated for states like these at first use.
+    ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
+        """Write a layer's keys and values as prepared and return the whole storage.
 
         Keys and values have storage of their own types: under autocast, rotary embeddings leave keys in float32.
         """
         if not self._stored[layer]:
-            rows = self.num_rows
-            entries = self.capacity
-            self._stored[layer] = [like.new_zeros(rows, entries, *like.shape[1:]) for like in (keys, values)]
-        return self._stored[layer]
-
-    def store(
-        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
-    ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
-        """Write a layer's keys and values as prepared and return the whole storage."""
-        stored_keys, stored_values = self._stored[layer] or self.storage(layer, keys, values)
+            size = self.num_rows, self.capacity
+            self._stored[layer] = [like.new_zeros(*size, *like.shape[1:]) for like in (keys, values)]
+        stored_keys, stored_values = self._stored[layer]
         write_index = self.prepared.write_index
         stored_keys.flatten(0, 1).index_copy_(0, write_index, keys)
         stored_values.flatten(0, 1).index_copy_(0, write_index, values)

@@ -42,7 +42,6 @@ class BackboneConfig:
         config: Overrides of the source's transformers config, or with ``source: null`` a config of its own, which needs
             ``model_type``. The base of rotary positions is ``rope_theta`` in a config of its own, and a part of
             ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``) among overrides.
-        random_init: Take only the source's architecture and initialise the weights at random.
         revision: Pinned revision of a hub id.
         checkpoint_format: Published format of the source (see :data:`~refusion_lit.modeling.formats.FORMATS`);
             ``None`` takes the one that its ``model_type`` names, or transformers' own.
@@ -67,7 +66,6 @@ class BackboneConfig:
 
     source: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    random_init: bool = False
     revision: str | None = None
     checkpoint_format: str | None = None
     attention: Literal["causal", "bidirectional", "block_causal"] | None = None
@@ -120,7 +118,7 @@ class BackboneConfig:
         traits = _traits_of(config, self.source)
         if self.attention is not None:
             traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
-        pretrained = self.source is not None and not self.random_init
+        pretrained = self.source is not None
         if pretrained and traits.predictions is None and mask_is_untrained(tokenizer):
             traits = replace(traits, predictions=("next_token",))  # nobody has trained it for masks
         with _seeded(seed):
@@ -130,8 +128,7 @@ class BackboneConfig:
                 _enable_checkpointing(model)
             if self.lora is not None:
                 model = add_adapters(model, self.lora)
-            base = self.source if pretrained else None
-            drafter = self._drafter(model, base)
+            drafter = self._drafter(model)
         decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
         backbone = Backbone(model, traits, SpecialTokens.of(tokenizer), **decoding)
         if drafter is not None:
@@ -139,20 +136,22 @@ class BackboneConfig:
         if self.lora is not None:
             backbone.adapters = Adapters(
                 options=self.lora,
-                base=base,
+                base=self.source,
                 revision=self.revision,
                 config_overrides=self.config if pretrained else {},
                 new_token_ids=new_token_ids,
             )
         return backbone
 
-    def _drafter(self, model: PreTrainedModel, base: str | None) -> Drafter | None:
+    def _drafter(self, model: PreTrainedModel) -> Drafter | None:
         """Return the drafter that is to be trained; the model is frozen then."""
         if self.draft is not None:
             drafter = load_drafter(model, body_of(model.requires_grad_(False)), self.draft)
-            drafter.origin = replace(drafter.origin, base=base)
+            drafter.origin = replace(drafter.origin, base=self.source)
             return drafter
-        return None if self.drafter is None else Drafter(body_of(model.requires_grad_(False)), self.drafter, base)
+        if self.drafter is None:
+            return None
+        return Drafter(body_of(model.requires_grad_(False)), self.drafter, self.source)
 
     def _initialise_weights(self, config: Any) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
         return AutoModelForCausalLM.from_config(
@@ -196,7 +195,7 @@ class BackboneConfig:
         if missing:  # transformers would leave them random
             raise ValueError(
                 f"backbone.source: expected all weights in {self.source!r}, got none for {name_of(missing[0])} and "
-                f"{len(missing) - 1} more. Fetch them again, or set random_init: true to train from random weights."
+                f"{len(missing) - 1} more. Fetch them again."
             )
         extra = sorted(name for name in report["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq"))
         if extra:  # transformers would drop them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -54,13 +54,9 @@ class Adapters:
     config_overrides: dict[str, Any] = field(default_factory=dict)
     new_token_ids: tuple[int, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Adapters:
-        """Read what :meth:`to_dict` wrote.
+        """Read an instance from its JSON values.
 
         Raises:
             KeyError, TypeError, ValueError: If it is something else.

@@ -13,6 +13,7 @@ from refusion_lit.modeling.drafter import save_drafter
 from refusion_lit.modeling.exporting import write_program
 from refusion_lit.modeling.lora import merged, quiet_peft
 from refusion_lit.types import ModelTraits
+from refusion_lit.utils.files import require_empty
 
 _TEMPLATE = "prompt_template"
 HAS_DRAFTER = "has_drafter"
@@ -43,7 +44,8 @@ def save_model(
     Raises:
         ValueError: If the directory already holds files (an old ``model.safetensors`` could be loaded instead).
     """
-    path = _empty_directory(directory)
+    path = Path(directory)
+    require_empty(path)
     drafter = backbone.drafter
     model = merged(backbone.model)
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
@@ -99,7 +101,8 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
             "adapter_only: expected adapters of a base model with weights of its own, got a base with random weights, "
             "which exist in the checkpoint alone; export it without adapter_only, which merges the adapters."
         )
-    path = _empty_directory(directory)
+    path = Path(directory)
+    require_empty(path)
     model: Any = backbone.model
     if adapters.new_token_ids:
         model = _with_token_rows(model, list(adapters.new_token_ids))
@@ -128,17 +131,3 @@ def _with_token_rows(model: Any, token_ids: list[int]) -> Any:  # noqa: ANN401 -
     rows = get_peft_model_state_dict(extended, save_embedding_layers=False)
     set_peft_model_state_dict(extended, {**rows, **adapters})
     return extended
-
-
-def _empty_directory(directory: str | Path) -> Path:
-    """Return the path of a directory that is new or empty.
-
-    Raises:
-        ValueError: If it holds files.
-    """
-    path = Path(directory)
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(
-            f"output: expected a new or empty directory, got {path}, which holds files. Choose another one."
-        )
-    return path

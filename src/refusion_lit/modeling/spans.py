@@ -25,7 +25,7 @@ class Span:
         length: Number of tokens.
         first_key: Key of the first one; the keys of the others follow.
         context: Ranges ``(start, stop)`` of keys that all of them see; may be empty, overlap and be unsorted.
-        order: A token also sees the span's tokens of the same or a lower order. ``None``: causal.
+        order: A token also sees the span's tokens of the same or a lower order. It never falls. ``None``: causal.
     """
 
     sequence: int
@@ -39,8 +39,8 @@ class Span:
         """Return the interval of keys that each token sees, as a common start and a stop for each token.
 
         Returns:
-            ``None`` if the keys of some token are not a single interval from the common start, or fewer than those of
-            the token before it. The stops are a ``range`` if each token sees one key more than the token before it.
+            ``None`` if the keys of some token are not a single interval from the common start. The stops are a
+            ``range`` if each token sees one key more than the token before it.
         """
         first = self.first_key
         if self.order is None and len(self.context) < 2:  # most spans, without any array
@@ -48,8 +48,6 @@ class Span:
             if start >= stop or (stop == first and start < first):
                 return min(start, first) if start < stop else first, range(first + 1, first + self.length + 1)
         own_stops = _own_stops(self.order, self.length)
-        if own_stops is None:
-            return None
         common = _merged([*self.context, (self.first_key, self.first_key + int(own_stops[0]))])
         if len(common) > 1:
             return None
@@ -64,7 +62,9 @@ class Span:
             return np.stack([np.full(self.length, start), stops], -1)[:, None]
         context = np.array(_merged(self.context), dtype=np.int64).reshape(-1, 2)
         shared = np.broadcast_to(context, (self.length, *context.shape))
-        return np.concatenate([shared, _runs(self.order, self.length) + self.first_key], 1)
+        own_stops = _own_stops(self.order, self.length)
+        own = np.stack([np.zeros_like(own_stops), own_stops], -1)[:, None] + self.first_key
+        return np.concatenate([shared, own], 1)
 
 
 def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bool[Tensor, "batch token key"]:
@@ -73,29 +73,13 @@ def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bo
     return ((keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])).any(-2)
 
 
-def _own_stops(order: Sequence[int] | None, length: int) -> Int[np.ndarray, " token"] | None:
-    """Return how many of a span's tokens each of them sees; ``None`` if these are not its first ones for all."""
+def _own_stops(order: Sequence[int] | None, length: int) -> Int[np.ndarray, " token"]:
+    """Return how many of a span's first tokens each of them sees."""
     if order is None:
         return np.arange(1, length + 1)
     orders = np.asarray(order)
-    if (np.diff(orders) < 0).any():
-        return None
+    assert (np.diff(orders) >= 0).all(), "the order of a branch falls: feed tokens of a lower order first"
     return np.searchsorted(orders, orders, side="right")
-
-
-def _runs(order: Sequence[int] | None, length: int) -> Int[np.ndarray, "token range 2"]:
-    """Return the runs of a span's tokens that each of them sees; unused ones are empty."""
-    stops = _own_stops(order, length)
-    if stops is not None:
-        return np.stack([np.zeros(length, dtype=np.int64), stops], -1)[:, None]
-    orders = np.asarray(order)
-    edges = np.diff(np.pad((orders[None, :] <= orders[:, None]).astype(np.int8), ((0, 0), (1, 1))), axis=1)
-    runs = np.zeros((length, int((edges > 0).sum(1).max()), 2), dtype=np.int64)
-    for token, row in enumerate(edges):
-        starts = (row > 0).nonzero()[0]
-        ends = (row < 0).nonzero()[0]
-        runs[token, : len(starts)] = np.stack([starts, ends], -1)
-    return runs
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
-
-_NUM_SAMPLES = 64
 
 
 @torch.no_grad()
-def weights_digest(model: nn.Module) -> str | None:
+def weights_digest(model: torch.nn.Module) -> str | None:
     """Return a digest of a model's weights, 16 hexadecimal digits.
 
     It hashes names and shapes of all parameters and a sample of 64 values from each, which is fast for large models.
@@ -28,7 +25,7 @@ def weights_digest(model: nn.Module) -> str | None:
         if type(weight.data) is not torch.Tensor:  # sharded
             return None
         flat = weight.detach().flatten()
-        count = min(len(flat), _NUM_SAMPLES)
+        count = min(len(flat), 64)
         # In integers: float32 has no room for the indices of a large embedding.
         index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
         values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()

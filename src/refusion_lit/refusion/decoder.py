@@ -12,7 +12,7 @@ from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import ClassVar, Literal
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best, most_certain
 from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion import bonus
@@ -22,7 +22,7 @@ from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import is_number, require
 
-Selection = Literal["threshold", "top_k", "capped", "sequential", "random"]
+Selection = Literal["threshold", "top_k", "sequential", "random"]
 """Rules by which a round chooses slots."""
 
 
@@ -41,9 +41,9 @@ class ReFusion(Decoder):
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
         slot_confidence: A slot's confidence: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
             ``product`` over all its draft tokens.
-        selection: ``threshold``, ``top_k`` (the k most certain slots) or ``capped`` (at most k above the threshold). At
-            least one slot is always chosen. ``sequential`` (the k leftmost slots) and ``random`` (any k, by the seed)
-            ignore confidence; they are baselines for the decoding order.
+        selection: ``threshold`` (at least one slot) or ``top_k`` (the k most certain slots). ``sequential`` (the k
+            leftmost slots) and ``random`` (any k, by the seed) ignore confidence; they are baselines for the decoding
+            order.
         k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
             ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``:
@@ -95,10 +95,9 @@ class ReFusion(Decoder):
         holds = has_bonus or self.num_drafts is None
         require(holds, "num_drafts", "null without infill 'bonus'", self.num_drafts, "leave it out, or set infill")
         takes_k = self.selection != "threshold"
-        needs_k = self.selection in ("top_k", "capped")
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
-        holds = not needs_k if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
-        require(holds, "k", expected, self.k, "set k with selection 'top_k' or 'capped', and never with 'threshold'")
+        holds = self.selection != "top_k" if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
+        require(holds, "k", expected, self.k, "set k with selection 'top_k', and never with 'threshold'")
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
@@ -188,10 +187,9 @@ class ReFusion(Decoder):
         elif self.selection == "random":
             key = ("slot_order", state.sampling.seed, state.prompt.id, state.num_plans)
             ranked.sort(key=lambda i: stable_key(*key, state.remaining[i]))
-        if self.selection in ("top_k", "sequential", "random"):
+        if self.selection != "threshold":
             return sorted(ranked[: self.k or 1])
-        certain = [i for i in ranked if confidences[i] > self.slot_threshold]
-        return sorted(certain[: self.k] if self.selection == "capped" else certain) or ranked[:1]
+        return sorted(above_or_best(confidences, self.slot_threshold))
 
     def _verify(self, state: ReFusionState, chosen: list[int], tokens: list[int]) -> Steps[list[bool]]:
         """Forward all drafts in text order; return for every token whether it passes (first tokens always do)."""
@@ -262,7 +260,7 @@ class ReFusion(Decoder):
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
         state.keep = Compaction(infill.context_length, infill.kept_indices())
-        state.context_length = state.keep.num_entries
+        state.context_length = infill.context_length + len(state.keep.indices)
         yield from ()
 
     def _forward_and_plan(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from refusion_lit.modeling.exporting import check, ends_of, limit_of, settings
+from refusion_lit.modeling.exporting import request, respond, settings
 
 OPTIONS = {"slot_size": 8, "num_serial_blocks": 2, "slot_threshold": 0.9, "token_threshold": 0.9}
 
@@ -33,21 +33,13 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
     Raises:
         ValueError: If there is more than one prompt, it is too long, or an option is one that this decoder lacks.
     """
-    ids: Any = kwargs.get("input_ids") if inputs is None else inputs
     asked = settings(model, generation_config, kwargs)
-    limit = limit_of(asked, getattr(ids, "shape", (0,))[-1])
-    check(model, ids, limit, kwargs)
+    ids, limit, eos = request(model, inputs, asked, kwargs)
     options = {**OPTIONS, **(getattr(model.generation_config, "refusion", None) or {})}
     if {*options} - {*OPTIONS, "vocab_size"} or min(options["slot_size"], options["num_serial_blocks"]) < 1:
         raise ValueError(f"refusion: expected {', '.join(OPTIONS)}, sizes from 1, got {options}; export again.")
-    streamer = kwargs.get("streamer")
-    if streamer is not None:
-        streamer.put(ids.cpu())
-    with torch.no_grad():
-        response = _Decoding(model, ids[0].tolist(), limit, options, ends_of(model, asked)).run(streamer)
-    if streamer is not None:
-        streamer.end()
-    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
+    decoding = _Decoding(model, ids[0].tolist(), limit, options, eos)
+    return respond(ids, decoding.run, kwargs.get("streamer"))
 
 
 class _Decoding:

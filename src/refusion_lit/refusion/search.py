@@ -95,7 +95,9 @@ class Node:
 
     def score(self) -> float:
         """Return the mean log-probability of all tokens on the path, in nats."""
-        return mean_log([p for node in self.path for p in node.probabilities] or [1.0])
+        probabilities = [p for node in self.path for p in node.probabilities] or [1.0]
+        # 0 counts as the smallest positive number.
+        return fsum(log(max(p, float_info.min)) for p in probabilities) / len(probabilities)
 
 
 @dataclass(kw_only=True)
@@ -148,11 +150,6 @@ class SearchState(SlotState):
         positions = leaf.positions[leaf.num_fed :]
         self.root = Node(None, -1, positions, unfed, length, leaf.remaining, drafts=leaf.drafts)
         self.top = length + len(unfed)
-
-
-def mean_log(probabilities: list[float]) -> float:
-    """Return the mean logarithm of probabilities; 0 counts as the smallest positive number."""
-    return fsum(log(max(p, float_info.min)) for p in probabilities) / len(probabilities)
 
 
 @dataclass(frozen=True, kw_only=True)

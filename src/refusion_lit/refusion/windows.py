@@ -21,7 +21,6 @@ from refusion_lit.learning.text_order import text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require_at_least, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +45,12 @@ class MaskWindows(Objective):
         ar_weight: Coefficient of the next-token term, at least 0.
     """
 
+    ranges = {"window": 1, "num_tilings": 1, "decay": "(0, 1]", "mdm_weight": 0.0, "ar_weight": 0.0}
     window: int = 8
     num_tilings: int = 2
     decay: float = 0.9
     mdm_weight: float = 1.0
     ar_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
-        super().__post_init__()
-        require_at_least("objective.window", self.window, 1)
-        require_at_least("objective.num_tilings", self.num_tilings, 1)
-        require_number("objective.decay", self.decay, "(0, 1]", "use 0.9, say")
-        require_at_least("objective.mdm_weight", self.mdm_weight, 0.0)
-        require_at_least("objective.ar_weight", self.ar_weight, 0.0)
 
     @property
     def traits(self) -> ModelTraits:

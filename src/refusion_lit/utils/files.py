@@ -147,6 +147,12 @@ def require_free(
     require(is_kind or not output.exists(), "output", expected, got, f"choose another name, or {fix}")
 
 
+def require_empty(output: Path) -> None:
+    """Refuse an output directory that is a file or holds something."""
+    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    require(is_free, "output", "a new or empty directory", str(output), "choose another one")
+
+
 def read_text(path: str | Path, option: str, expected: str = "a file") -> str:
     """Return the text of a UTF-8 file that a user named, without its byte order mark and with line feeds.
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decoder_cases import prompts, traits_for
 from effort import examples
 from fakes import MASK, HashModel, tiny_backbone
-from refusion_lit.decoding import D2F, BlockDiffusion, decode
+from refusion_lit.decoding import D2F, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import best_allowed, cut
@@ -25,7 +25,7 @@ def slow_d2f(
     size, num_forwards, start = decoder.block_size, 0, len(prompt)
     length += sum(token is not None for token in known)
     holes_end = start + len(known) if None in known else 0
-    first = start if decoder.prompt_is_block else start - start % size
+    first = start
     special, eos = model.special_tokens, model.special_tokens.eos_token_ids
     whole = [*prompt, *known, *[None] * (size + length)]
     text: list[int | None] = whole[: first + size]
@@ -45,8 +45,7 @@ def slow_d2f(
                 share.append(sum(token is not None for token in text[-size:]) / size)
                 break
         row = [MASK if token is None else token for token in text]
-        number = torch.tensor([-1 if p < first and decoder.prompt_is_block else (p - first) // size
-                               for p in range(len(row))])  # fmt: skip
+        number = torch.tensor([-1 if p < first else (p - first) // size for p in range(len(row))])
         sees = (number[:, None] >= number)[None]
         hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees)
         logits = model.logits(hidden[0]).double()
@@ -74,7 +73,7 @@ def slow_d2f(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
     add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), activate=st.sampled_from([0.0, 0.5, 0.95]),
-    num_open_blocks=st.none() | st.integers(1, 3), shifted=st.booleans(), prompt_is_block=st.booleans(),
+    num_open_blocks=st.none() | st.integers(1, 3), shifted=st.booleans(),
     length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_the_text_is_that_of_a_loop_without_cache(
@@ -87,13 +86,12 @@ def test_the_text_is_that_of_a_loop_without_cache(
     activate: float,
     num_open_blocks: int | None,
     shifted: bool,
-    prompt_is_block: bool,
     length: int,
     size: int,
 ) -> None:
     decoder = D2F(
         block_size=block_size, threshold=threshold, add_threshold=add, activate_threshold=activate,
-        num_open_blocks=num_open_blocks, shifted=shifted, prompt_is_block=prompt_is_block,
+        num_open_blocks=num_open_blocks, shifted=shifted,
     )  # fmt: skip
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
@@ -106,7 +104,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
     seed=st.integers(0, 9999), prompt=st.lists(st.integers(3, 8), min_size=1, max_size=5),
     known=st.lists(st.none() | st.integers(3, 8), max_size=14).map(lambda tokens: (*tokens, 4)),
     block_size=st.integers(1, 5), add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), length=st.integers(14, 17),
-    num_open_blocks=st.none() | st.integers(1, 3), shifted=st.booleans(), prompt_is_block=st.booleans(),
+    num_open_blocks=st.none() | st.integers(1, 3), shifted=st.booleans(),
 )  # fmt: skip
 def test_what_is_given_is_part_of_its_block(
     seed: int,
@@ -117,11 +115,10 @@ def test_what_is_given_is_part_of_its_block(
     length: int,
     num_open_blocks: int | None,
     shifted: bool,
-    prompt_is_block: bool,
 ) -> None:
     decoder = D2F(
         block_size=block_size, threshold=0.1, add_threshold=add, num_open_blocks=num_open_blocks, shifted=shifted,
-        prompt_is_block=prompt_is_block, ignore_right_context=True,
+        ignore_right_context=True,
     )  # fmt: skip
     model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))
     found = Prompt(token_ids=tuple(prompt), id="p", given=known)
@@ -138,22 +135,6 @@ def test_a_given_block_takes_no_forward_and_blocks_are_counted_as_trained() -> N
     assert row.forward_shapes == [(1, 11), (1, 8)]
     inside = Prompt(token_ids=(5, 6), id="0", given=(3, None, 3, 4))
     assert decoder.refusal(inside) is None
-    reason = D2F(block_size=4, prompt_is_block=False).refusal(inside)
-    assert reason is not None
-    assert "ignore_right_context" in reason
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.2, 1.0])
-def test_one_open_block_is_block_diffusion(threshold: float) -> None:
-    traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask",))
-    model, sampling = tiny_backbone(traits), SamplingParams(max_new_tokens=23)
-    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7, 10)]
-    ways = (
-        D2F(block_size=4, threshold=threshold, num_open_blocks=1, prompt_is_block=False),
-        BlockDiffusion(block_size=4, threshold=threshold),
-    )
-    own, expected = (decode(model, way, found, sampling, batch_size=2).rows for way in ways)
-    assert [(r.token_ids, r.forward_shapes) for r in own] == [(r.token_ids, r.forward_shapes) for r in expected]
 
 
 def test_a_transformer_with_a_cache_writes_what_the_loop_writes() -> None:
@@ -189,4 +170,3 @@ def test_a_model_with_blocks_from_position_0_is_refused() -> None:
     traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask",))
     [reason] = D2F(block_size=4).requirements().mismatches(traits)
     assert "counted from the response" in reason
-    assert not D2F(block_size=4, prompt_is_block=False).requirements().mismatches(traits)

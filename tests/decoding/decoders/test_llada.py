@@ -214,6 +214,7 @@ def test_no_guidance_is_weight_zero() -> None:
         ({"kernel_size": 0}, 16, "kernel_size"),
         ({"kernel_size": 8, "block_length": 8}, 16, "kernel_size: expected null with blocks"),
         ({"kernel_size": 8, "order": "random"}, 16, "kernel_size: expected null with blocks"),
+        ({"kernel_size": 8, "order": "origin"}, 16, "kernel_size: expected null with blocks"),
     ],
 )
 def test_impossible_options(options: dict[str, Any], length: int, message: str) -> None:

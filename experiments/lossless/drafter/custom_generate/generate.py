@@ -10,7 +10,7 @@ next-token predictions verify them.
 
 from __future__ import annotations
 
-import hashlib
+import hashlib  # noqa: F401 - for weights_digest in the exported file
 import json
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,38 @@ from transformers import DynamicCache
 from transformers.utils import cached_file
 
 
-def check(model: Any, ids: torch.Tensor | None, limit: int, kwargs: dict[str, Any]) -> None:
-    """Refuse what this decoder would have to ignore."""
+def request(
+    model: Any, inputs: torch.Tensor | None, asked: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, int, set[int]]:
+    """Return the prompt [1, token], the maximum number of new tokens, and the tokens that end a response."""
+    ids = kwargs.get("input_ids") if inputs is None else inputs
     if ids is None or ids.shape[0] != 1 or ids.shape[1] == 0:
         got = "none" if ids is None else tuple(ids.shape)
         raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
     if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
         raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
+    limit = 128
+    if asked.get("max_new_tokens") is not None:
+        limit = int(asked["max_new_tokens"])
+    elif asked.get("max_length") is not None:
+        limit = int(asked["max_length"]) - ids.shape[1]
     room = (getattr(model.config, "max_position_embeddings", None) or float("inf")) - ids.shape[1]
     if not 1 <= limit <= room:
         raise ValueError(f"max_new_tokens: expected 1 to {room} beyond the prompt, got {limit}; set it in that range.")
+    eos = asked.get("eos_token_id")
+    eos = model.config.eos_token_id if eos is None else eos
+    return ids, limit, set(eos if isinstance(eos, list) else [eos]) - {None}
+
+
+def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
+    """Return the prompt and the response [1, token], which ``decode`` returns and gives a streamer, if there is one."""
+    if streamer is not None:
+        streamer.put(ids.cpu())
+    with torch.no_grad():
+        response = decode(streamer)
+    if streamer is not None:
+        streamer.end()
+    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
 
 
 def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -64,18 +86,30 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def limit_of(asked: dict[str, Any], length: int) -> int:
-    """Return the maximum number of new tokens for a prompt of ``length`` tokens."""
-    if asked.get("max_new_tokens") is not None:
-        return int(asked["max_new_tokens"])
-    return int(asked["max_length"]) - length if asked.get("max_length") is not None else 128
+@torch.no_grad()
+def weights_digest(model: torch.nn.Module) -> str | None:
+    """Return a digest of a model's weights, 16 hexadecimal digits.
 
+    It hashes names and shapes of all parameters and a sample of 64 values from each, which is fast for large models.
+    The values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
 
-def ends_of(model: Any, asked: dict[str, Any]) -> set[int]:
-    """Return the tokens that end a response."""
-    eos = asked.get("eos_token_id")
-    eos = model.config.eos_token_id if eos is None else eos
-    return set(eos if isinstance(eos, list) else [eos]) - {None}
+    Args:
+        model: A model; tied weights count once.
+
+    Returns:
+        The digest; ``None`` if this process does not hold all weights.
+    """
+    state = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        if type(weight.data) is not torch.Tensor:  # sharded
+            return None
+        flat = weight.detach().flatten()
+        count = min(len(flat), 64)
+        # In integers: float32 has no room for the indices of a large embedding.
+        index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
+        values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        state.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
+    return state.hexdigest()[:16]
 
 
 def generate(
@@ -95,22 +129,13 @@ def generate(
         ValueError: If there is more than one prompt, it is too long, an option is one that this decoder lacks, or there
             is no drafter, or another model's.
     """
-    ids: Any = kwargs.get("input_ids") if inputs is None else inputs
     asked = settings(model, generation_config, kwargs)
-    limit = limit_of(asked, getattr(ids, "shape", (0,))[-1])
-    check(model, ids, limit, kwargs)
+    ids, limit, eos = request(model, inputs, asked, kwargs)
     drafter = _Drafter(model, str(draft or model.config._name_or_path))
-    streamer = kwargs.get("streamer")
     try:
-        if streamer is not None:
-            streamer.put(ids.cpu())
-        with torch.no_grad():
-            response = _Decoding(model, drafter, ids[0].tolist(), ends_of(model, asked)).run(limit, streamer)
-        if streamer is not None:
-            streamer.end()
+        return respond(ids, _Decoding(model, drafter, ids[0].tolist(), limit, eos).run, kwargs.get("streamer"))
     finally:
         drafter.detach()
-    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
 
 
 class _Drafter:
@@ -125,7 +150,7 @@ class _Drafter:
         options = description["options"]
         digest = description["base_weights"]
         is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
-        if digest is not None and not is_rounded and digest != _digest(model.get_decoder().layers):
+        if digest is not None and not is_rounded and digest != weights_digest(model.get_decoder().layers):
             raise ValueError(
                 f"draft: expected a drafter of this model, got {directory}, which is another model's; give its own."
             )
@@ -156,36 +181,25 @@ class _Drafter:
             hook.remove()
 
 
-def _digest(layers: Any) -> str:
-    """Return what ``base_weights`` of these layers is: a digest of 64 values of each weight, rounded to bfloat16."""
-    state = hashlib.sha256()
-    for name, weight in sorted(layers.named_parameters()):
-        flat = weight.detach().flatten()
-        count = min(len(flat), 64)
-        index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
-        values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()
-        state.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
-    return state.hexdigest()[:16]
-
-
 class _Decoding:
     """One prompt. The cache holds all tokens but the last one."""
 
-    def __init__(self, model: Any, drafter: _Drafter, prompt: list[int], eos: set[int]) -> None:
+    def __init__(self, model: Any, drafter: _Drafter, prompt: list[int], limit: int, eos: set[int]) -> None:
         self.model = model
         self.drafter = drafter
         self.text = list(prompt)
         self.cache = DynamicCache(config=model.config)
+        self.limit = limit
         self.eos = eos
         never = {model.config.pad_token_id, getattr(model.config, "mask_token_id", None)}
         self.banned = [token for token in never - self.eos if token is not None]
 
-    def run(self, limit: int, streamer: Any = None) -> list[int]:
+    def run(self, streamer: Any = None) -> list[int]:
         """Draft and verify in turn; every forward gives the model's own next token, and all accepted drafts."""
         length = len(self.text)
         drafts = []
-        while len(self.text) - length < limit:
-            room = limit - (len(self.text) - length) - 1
+        while len(self.text) - length < self.limit:
+            room = self.limit - (len(self.text) - length) - 1
             drafts = drafts[:room]
             exact, found = self.forward(drafts, num_masks=0 if drafts else min(len(self.drafter.masks), room))
             accepted = next((i for i, token in enumerate(drafts) if token != exact[i]), len(drafts))

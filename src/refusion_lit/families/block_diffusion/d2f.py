@@ -44,8 +44,8 @@ class D2F(BlockDecoder):
     ``threshold``. If a block has no such mask, it commits its most probable one, provided that it is *fully activated*:
     a share of at least ``activate_threshold`` of the block before it is known. At most one block with masks is opened
     before each forward; blocks whose tokens are all given take no forward of their own. Once a block and all blocks
-    before it are complete, the next forward stores its KV cache entries, which are exact. With ``num_open_blocks: 1``
-    and ``prompt_is_block: false``, unshifted, it equals :class:`BlockDiffusion`.
+    before it are complete, the next forward stores its KV cache entries, which are exact. The prompt is one block, and
+    blocks are counted from the response on, as D2F is trained.
 
     Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and its released program, whose thresholds are
     the defaults. Deliberate differences: no block is opened after any committed EOS token, not only after one in
@@ -53,7 +53,7 @@ class D2F(BlockDecoder):
 
     Attributes:
         block_size: Tokens per block, at least 1; need not be the trained one (the paper trains with 16 and decodes with
-            32) if ``prompt_is_block``.
+            32).
         threshold: Commit every mask whose token is more probable (tau_conf), in [0, 1]; the comparison is strict.
         add_threshold: Open the next block once this share of the last one is known (tau_add), in [0, 1].
         activate_threshold: A block always commits a token once this share of the block before it is known (tau_act), in
@@ -61,9 +61,6 @@ class D2F(BlockDecoder):
         num_open_blocks: Maximum number of blocks from the first one with masks to the last one; ``None``: no bound.
         shifted: The mask at position i is predicted at i - 1 (Dream). The last token of a cached block is then fed
             again, to predict the first one of the next block.
-        prompt_is_block: The prompt is one block, and blocks are counted from the response on, as D2F is trained.
-            ``False``: from position 0, prompt included, for models of :class:`~refusion_lit.objectives.BlockMasked`,
-            which never saw masks in an earlier block.
     """
 
     requires: ClassVar[ModelRequirements] = ModelRequirements(
@@ -82,18 +79,16 @@ class D2F(BlockDecoder):
     activate_threshold: float = 0.95
     num_open_blocks: int | None = None
     shifted: bool = False
-    prompt_is_block: bool = True
 
     def requirements(self) -> ModelRequirements:
         """Return block-causal attention; blocks after a prompt of one block may have any size."""
-        size = None if self.prompt_is_block else self.block_size
-        return replace(super().requirements(), block_size=size, prompt_is_block=self.prompt_is_block)
+        return replace(super().requirements(), block_size=None)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
         """Create a canvas of whole blocks, the first of which is open."""
         state = super().begin(prompt, sampling, special_tokens)
         assert isinstance(state, PipelineState)
-        start = self._first_block(state.prompt_length)
+        start = state.prompt_length
         state.blocks.append(range(start, start + self.block_size))
         return state
 
@@ -136,11 +131,7 @@ class D2F(BlockDecoder):
         shift = int(self.shifted)
         stop = state.blocks[-1].stop
         start = max(min(state.num_cached, read[0] - shift), 0)
-        first = state.blocks[0].start
-        origin = first % self.block_size  # blocks left of the first one have negative numbers
-        order = [(p - origin) // self.block_size for p in range(start, stop)]
-        if self.prompt_is_block:
-            order = [-1 if p < first else o for p, o in zip(range(start, stop), order, strict=True)]
+        order = [max((p - state.prompt_length) // self.block_size, -1) for p in range(start, stop)]
         return state.branch(start, stop, read, order=order, shift=shift)
 
     def _choose(self, positions: Sequence[int], probabilities: Sequence[float], *, is_activated: bool) -> list[int]:

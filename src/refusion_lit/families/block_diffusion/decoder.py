@@ -96,7 +96,7 @@ class BlockDecoder(Decoder):
     @property
     def _from_response(self) -> bool:
         """Whether blocks are counted from the response's start, not from position 0."""
-        return getattr(self, "prompt_is_block", False)
+        return self.requires.prompt_is_block
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -143,15 +143,6 @@ class PairedModel(LanguageModel):
     def device(self) -> torch.device:
         """Device of both models' weights."""
         return self._masked.device
-
-    def hidden_states(  # noqa: D102
-        self,
-        input_ids: Int[Tensor, "batch token"],
-        position_ids: Int[Tensor, "batch token"],
-        attention_mask: AttentionMask | None,
-        cache: KVCache | None = None,
-    ) -> Float[Tensor, "batch token hidden"]:
-        return self.runner()(input_ids, position_ids, attention_mask, cache)
 
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return :meth:`hidden_states` with both models inspected once."""

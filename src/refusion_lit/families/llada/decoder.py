@@ -79,10 +79,7 @@ class LLaDA(Decoder):
             the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
         kernel_size: Convolutional decoding (arXiv 2509.15188): weigh a mask by s = tanh(n), where n is the number of
             unmasked positions, prompt included, among the ``kernel_size`` centred at it (one more if that is even).
-            Masks far from the text then come late, without blocks. With ``low_confidence``, s multiplies the
-            confidence. With ``origin`` it is the paper's own sampler: a mask's chance in a step is proportional to s
-            times the probability that top-k and top-p keep, scaled so that as many are unmasked as without (up to
-            saturation); the released one counts a candidate more, and may leave masks at the end. ``None``: off.
+            Masks far from the text then come late, without blocks: s multiplies the confidence. ``None``: off.
         shifted: The model predicts a mask at the position before it (Dream).
     """
 
@@ -111,8 +108,8 @@ class LLaDA(Decoder):
                 f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
         if self.kernel_size is not None:
-            holds = self.order in ("low_confidence", "origin") and self.block_length is None
-            require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence' or 'origin'",
+            holds = self.order == "low_confidence" and self.block_length is None
+            require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence'",
                     self.kernel_size, "leave it out, or leave out block_length and order")  # fmt: skip
 
     def check(self, sampling: SamplingParams) -> None:
@@ -169,8 +166,6 @@ class LLaDA(Decoder):
         eos = state.special_tokens.eos_token_ids
         statistic = _STATISTIC.get(self.order)
         forbidden = eos[:1] if self.forbid_eos else ()
-        if self.order == "origin" and self.kernel_size is not None:
-            statistic = "kept"
         return Draw(
             sampling=state.sampling,
             round=state.schedule_step,
@@ -192,28 +187,17 @@ class LLaDA(Decoder):
         if self.order == "random":
             confidences = [self._chance(state, place) for place in places]
         if self.kernel_size is not None:
-            nearness = self._nearness(state, places, self.kernel_size)
-            confidences = [confidence * factor for confidence, factor in zip(confidences, nearness, strict=True)]
+            near = [math.tanh(known_around(state, place, self.kernel_size)) for place in places]
+            confidences = [confidence * factor for confidence, factor in zip(confidences, near, strict=True)]
         return most_certain(confidences, quota)
 
     def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
         """Choose by Dream's time schedule: the step's share of the remaining masks, all of them in the last step."""
         share = time_share(state.schedule_step, state.schedule_length)
         if self.order == "origin":
-            chances = [share] * len(places)
-            if self.kernel_size is not None and share < 1:
-                nearness = self._nearness(state, places, self.kernel_size)
-                mass = [s * kept for s, kept in zip(nearness, reading.statistics.get("kept", []), strict=True)]
-                weights = [share * len(places) * each / (sum(mass) or 1.0) for each in mass]
-                chances = [weight / (weight + 1 - share) for weight in weights]  # against staying a mask
-            return [i for i, place in enumerate(places) if self._chance(state, place) < chances[i]]
+            return [i for i, place in enumerate(places) if self._chance(state, place) < share]
         confidences = reading.statistics.get(_STATISTIC[self.order], [])
         return most_certain(confidences, int(len(places) * share))
-
-    @staticmethod
-    def _nearness(state: RowState, places: Sequence[int], kernel_size: int) -> list[float]:
-        """Return each mask's factor: tanh of the number of unmasked positions around it."""
-        return [math.tanh(known_around(state, place, kernel_size)) for place in places]
 
     def _chance(self, state: RowState, place: int) -> float:
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)

@@ -10,7 +10,7 @@ next-token predictions verify them.
 
 from __future__ import annotations
 
-import hashlib
+import hashlib  # noqa: F401 - for weights_digest in the exported file
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 from transformers.utils import cached_file
 
-from refusion_lit.modeling.exporting import check, ends_of, limit_of, settings
+from refusion_lit.modeling.exporting import request, respond, settings
+from refusion_lit.modeling.weights import weights_digest
 
 
 def generate(
@@ -40,22 +41,13 @@ def generate(
         ValueError: If there is more than one prompt, it is too long, an option is one that this decoder lacks, or there
             is no drafter, or another model's.
     """
-    ids: Any = kwargs.get("input_ids") if inputs is None else inputs
     asked = settings(model, generation_config, kwargs)
-    limit = limit_of(asked, getattr(ids, "shape", (0,))[-1])
-    check(model, ids, limit, kwargs)
+    ids, limit, eos = request(model, inputs, asked, kwargs)
     drafter = _Drafter(model, str(draft or model.config._name_or_path))
-    streamer = kwargs.get("streamer")
     try:
-        if streamer is not None:
-            streamer.put(ids.cpu())
-        with torch.no_grad():
-            response = _Decoding(model, drafter, ids[0].tolist(), ends_of(model, asked)).run(limit, streamer)
-        if streamer is not None:
-            streamer.end()
+        return respond(ids, _Decoding(model, drafter, ids[0].tolist(), limit, eos).run, kwargs.get("streamer"))
     finally:
         drafter.detach()
-    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
 
 
 class _Drafter:
@@ -70,7 +62,7 @@ class _Drafter:
         options = description["options"]
         digest = description["base_weights"]
         is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
-        if digest is not None and not is_rounded and digest != _digest(model.get_decoder().layers):
+        if digest is not None and not is_rounded and digest != weights_digest(model.get_decoder().layers):
             raise ValueError(
                 f"draft: expected a drafter of this model, got {directory}, which is another model's; give its own."
             )
@@ -101,36 +93,25 @@ class _Drafter:
             hook.remove()
 
 
-def _digest(layers: Any) -> str:
-    """Return what ``base_weights`` of these layers is: a digest of 64 values of each weight, rounded to bfloat16."""
-    state = hashlib.sha256()
-    for name, weight in sorted(layers.named_parameters()):
-        flat = weight.detach().flatten()
-        count = min(len(flat), 64)
-        index = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
-        values = flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy()
-        state.update(f"{name}{tuple(weight.shape)}".encode() + values.tobytes())
-    return state.hexdigest()[:16]
-
-
 class _Decoding:
     """One prompt. The cache holds all tokens but the last one."""
 
-    def __init__(self, model: Any, drafter: _Drafter, prompt: list[int], eos: set[int]) -> None:
+    def __init__(self, model: Any, drafter: _Drafter, prompt: list[int], limit: int, eos: set[int]) -> None:
         self.model = model
         self.drafter = drafter
         self.text = list(prompt)
         self.cache = DynamicCache(config=model.config)
+        self.limit = limit
         self.eos = eos
         never = {model.config.pad_token_id, getattr(model.config, "mask_token_id", None)}
         self.banned = [token for token in never - self.eos if token is not None]
 
-    def run(self, limit: int, streamer: Any = None) -> list[int]:
+    def run(self, streamer: Any = None) -> list[int]:
         """Draft and verify in turn; every forward gives the model's own next token, and all accepted drafts."""
         length = len(self.text)
         drafts = []
-        while len(self.text) - length < limit:
-            room = limit - (len(self.text) - length) - 1
+        while len(self.text) - length < self.limit:
+            room = self.limit - (len(self.text) - length) - 1
             drafts = drafts[:room]
             exact, found = self.forward(drafts, num_masks=0 if drafts else min(len(self.drafter.masks), room))
             accepted = next((i for i, token in enumerate(drafts) if token != exact[i]), len(drafts))
