@@ -71,11 +71,16 @@ def _json_schemas(results: Result) -> str:
     return markdown_table(head, rows)
 
 
-@table("lossless default", _path("lossless", "default.json"), _path("lossless", "default_epyc.json"))
+DEFAULTS = ("default", "default_epyc", "default_slow_before", "default_slow")
+"""Files of the default with a drafter, by machine; the last is of today's rule."""
+
+
+@table("lossless default", *(_path("lossless", f"{name}.json") for name in DEFAULTS))
 def _default(*machines: Result) -> str:
     rows = [
         [
-            found["environments"][0]["hardware"]["processor"].split("(")[0],
+            found["environments"][0]["hardware"]["processor"].split("(")[0] + (", slow" if "slow" in name else ""),
+            "today's" if name == "default_slow" else "before",
             dtype,
             row["batch_size"],
             f"{row['identical']} of {row['num_decodes']}",
@@ -84,12 +89,12 @@ def _default(*machines: Result) -> str:
             f"{row['speed_over_autoregressive']:.3f}",
             f"{row['control_over_autoregressive']:.3f}" if "control_over_autoregressive" in row else "",
         ]
-        for found in machines
+        for name, found in zip(DEFAULTS, machines, strict=True)
         for dtype, values in found["types"].items()
         for row in values["batches"]
     ]
     head = [
-        "machine", "type", "batch size", "same text", "forwards", "tokens/forward",
+        "machine", "rule", "type", "batch size", "same text", "forwards", "tokens/forward",
         "tokens/s, times `Autoregressive`", "`Autoregressive` again",
     ]  # fmt: skip
     return markdown_table(head, rows)
@@ -103,7 +108,7 @@ def _rule(found: Result) -> str:
             speeds = [f"{values['speed']:.3f}" for values in by_cost.values()]
             forwards = f"{by_cost['32']['tokens_per_forward']:.2f}"
             rows.append([name, of["num_prompts"], decoder, forwards, *speeds])
-    return markdown_table(["prompts", "number", "decoder", "tokens/forward", "cost 14", "cost 20", "cost 32"], rows)
+    return markdown_table(["prompts", "number", "decoder", "tokens/forward", "cost 10", "cost 20", "cost 32"], rows)
 
 
 @table("lossless random texts", _path("lossless", "random_texts.json"))
