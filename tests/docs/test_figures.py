@@ -234,7 +234,7 @@ def test_figures_of_the_default_with_a_drafter(registry: ModuleType) -> None:
     )
     _says(
         "experiments/lossless/README.md",
-        f"1.03 times as fast on the Xeon, {_range(epyc, 2)} times on the EPYC and {before[0]:.2f} times on the slow one",
+        f"1.03 times as fast on the Xeon, {_range(epyc, 2)} times on the EPYC and {before[0]:.2f} times on the slow",
         f"makes {slow[0]:.2f} there",
     )
 
@@ -416,6 +416,10 @@ def test_figures_in_sentences_on_the_server(registry: ModuleType) -> None:
 
     batching = "transformers serve, continuous batching"
     own = ("Autoregressive", "SelfSpeculative")
+    slow = registry.read("benchmarks/results/serve_slow_epyc.json")
+    ratios = [aim["value"] for aim in slow["aims"]]
+    found = {(row["server"], row["clients"]): row["tokens_per_second"] for row in slow["rows"]}
+    assert all(row["same_text"] == 16 for row in slow["rows"])
     _says(
         "docs/serve.md",
         f"makes {times(own[1], 1, digits=2)} times the tokens per second",
@@ -424,6 +428,10 @@ def test_figures_in_sentences_on_the_server(registry: ModuleType) -> None:
         f"and {times(own[0], 16, batching)} times those of its continuous batching",
         f"they make {times(own[0], 64)} and {times(own[1], 64)} times those of `transformers serve`, and "
         f"{times(own[0], 64, batching)} and {times(own[1], 64, batching)} times",
+        f"at one client {ratios[2]:.2f} times, `Autoregressive` {ratios[0]:.2f} times, by processor time "
+        f"{ratios[3]:.2f} and {ratios[1]:.2f}; at 16 clients {ratios[4]:.1f} times, "
+        f"{found[own[0], 16] / found[batching, 16]:.1f} times those of continuous batching; "
+        f"other threads {100 * ratios[-1]:.1f} %",
     )
 
 

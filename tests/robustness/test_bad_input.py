@@ -247,7 +247,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a checkpoint with another attention than it was trained with": lambda p: [
         *p.generate(p.checkpoint),
         "--attention=bidirectional",
-    ],  # fmt: skip
+    ],
     "a checkpoint whose weights are not finite": lambda p: p.changed_checkpoint(_with_nan),
     "resuming from a checkpoint whose weights are not finite": lambda p: p.fit(
         p.changed_checkpoint(_with_nan)[-1], "--trainer.max_steps=9"
