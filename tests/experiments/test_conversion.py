@@ -12,6 +12,8 @@ from experiments.refusion_pays import convert
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from experiments import common
+from refusion_lit.cli import main
 from tiny import TINY_QWEN
 
 TOKENS = ("<pad>", "<unk>", "<eos>", *"0123456789")  # SmolLM2's EOS has id 2, too
@@ -39,6 +41,12 @@ def write_counter(path: Path) -> None:
     model.save_pretrained(path)
 
 
+def command(*args: str) -> None:
+    """Run a command as the experiment does, but in this process, which has imported everything."""
+    threads = ("--num_threads", "1") if args[0] == "fit" else ()
+    assert main([*args, *threads]) == 0
+
+
 def test_a_trial_of_the_conversion_trains_twice_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_counter(tmp_path / "runs" / "smollm2" / "base")
     questions = tmp_path / "questions.jsonl"
@@ -46,6 +54,8 @@ def test_a_trial_of_the_conversion_trains_twice_and_measures(tmp_path: Path, mon
     questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
     monkeypatch.chdir(tmp_path)
     options = ["--questions", str(questions), "--prompts", f"{questions}@1", "--work_dir", "trial"]
+    for module in (common, convert):
+        monkeypatch.setattr(module, "command", command)
     monkeypatch.setattr(sys, "argv", ["convert.py", *options, "--max_steps", "2"])
     convert.main()
     answers = [json.loads(line) for line in Path("trial/finished.jsonl").read_text().splitlines()]
