@@ -358,13 +358,13 @@ def test_rows_that_share_a_forwards_cost_make_no_drafts_by_default(size: int) ->
 
 
 @pytest.mark.parametrize("size", range(1, 7))
-def test_a_hybrid_model_drafts_in_batches_of_up_to_three(size: int) -> None:
+def test_a_hybrid_model_drafts_in_batches_of_up_to_five(size: int) -> None:
     """It has no adapters whose cost a drafter's forwards would carry."""
     model = refusion_lit.load(REPOSITORY / "tests" / "goldens" / "models" / "additions-clean")
     queries = [f"{number}+{number + 11},{number + 2}+{number + 40}>" for number in range(12, 12 + size)]
     rows = model.generate(queries, decoder=SelfSpeculative(slot_size=8), max_new_tokens=32, batch_size=size)
     drafted = [row.num_forwards < row.num_tokens for row in rows]
-    assert drafted == [size <= 3] * size
+    assert drafted == [size <= 5] * size
 
 
 def test_accepted_drafts_keep_a_row_drafting_in_a_larger_batch() -> None:

@@ -28,8 +28,11 @@ _LEAST_GAIN = 0.01
 """Share of the time per token that drafting must save by this estimate: acceptance varies within a text."""
 
 _SURE_COST = 0.32
-"""Share of a model's ``forward_cost`` that is relied on: positions are that dear on the slowest CPU that was measured
-(experiments/lossless/rule.py)."""
+"""Share of a model's ``forward_cost`` that is relied on with a drafter, which must not slow its base down: positions
+are that dear on the slowest CPU that was measured (experiments/lossless/rule.py)."""
+
+_HYBRID_COST = 0.6
+"""The same for hybrid models, which are trained to draft."""
 
 _NUM_ASSUMED = 8.0
 """Drafts of an unknown text that the recent ones are averaged with: of four, bad luck would stop drafting too soon."""
@@ -77,8 +80,9 @@ class SelfSpeculative(Decoder):
             time per token by ``forward_cost`` and the share of recent drafts that were accepted, or no drafts where
             few are accepted or many rows share that cost; see :func:`cheapest`. Changes forwards, and the text only
             with ``coupling: rejection``.
-        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: 0.32 of 32 on
-            a CPU (10 to 108 were measured), of 256 on accelerators (assumed).
+        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: of 32 on a
+            CPU (10 to 108 were measured) and of 256 on accelerators (assumed) a share of 0.32 with a drafter, and of
+            0.6 with ``slot_size``.
         coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
             ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
             for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
@@ -227,10 +231,10 @@ class SelfSpeculative(Decoder):
         extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
         wanted = most - extra
         if layout is None and wanted > 0:
-            cost = _SURE_COST * state.forward_cost if self.forward_cost is None else self.forward_cost
+            sure, adapters = (_SURE_COST, _ADAPTERS) if self.slot_size is None else (_HYBRID_COST, 0.0)
+            cost = sure * state.forward_cost if self.forward_cost is None else self.forward_cost
             cost /= state.num_rows  # rows share it
-            adapters = 0.0 if self.slot_size is not None else _ADAPTERS * cost
-            layout, wanted = cheapest(cost, adapters, round(state.acceptance.rate, 2), wanted)
+            layout, wanted = cheapest(cost, adapters * cost, round(state.acceptance.rate, 2), wanted)
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
             return 0
         return wanted + extra
