@@ -92,7 +92,7 @@ def test_uncommitted_changes_show_in_the_table(registry: ModuleType) -> None:
     assert registry.provenance(result) == text + "commit cccccccccc is not in the repository's history"
     assert registry.provenance({"parts": []}) == "no commit recorded"
     page = (ROOT / "experiments" / "objective" / "README.md").read_text(encoding="utf-8")
-    committed = registry.read("experiments/objective/results.json")["environment"]["git"]
+    committed = registry.read("experiments/objective/earlier.json")["environment"]["git"]
     assert ("**with uncommitted changes**" in page) == committed["dirty"]
 
 
