@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,17 @@ class Call:
         return set(zip(self.position_ids[self.is_real].tolist(), self.input_ids[self.is_real].tolist(), strict=True))
 
 
-class FakeModel(LanguageModel):
+class PlainModel(LanguageModel):
+    """A model by its ``hidden_states`` and ``logits``, which has nothing to prepare for many calls."""
+
+    def runner(self) -> Any:
+        return self.hidden_states
+
+    def head_runner(self) -> Any:
+        return self.logits
+
+
+class FakeModel(PlainModel):
     """Records its calls.
 
     Attributes:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakes import tiny_backbone
-from refusion_lit.modeling.interface import LanguageModel
+from fakes import PlainModel, tiny_backbone
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 PROGRAM = Path(__file__).parents[2] / "experiments" / "dependency_study" / "dependency.py"
@@ -21,7 +20,7 @@ MASK, VOCAB = 2, 6
 dependency_curve = runpy.run_path(str(PROGRAM))["dependency_curve"]
 
 
-class Neighbours(LanguageModel):
+class Neighbours(PlainModel):
     """Predicts token 3 or 4: each known token at one of the given distances adds 1 to the logit of token 3."""
 
     def __init__(self, distances: tuple[int, ...], attention: Any, *, shifted: bool = False) -> None:

@@ -187,7 +187,9 @@ def test_a_row_with_few_prompts_says_so(tmp_path: Path) -> None:
     full = [prediction(f"p{i}", float(i % 8 > 0), 10, 5) for i in range(96)]
     run = write_run(tmp_path / "run", {"lucky": predictions([1.0] * 2, forwards=1), "full": full})
     files = write_report([run], baseline="full", formats=("html", "markdown"))
-    assert "2 of 96" in _page(files[0]).text
+    page = _page(files[0]).text
+    assert "2 of 96" in page
+    assert page.count("lucky (ReFusion)") == 2, "in the table of figures and in that of differences"
     assert "| lucky (ReFusion) | 2 of 96 |" in files[1].read_text()
 
 

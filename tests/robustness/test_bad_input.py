@@ -26,6 +26,7 @@ ROWS, CALLS = (
     for part in (COMMANDS, PYTHON)
 )
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+BLOCKS_OF_8 = {"attention": "block_causal", "block_size": 8}
 GENERATE = ["generate", "--max_new_tokens=24", "--decoder.slot_size=8"]
 TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
@@ -247,6 +248,11 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a checkpoint with another attention than it was trained with": lambda p: [
         *p.generate(p.checkpoint),
         "--attention=bidirectional",
+    ],
+    "a checkpoint with another block size than it was trained with": lambda p: [
+        *p.changed_checkpoint(lambda values: values["refusion_lit"].update(traits=json.dumps(BLOCKS_OF_8))),
+        "--attention=block_causal",
+        "--block_size=4",
     ],
     "a checkpoint whose weights are not finite": lambda p: p.changed_checkpoint(_with_nan),
     "resuming from a checkpoint whose weights are not finite": lambda p: p.fit(

@@ -224,14 +224,9 @@ def _device(name: str | torch.device) -> torch.device:
 def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
     """Return the model of a checkpoint, with merged adapters."""
     adapted = load_checkpoint(source, options, device)
-    traits = adapted.backbone.traits
-    for name in ("attention", "block_size"):
-        stored = getattr(traits, name)
-        got = getattr(options, name)
-        require(got in (None, stored), name, f"{stored}, which the checkpoint was trained with", got, "leave it out")
     backbone = Backbone(
         merged(adapted.backbone.model),
-        traits,
+        adapted.backbone.traits,
         adapted.backbone.special_tokens,
         fused_body=options.fused_body,
         batch_invariant=options.batch_invariant,
@@ -261,14 +256,19 @@ def load_checkpoint(
 
     Args:
         path: The checkpoint, sharded or not.
-        options: Gives ``dtype`` and ``attn_implementation``.
+        options: Gives ``dtype`` and ``attn_implementation``; its ``attention`` and ``block_size`` are ``None`` or those
+            that are stored.
         device: Where the model will be, for a ``dtype`` of ``auto``.
 
     Raises:
-        ValueError: If it cannot be read, or its weights do not fit its metadata.
+        ValueError: If it cannot be read, its weights do not fit its metadata, or it was trained with another attention.
     """
     checkpoint = read_checkpoint(path)
     metadata = CheckpointMetadata.from_checkpoint(checkpoint, path)
+    for name in ("attention", "block_size"):
+        stored = getattr(metadata.traits, name)
+        got = getattr(options, name, None)
+        require(got in (None, stored), name, f"{stored}, which the checkpoint was trained with", got, "leave it out")
     tokenizer = tokenizer_from_files(metadata.tokenizer_files, path)
     if options is not None and options.dtype == "auto":
         options = replace(options, dtype=decoding_dtype(metadata.architecture, device))

@@ -17,8 +17,6 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 class LanguageModel(ABC):
     """A transformer body and a linear head; separate calls allow computing logits at the requested positions only.
 
-    A subclass defines :meth:`hidden_states` or :meth:`runner`, and :meth:`logits` or :meth:`head_runner`.
-
     Attributes:
         traits: What the model was trained to do.
         special_tokens: Its special ids.
@@ -59,13 +57,13 @@ class LanguageModel(ABC):
         """Apply the head; the caller may modify the result in place."""
         return self.head_runner()(hidden)
 
+    @abstractmethod
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return a function like :meth:`hidden_states` for many calls, between which the model does not change."""
-        return self.hidden_states
 
+    @abstractmethod
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return a function like :meth:`logits` for many calls, between which the model does not change."""
-        return self.logits
 
     @property
     def forward_cost(self) -> float:

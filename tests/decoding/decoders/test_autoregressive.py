@@ -10,11 +10,10 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from fakes import HashModel
+from fakes import HashModel, PlainModel
 from refusion_lit import decoding
 from refusion_lit.decoding import Autoregressive, ModelMismatchError, check_model, decode
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -86,7 +85,7 @@ def test_sampled_rows_are_those_of_the_prompts_alone() -> None:
     assert [row.token_ids for row in other] != [row.token_ids for row in together]
 
 
-class TokenTable(LanguageModel):
+class TokenTable(PlainModel):
     """Gives each next token with a probability that depends on the token before it alone; has no mask token."""
 
     def __init__(self, probabilities: Tensor, eos: int) -> None:

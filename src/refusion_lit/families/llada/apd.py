@@ -158,13 +158,18 @@ class PairedModel(LanguageModel):
 
         return states
 
-    def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
-        """Apply the head of the model that computed the hidden states; all must come from the same model."""
-        is_masked = bool(hidden.flatten(0, -2)[0, -1] > 0)
-        if is_masked:
-            return self._masked.logits(hidden[..., : self._sizes[0]].to(self._dtypes[0]))
-        found = self._verifier.logits(hidden[..., : self._sizes[1]].to(self._dtypes[1]))
-        return F.pad(found, (0, self._num_rows - found.shape[-1]), value=_UNKNOWN)
+    def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
+        """Return the head of the model that computed the hidden states; all of a call must come from the same model."""
+        drafting, verifying = self._masked.head_runner(), self._verifier.head_runner()
+
+        def logits(hidden: Tensor) -> Tensor:
+            is_masked = bool(hidden.flatten(0, -2)[0, -1] > 0)
+            if is_masked:
+                return drafting(hidden[..., : self._sizes[0]].to(self._dtypes[0]))
+            found = verifying(hidden[..., : self._sizes[1]].to(self._dtypes[1]))
+            return F.pad(found, (0, self._num_rows - found.shape[-1]), value=_UNKNOWN)
+
+        return logits
 
     def make_cache(self, num_rows: int) -> KVCache | None:
         """Return the verifier's cache; the masked model has none."""
