@@ -124,11 +124,11 @@ SMALL: dict[str, Any] = {
 
 
 class WrappedModel(LanguageModel):
-    """A model that does what another does; subclasses change how."""
+    """A model that does what another does; subclasses change ``hidden_states`` and ``logits``."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        self.run_body = model.runner()  # inspected once, as the engine does
+        self.run_body, self.read = model.runner(), model.head_runner()  # inspected once, as the engine does
         self.traits, self.special_tokens = model.traits, model.special_tokens
         self.max_positions, self.learns_positions = model.max_positions, model.learns_positions
 
@@ -138,6 +138,12 @@ class WrappedModel(LanguageModel):
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def runner(self) -> Any:
+        return self.hidden_states
+
+    def head_runner(self) -> Any:
+        return self.logits
 
     def make_cache(self, num_rows: int) -> KVCache | None:
         return self.model.make_cache(num_rows)

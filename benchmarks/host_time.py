@@ -12,19 +12,18 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from benchmarks.common import WrappedModel, aim, decoded, random_prompts, write
 from benchmarks.replay import ACCEPTED_IN_PARTS, Replay, ReplayedModel
-from jaxtyping import Bool, Float, Int
 from jsonargparse import auto_cli
 from torch import Tensor
 
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import Visibility
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 VOCABULARY = 129
@@ -44,17 +43,11 @@ class IdleModel(LanguageModel):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def hidden_states(
-        self,
-        input_ids: Int[Tensor, "batch token"],
-        position_ids: Int[Tensor, "batch token"],  # noqa: ARG002
-        attention_mask: Visibility | Bool[Tensor, "batch token key"] | None,  # noqa: ARG002
-        cache: KVCache | None = None,  # noqa: ARG002
-    ) -> Float[Tensor, "batch token hidden"]:
-        return torch.zeros(*input_ids.shape, 1)
+    def runner(self) -> Callable[..., Tensor]:
+        return lambda ids, _positions, _mask, _cache=None: torch.zeros(*ids.shape, 1)
 
-    def logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
-        return hidden.new_zeros(*hidden.shape[:-1], VOCABULARY)
+    def head_runner(self) -> Callable[..., Tensor]:
+        return lambda hidden: hidden.new_zeros(*hidden.shape[:-1], VOCABULARY)
 
     def make_cache(self, num_rows: int) -> KVCache:
         return KVCache(2, num_rows)
@@ -75,7 +68,7 @@ class Clocked(WrappedModel):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)
+        return self.read(hidden)
 
 
 def milliseconds_a_call(decoder: Decoder, length: int, batch_size: int, num_tokens: int) -> dict[str, float]:

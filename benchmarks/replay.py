@@ -128,5 +128,5 @@ class ReplayedModel(WrappedModel):
         return torch.cat((hidden, script), -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.model.logits(hidden[..., :-2])
+        logits = self.read(hidden[..., :-2])
         return logits.scatter_(-1, hidden[..., -2:-1].long(), hidden[..., -1:])
