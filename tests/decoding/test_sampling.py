@@ -166,7 +166,7 @@ def test_the_least_and_the_greatest_noise_are_numbers(monkeypatch: pytest.Monkey
 SHARES = st.lists(st.sampled_from([0.0, 0.0, 0.1, 1.0, 3.0]), min_size=5, max_size=5).filter(any)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(model=SHARES, drafter=SHARES)
 def test_rejection_sampling_keeps_the_distribution_and_as_many_drafts_as_possible(
     model: list[float], drafter: list[float]

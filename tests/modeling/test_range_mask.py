@@ -113,7 +113,7 @@ class Largest(TorchDispatchMode):
 def test_nothing_in_a_step_is_as_large_as_the_square_of_the_length(name: str, rows: list[int] | None) -> None:
     objective, model = OBJECTIVES[name], model_of()
     sizes = []
-    for length in (700, 1400):
+    for length in (400, 800):
         corrupted = batch_of(objective, [(length, 10), (length // 2, 20), (length // 4, 30)], rows)
         with Largest() as largest:
             gradients(model, objective, corrupted, corrupted.visible)

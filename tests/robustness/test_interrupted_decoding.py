@@ -63,10 +63,17 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "r" / "v"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("decoder", ["ReFusion", "Autoregressive"])
+@pytest.mark.parametrize(
+    ("decoder", "number"),
+    [
+        ("ReFusion", signal.SIGKILL),
+        ("ReFusion", signal.SIGINT),
+        ("ReFusion", signal.SIGTERM),
+        ("Autoregressive", signal.SIGKILL),
+    ],
+)
 def test_test_resumes_and_its_figures_are_those_of_all(
-    tmp_path: Path, unbroken: Path, number: signal.Signals, decoder: str
+    tmp_path: Path, unbroken: Path, decoder: str, number: signal.Signals
 ) -> None:
     run, log = tmp_path / "r" / "v", tmp_path / "log"
     args = _args("test", tmp_path, "v")
