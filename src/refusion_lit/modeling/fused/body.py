@@ -101,7 +101,6 @@ class FusedBody:
         self._head_dim = attention.head_dim
         self._num_heads = config.num_attention_heads
         self._num_key_heads = config.num_key_value_heads
-        self._widths = [num * self._head_dim for num in (self._num_heads, *[self._num_key_heads] * 2)]
         self._batch_invariant = batch_invariant
         linear = partial(_linear, packed=packed, batch_invariant=batch_invariant)
         self._layers = [_layer(layer, self._num_heads, self._num_key_heads, linear) for layer in body.layers]
@@ -125,8 +124,9 @@ class FusedBody:
         # Only attention includes padding: everything else is computed for the stored tokens only.
         rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
+        width = self._num_heads * self._head_dim
         attention = attention_for(
-            rows, attention_mask, cache, self._embedding, self._widths[0], batch_invariant=self._batch_invariant
+            rows, attention_mask, cache, self._embedding, width, batch_invariant=self._batch_invariant
         )
         hidden = self._run(rows.real_of(input_ids.flatten()), rotation, attention)
         return rows.padded(hidden).view(*input_ids.shape, -1)
@@ -147,21 +147,22 @@ class FusedBody:
             hidden = F.embedding(ids, self._embedding)
             adapters = [None] * len(self._layers)
         else:
-            hidden = drafts.embed(ids, self._embedding, masks)
+            hidden = drafts.embed(ids, self._embedding)
             adapters = drafts.layers
         for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
             normed = layer.attention_norm(hidden)
             heads = layer.heads(normed)
             if masks is not None and adapter is not None:
-                masks.add(adapter.attention, normed, *heads.split(self._widths, -1))
+                masks.add(adapter.attention, normed, heads)
             mixed = attention(number, *self._rotated(layer, heads, rotation)).flatten(1)
             layer.output.add_to(hidden, mixed)
             if masks is not None and adapter is not None:
                 masks.add(adapter.output, mixed, hidden)
             normed = layer.mlp_norm(hidden)
-            gate, up = layer.gate_and_up(normed).chunk(2, -1)
+            both = layer.gate_and_up(normed)
             if masks is not None and adapter is not None:
-                masks.add(adapter.mlp, normed, gate, up)
+                masks.add(adapter.mlp, normed, both)
+            gate, up = both.chunk(2, -1)
             gated = F.silu(gate).mul_(up)
             layer.down.add_to(hidden, gated)
             if masks is not None and adapter is not None:

@@ -15,14 +15,10 @@ from refusion_lit.modeling.drafter import Drafter
 
 @dataclass(frozen=True, slots=True)
 class _Stacked:
-    """Adapters of several linear layers with the same input: one shared down-projection, one up-projection each."""
+    """Adapters of linear layers that are one product, as one: calls cost more than the zeros off the diagonal."""
 
     down: Float[Tensor, "input stacked_rank"]
-    ups: tuple[Float[Tensor, "rank _"], ...]
-
-    def low(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the product down for each layer."""
-        return (x.to(self.down.dtype) @ self.down).chunk(len(self.ups), -1)
+    up: Float[Tensor, "stacked_rank output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,8 @@ class DraftMasks:
         def stacked(layer: int, names: Sequence[str]) -> _Stacked:
             adapters = [drafter.adapter(f"layers-{layer}-{name}") for name in names]
             down = torch.cat([adapter.down.detach() * adapter.scale for adapter in adapters])
-            return _Stacked(down.to(dtype).t(), tuple(adapter.up.detach().to(dtype).t() for adapter in adapters))
+            up = torch.block_diag(*(adapter.up.detach().t() for adapter in adapters))
+            return _Stacked(down.to(dtype).t(), up.to(dtype))
 
         self.layers = [
             LayerAdapters(
@@ -72,48 +69,50 @@ class DraftMasks:
         """Return where a forward's draft masks are; on CPUs ``None`` if it has none."""
         is_mask = ids >= self._first_id
         if ids.device.type != "cpu":  # looking for the rows would make the host wait
-            return DraftGate(None, is_mask[:, None])
+            return DraftGate(None, None, is_mask[:, None])
         rows = is_mask.nonzero()[:, 0]
         if not len(rows):
             return None
         first = int(rows[0])
-        last = int(rows[-1])
-        is_run = last - first == len(rows) - 1
-        return DraftGate(slice(first, last + 1) if is_run else rows, None)
+        is_run = int(rows[-1]) - first == len(rows) - 1
+        return DraftGate((first, len(rows)), None, None) if is_run else DraftGate(None, rows, None)
 
     def embed(
-        self, ids: Int[Tensor, " token"], embedding: Float[Tensor, "row hidden"], gate: DraftGate
+        self, ids: Int[Tensor, " token"], embedding: Float[Tensor, "row hidden"]
     ) -> Float[Tensor, "token hidden"]:
         """Return embeddings of tokens and draft masks."""
         hidden = F.embedding(ids.clamp(max=self._first_id - 1), embedding)
-        if gate.rows is not None:
-            hidden[gate.rows] = F.embedding(ids[gate.rows] - self._first_id, self._embedding)
-            return hidden
-        assert gate.factor is not None
-        return torch.where(gate.factor, F.embedding((ids - self._first_id).clamp(min=0), self._embedding), hidden)
+        masks = F.embedding((ids - self._first_id).clamp(min=0), self._embedding)
+        return torch.where((ids >= self._first_id)[:, None], masks, hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftGate:
-    """Which tokens of a forward are draft masks.
+    """Which tokens of a forward are draft masks: all fields but one are ``None``.
 
     Attributes:
-        rows: Their places; ``None`` to compute the adapters for all tokens and multiply by ``factor``.
-        factor: Whether each token is one [token, 1].
+        run: First one and number, where they follow one another.
+        rows: Their places.
+        factor: Whether each token is one [token, 1], where the adapters are computed for all tokens.
     """
 
-    rows: slice | Tensor | None
+    run: tuple[int, int] | None
+    rows: Tensor | None
     factor: Tensor | None
 
-    def add(self, adapters: _Stacked, x: Float[Tensor, "token input"], *outputs: Float[Tensor, "token _"]) -> None:
-        """Add the adapters' updates to the outputs of linear layers, in place, for draft masks only."""
-        low = adapters.low(x if self.rows is None else x[self.rows])
-        for output, part, up in zip(outputs, low, adapters.ups, strict=True):
-            if self.factor is not None:
-                output.add_(part @ up * self.factor)
-            elif not isinstance(self.rows, slice):
-                output.index_add_(0, self.rows, (part @ up).to(output.dtype))  # type: ignore[arg-type] - a tensor by now
-            elif output.dtype == up.dtype:
-                output[self.rows].addmm_(part, up)
-            else:
-                output[self.rows].add_(part @ up)
+    def add(self, adapters: _Stacked, x: Float[Tensor, "token input"], output: Float[Tensor, "token output"]) -> None:
+        """Add the adapters' updates to the output of linear layers, in place, for draft masks only."""
+        if self.run is not None:
+            x = x.narrow(0, *self.run)
+            output = output.narrow(0, *self.run)
+        elif self.rows is not None:
+            x = x[self.rows]
+        low = x.to(adapters.down.dtype) @ adapters.down
+        if self.factor is not None:
+            output.add_(low @ adapters.up * self.factor)
+        elif self.rows is not None:
+            output.index_add_(0, self.rows, (low @ adapters.up).to(output.dtype))
+        elif output.dtype == low.dtype:
+            output.addmm_(low, adapters.up)
+        else:
+            output.add_(low @ adapters.up)
