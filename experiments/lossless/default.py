@@ -6,8 +6,8 @@ usage: python experiments/lossless/default.py [--dtypes TYPE ...] [--batch_sizes
 Decodes the prompts of chat.jsonl in batches, in float32 and bfloat16, with `Autoregressive`, the default of
 `SelfSpeculative` and `Autoregressive` again, in turn on each batch, so that other work on the machine meets all. What
 the second `Autoregressive` differs by from the first is noise. Times are processor time of one thread, the best of
-several rounds per batch. It also fits the cost of a forward, a + b * positions. What the output holds of other types
-and batch sizes is kept.
+several rounds per batch. It also fits the cost of a forward, a + b * positions, and of a drafter's adapters.
+What the output holds of other types and batch sizes is kept.
 """
 
 from __future__ import annotations
@@ -80,25 +80,37 @@ def compared(
     }
 
 
-def forward_cost(model: refusion_lit.TextModel, context: int = 100) -> dict[str, float]:
-    """Fit the best processor times of forwards of several positions after a context to a + b * positions."""
+def forward_cost(model: refusion_lit.TextModel) -> dict[str, float]:
+    """Fit the best processor times of forwards of several positions to a + b * positions.
+
+    Beside them, the share of a that forwards of up to eight positions take longer if all but the first are draft masks.
+    """
     backbone = model.backbone
-    ids = torch.full((1, context + max(POSITIONS)), 100)
-    points = []
+    masks = torch.tensor(backbone.special_tokens.draft_token_ids)
+    points, longer = [], []
     with torch.no_grad():
         run = backbone.runner()
         for count in POSITIONS:
-            best = float("inf")
-            for _ in range(10):
-                started = time.process_time()
-                places = torch.arange(count)[None]
-                backbone.logits(run(ids[:, :count], places, torch.ones(1, count, count, dtype=torch.bool).tril())[0])
-                best = min(best, time.process_time() - started)
-            points.append((count, 1000 * best))
+            plain = torch.full((1, count), 100)
+            drafting = torch.cat((plain[:, :1], masks[torch.arange(count - 1) % len(masks)][None]), 1)
+            places, visible = torch.arange(count)[None], torch.ones(1, count, count, dtype=torch.bool).tril()
+            best = [float("inf")] * 2
+            for _ in range(20):
+                for kind, ids in enumerate((plain, drafting)):
+                    started = time.process_time()
+                    backbone.logits(run(ids, places, visible)[0])
+                    best[kind] = min(best[kind], 1000 * (time.process_time() - started))
+            points.append((count, best[0]))
+            longer += [best[1] - best[0]] if count <= 8 else []
     x, y = (torch.tensor(values, dtype=torch.float64) for values in zip(*points, strict=True))
     slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
     fixed = float(y.mean()) - slope * float(x.mean())
-    return {"fixed_ms": round(fixed, 2), "position_ms": round(slope, 3), "positions": round(fixed / slope, 1)}
+    return {
+        "fixed_ms": round(fixed, 2),
+        "position_ms": round(slope, 3),
+        "positions": round(fixed / slope, 1),
+        "adapters": round(sum(longer) / len(longer) / fixed, 3),
+    }
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ usage: python experiments/lossless/rule.py [--prompts NAME=FILE@NUMBER ...] [--m
 The model answers each prompt by itself. Then one forward finds how many of the drafter's drafts would be accepted after
 every token of the answer. With these counts the decoder itself runs, by hand and without a model: it chooses when to
 draft, and the forwards and positions are counted. The time of a forward is a fixed cost, in positions, and its
-positions; a drafter's adapters add a quarter of the fixed cost to a forward with masks. Nothing is timed, so other work
+positions; a drafter's adapters add a fifth of the fixed cost to a forward with masks. Nothing is timed, so other work
 on the machine changes nothing. `--recorded` replays the counts that the output holds, and needs no model.
 """
 
@@ -38,7 +38,7 @@ COSTS = (10.0, 20.0, 32.0)
 """Fixed costs of a forward, in positions: in float32 10 to 36 were measured on CPUs."""
 TOLD = 32.0
 """The cost that a decoder is told on a CPU, whatever the true one."""
-ADAPTERS = 0.25
+ADAPTERS = 0.2
 NUM_MASKS = 5
 MASKS = tuple(range(2, 2 + NUM_MASKS))
 SPECIAL = SpecialTokens(mask_token_id=None, eos_token_ids=(1,), pad_token_id=0, vocab_size=2, draft_token_ids=MASKS)

@@ -38,9 +38,9 @@ _NUM_ASSUMED = 8.0
 """Drafts of an unknown text that the recent ones are averaged with: of four, bad luck would stop drafting too soon."""
 
 _HALF_LIFE = 32.0
-"""Tokens after which a draft counts half: each trial in a text that is hard to draft costs a quarter of a forward."""
+"""Tokens after which a draft counts half: each trial in a text that is hard to draft costs a fifth of a forward."""
 
-_ADAPTERS = 0.25
+_ADAPTERS = 0.2
 """Share of a drafter's adapters in the fixed cost of a forward with masks, above what experiments/lossless shows."""
 
 
