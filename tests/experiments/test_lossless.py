@@ -252,6 +252,7 @@ def test_a_replay_counts_forwards_and_positions() -> None:
 
     num_right = [min(rule.NUM_MASKS, 69 - place) for place in range(70)]
     # One forward with five masks, one with the five drafts: a token, then six; each feeds the pending token as well.
-    assert rule.replayed(rule.DECODERS["5 drafts"], num_right, 32.0) == (20, 10 * (2 * 32 + 8 + 6 + 6))
+    expected = 10 * (2 * 32 + 0.2 * 32 + 6 + 6)
+    assert rule.replayed(rule.DECODERS["5 drafts"], num_right, 32.0) == (20, pytest.approx(expected))
     num_forwards, seconds = rule.replayed(Autoregressive(), num_right, 32.0)
     assert (num_forwards, seconds) == (70, 70 * 33)
