@@ -22,7 +22,7 @@ BOUNDS = {
     "test: files": 58,
     "test: lines": 12_204,
     "package: files": 170,
-    "package: lines": 27_482,
+    "package: lines": 27_481,
     "package: lines of code": 17_298,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.

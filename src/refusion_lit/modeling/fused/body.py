@@ -147,7 +147,7 @@ class FusedBody:
             hidden = F.embedding(ids, self._embedding)
             adapters = [None] * len(self._layers)
         else:
-            hidden = drafts.embed(ids, self._embedding)
+            hidden = drafts.embed(ids)
             adapters = drafts.layers
         for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
             normed = layer.attention_norm(hidden)

@@ -45,7 +45,8 @@ class DraftMasks:
 
     def __init__(self, drafter: Drafter, embedding: Float[Tensor, "row hidden"], num_layers: int) -> None:
         self._first_id = embedding.shape[0]
-        self._embedding = drafter.masks.detach().to(embedding.dtype)
+        self._embedding = embedding
+        self._masks = drafter.masks.detach().to(embedding.dtype)
         is_low = embedding.device.type == "cpu" and embedding.dtype.itemsize < 4
         dtype = torch.float32 if is_low else embedding.dtype
 
@@ -77,12 +78,10 @@ class DraftMasks:
         is_run = int(rows[-1]) - first == len(rows) - 1
         return DraftGate((first, len(rows)), None, None) if is_run else DraftGate(None, rows, None)
 
-    def embed(
-        self, ids: Int[Tensor, " token"], embedding: Float[Tensor, "row hidden"]
-    ) -> Float[Tensor, "token hidden"]:
+    def embed(self, ids: Int[Tensor, " token"]) -> Float[Tensor, "token hidden"]:
         """Return embeddings of tokens and draft masks."""
-        hidden = F.embedding(ids.clamp(max=self._first_id - 1), embedding)
-        masks = F.embedding((ids - self._first_id).clamp(min=0), self._embedding)
+        hidden = F.embedding(ids.clamp(max=self._first_id - 1), self._embedding)
+        masks = F.embedding((ids - self._first_id).clamp(min=0), self._masks)
         return torch.where((ids >= self._first_id)[:, None], masks, hidden)
 
 
