@@ -66,7 +66,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types of the package, with all that it imports."""
     install(session, "-e", f".[{EXTRAS}]", *group("types"))
-    session.run("pyright")
+    session.run("pyright", "--threads", "2")
 
 
 @nox.session

@@ -132,8 +132,8 @@ class Backbone(nn.Module, LanguageModel):
         """Fixed cost of a forward, in positions of one row.
 
         Constants, so that forwards do not depend on the machine's load. That of CPUs is of SmolLM2-135M on one thread
-        of an AMD EPYC, where fits gave 19 to 36, and 10 on one without 16-bit products (experiments/lossless). That of
-        accelerators is an assumption: there, reading the weights bounds a forward.
+        of an AMD EPYC, where fits gave 19 to 36, and 10 to 16 on one without 16-bit products (experiments/lossless).
+        That of accelerators is an assumption: there, reading the weights bounds a forward.
         """
         return 32.0 if self.device.type == "cpu" else 256.0
 

@@ -33,7 +33,7 @@ from fakes import (
     tiny_backbone,
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, Forward, SelfSpeculative, decode
-from refusion_lit.families.speculative.decoder import _SURE_COST, SpeculativeState, cheapest
+from refusion_lit.families.speculative.decoder import _ADAPTERS, _SURE_COST, SpeculativeState, cheapest
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from scripted import letters
@@ -409,6 +409,7 @@ def test_the_cost_that_the_rule_relies_on_is_there(name: str) -> None:
     found = json.loads((REPOSITORY / "experiments" / "lossless" / f"{name}.json").read_text(encoding="utf-8"))
     for measured in found["types"].values():
         assert _SURE_COST * tiny_backbone(NEXT).forward_cost < 1.1 * measured["forward_cost"]["positions"]
+        assert measured["forward_cost"].get("adapters", 0) < _ADAPTERS
 
 
 def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
