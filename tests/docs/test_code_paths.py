@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 58,
     "test: lines": 12_204,
     "package: files": 170,
-    "package: lines": 27_481,
-    "package: lines of code": 17_298,
+    "package: lines": 27_479,
+    "package: lines of code": 17_296,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

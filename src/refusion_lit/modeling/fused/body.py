@@ -153,20 +153,20 @@ class FusedBody:
             normed = layer.attention_norm(hidden)
             heads = layer.heads(normed)
             if masks is not None and adapter is not None:
-                masks.add(adapter.attention, normed, heads)
+                masks.add(adapter["attention"], normed, heads)
             mixed = attention(number, *self._rotated(layer, heads, rotation)).flatten(1)
             layer.output.add_to(hidden, mixed)
             if masks is not None and adapter is not None:
-                masks.add(adapter.output, mixed, hidden)
+                masks.add(adapter["output"], mixed, hidden)
             normed = layer.mlp_norm(hidden)
             both = layer.gate_and_up(normed)
             if masks is not None and adapter is not None:
-                masks.add(adapter.mlp, normed, both)
+                masks.add(adapter["mlp"], normed, both)
             gate, up = both.chunk(2, -1)
             gated = F.silu(gate).mul_(up)
             layer.down.add_to(hidden, gated)
             if masks is not None and adapter is not None:
-                masks.add(adapter.down, gated, hidden)
+                masks.add(adapter["down"], gated, hidden)
         return self._norm(hidden)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

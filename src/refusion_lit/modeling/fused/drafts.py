@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -21,14 +22,13 @@ class _Stacked:
     up: Float[Tensor, "stacked_rank output"]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerAdapters:
-    """Adapters of one block."""
-
-    attention: _Stacked
-    output: _Stacked
-    mlp: _Stacked
-    down: _Stacked
+_STACKED = {
+    "attention": ("self_attn-q_proj", "self_attn-k_proj", "self_attn-v_proj"),
+    "output": ("self_attn-o_proj",),
+    "mlp": ("mlp-gate_proj", "mlp-up_proj"),
+    "down": ("mlp-down_proj",),
+}
+"""Linear layers of a block that are one product each."""
 
 
 class DraftMasks:
@@ -44,27 +44,25 @@ class DraftMasks:
     """
 
     def __init__(self, drafter: Drafter, embedding: Float[Tensor, "row hidden"], num_layers: int) -> None:
-        self._first_id = embedding.shape[0]
+        self._drafter = drafter
         self._embedding = embedding
+        self._first_id = embedding.shape[0]
         self._masks = drafter.masks.detach().to(embedding.dtype)
-        is_low = embedding.device.type == "cpu" and embedding.dtype.itemsize < 4
-        dtype = torch.float32 if is_low else embedding.dtype
+        self._num_layers = num_layers
 
-        def stacked(layer: int, names: Sequence[str]) -> _Stacked:
-            adapters = [drafter.adapter(f"layers-{layer}-{name}") for name in names]
-            down = torch.cat([adapter.down.detach() * adapter.scale for adapter in adapters])
-            up = torch.block_diag(*(adapter.up.detach().t() for adapter in adapters))
-            return _Stacked(down.to(dtype).t(), up.to(dtype))
+    @cached_property
+    def layers(self) -> list[dict[str, _Stacked]]:
+        """Adapters of each block; stacking them takes half a forward, and many decodes have no draft masks."""
+        numbers = range(self._num_layers)
+        return [{part: self._stacked(number, names) for part, names in _STACKED.items()} for number in numbers]
 
-        self.layers = [
-            LayerAdapters(
-                stacked(number, ("self_attn-q_proj", "self_attn-k_proj", "self_attn-v_proj")),
-                stacked(number, ("self_attn-o_proj",)),
-                stacked(number, ("mlp-gate_proj", "mlp-up_proj")),
-                stacked(number, ("mlp-down_proj",)),
-            )
-            for number in range(num_layers)
-        ]
+    def _stacked(self, layer: int, names: Sequence[str]) -> _Stacked:
+        is_low = self._embedding.device.type == "cpu" and self._embedding.dtype.itemsize < 4
+        dtype = torch.float32 if is_low else self._embedding.dtype
+        adapters = [self._drafter.adapter(f"layers-{layer}-{name}") for name in names]
+        down = torch.cat([adapter.down.detach() * adapter.scale for adapter in adapters])
+        up = torch.block_diag(*(adapter.up.detach().t() for adapter in adapters))
+        return _Stacked(down.to(dtype).t(), up.to(dtype))
 
     def gate(self, ids: Int[Tensor, " token"]) -> DraftGate | None:
         """Return where a forward's draft masks are; on CPUs ``None`` if it has none."""
