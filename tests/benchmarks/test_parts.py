@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.common import SMALL, decoded, golden_model, golden_runs, random_model
+from benchmarks.host_time import DECODERS, milliseconds_a_call
 from benchmarks.overhead import PARTS, timed
 from benchmarks.training import OBJECTIVES, batch_of, ragged_batches, step_of
 
@@ -30,3 +31,11 @@ def test_body_and_head_are_timed() -> None:
     prompt = Prompt(token_ids=tuple(golden_runs("clean")["runs"][0]["prompt"]), id="0")
     decoded(model, ReFusion(slot_size=4), [prompt], 16)
     assert all(seconds[part] > 0 for part in PARTS)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_host_time_is_counted_between_calls(name: str) -> None:
+    found = milliseconds_a_call(DECODERS[name], 64, 1, 32)
+    assert found["milliseconds"] > 0
+    # From left to right a call per token, of which the first two are left out; by the schedule several tokens per call.
+    assert found["num_calls"] in ((30,) if name == "autoregressive" else range(1, 16))

@@ -41,7 +41,7 @@ _HALF_LIFE = 32.0
 """Tokens after which a draft counts half: each trial in a text that is hard to draft costs a fifth of a forward."""
 
 _ADAPTERS = 0.2
-"""Share of a drafter's adapters in the fixed cost of a forward with masks, above what experiments/lossless shows."""
+"""Share of a drafter's adapters in the fixed cost of a forward with masks, above the fit in experiments/lossless."""
 
 
 @dataclass(kw_only=True)
