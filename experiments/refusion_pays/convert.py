@@ -30,14 +30,14 @@ EOS = 2
 """SmolLM2's. A model trained on an answer that was cut at the length limit learns to stop anywhere."""
 
 
-def answer(questions: Path, num_questions: int, work_dir: Path) -> Path:
+def answer(questions: Path, num_questions: int, work_dir: Path, dtype: str = "bfloat16") -> Path:
     """Let the base answer the questions; return the file of the answers that ended."""
     rows = read_json_lines(questions, "--questions", texts=("question",))[:num_questions]
     lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows)]
     prompts, answers, finished = (work_dir / f"{name}.jsonl" for name in ("questions", "answers", "finished"))
     prompts.write_text("\n".join([*lines, ""]), encoding="utf-8")
     command(
-        "generate", "--ckpt_path", str(BASE), "--dtype", "bfloat16", "--decoder", "Autoregressive",
+        "generate", "--ckpt_path", str(BASE), "--dtype", dtype, "--decoder", "Autoregressive",
         "--batch_size", "64", "--max_new_tokens", str(MAX_NEW_TOKENS), "--prompts", str(prompts),
         "--output", str(answers), "--resume",
     )  # fmt: skip

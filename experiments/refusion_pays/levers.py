@@ -21,6 +21,7 @@ import torch
 
 import refusion_lit
 from refusion_lit.evaluation.predictions import read_json_lines
+from refusion_lit.modeling.loading import DType
 from refusion_lit.reports.results import environment
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -61,23 +62,35 @@ def _number(row: dict[str, Any]) -> int:
 def one_recipe(name: str, data: dict[str, Path], prompts: str, num_positions: int, work: Path) -> dict[str, Any]:
     """Train and measure a recipe."""
     whose, *overrides = RECIPES[name]
-    options = [*configs(HERE / "own_answers.yaml", HERE / "levers.yaml"), *overrides]
-    options += ["--data.task.init_args.train", str(data[whose])]
+    options = [*overrides, "--data.task.init_args.train", str(data[whose])]
     options += ["--data.batch_size", "6"] if HYBRID in overrides else []  # rows, half as long as with windows
+    last, figures = trained(work / name.replace(", ", "_").replace(" ", "_"), num_positions, *options)
+    return figures | measured(last, prompts, DECODERS, "bfloat16", "experiments/refusion_pays/levers.py")
+
+
+def trained(folder: Path, num_positions: int, *options: str) -> tuple[Path, dict[str, Any]]:
+    """Train by levers.yaml and these options for about a number of positions; return the checkpoint and its figures."""
+    options = (*configs(HERE / "own_answers.yaml", HERE / "levers.yaml"), *options)
     num_steps = round(num_positions / mean(step_positions([*options, "--trainer.max_steps", "1"])))
     started = time.perf_counter()
     steps = ["--trainer.max_steps", str(num_steps), "--trainer.val_check_interval", str(num_steps)]
-    last = train(work / name.replace(", ", "_").replace(" ", "_") / "fit", *options, *steps)
+    last = train(folder / "fit", *options, *steps)
     minutes = round((time.perf_counter() - started) / 60, 1)
-    torch.set_num_threads(1)
-    base, model = (refusion_lit.load(source, device="cpu", dtype="bfloat16") for source in (BASE, last))
-    chosen = read_prompts(base, *prompts.split("@"))
-    found = compared(base, model, chosen, MAX_NEW_TOKENS, DECODERS)
     checkpoint = torch.load(last, weights_only=True, map_location="cpu")
-    return {
+    return last, {
         "num_steps": num_steps, "num_positions": checkpoint["refusion_lit_num_positions"], "minutes": minutes,
-        "num_prompts": len(chosen), "max_new_tokens": MAX_NEW_TOKENS, "decoders": found,
-        "environment": environment(0, ["python", "experiments/refusion_pays/levers.py"]),
+    }  # fmt: skip
+
+
+def measured(model: Path, prompts: str, decoders: list[str], dtype: DType, script: str) -> dict[str, Any]:
+    """Decode prompts with the base and a model on one thread; return the figures, and where they were measured."""
+    torch.set_num_threads(1)
+    base, other = (refusion_lit.load(source, device="cpu", dtype=dtype) for source in (BASE, model))
+    chosen = read_prompts(base, *prompts.split("@"))
+    return {
+        "num_prompts": len(chosen), "max_new_tokens": MAX_NEW_TOKENS,
+        "decoders": compared(base, other, chosen, MAX_NEW_TOKENS, decoders),
+        "environment": environment(0, ["python", script]),
     }  # fmt: skip
 
 
