@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from fakes import MASK, OracleModel, oracle_text
 from refusion_lit.decoding import Decoder, Generation, ModelRequirements, RowState, decode
@@ -33,7 +32,7 @@ class Scripted(Decoder):
         advance: See above.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    requires = ModelRequirements(attention="causal", predictions=("mask",))
 
     script: tuple[tuple[int, ...], ...]
     schedule_length: int = 0

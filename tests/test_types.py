@@ -6,6 +6,8 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
+import torch
+from lightning.fabric.utilities import move_data_to_device
 
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.types import (
@@ -90,10 +92,11 @@ def test_greedy_sampling_keeps_the_rest() -> None:
     greedy = sampling.greedy()
     assert greedy == SamplingParams(max_new_tokens=7, temperature=0.0, top_p=0.5, top_k=3, seed=4, stop=("x",))
     assert sampling.temperature == 0.8
+    assert hash(SamplingParams(stop=["x"])) == hash(SamplingParams(stop=("x",)))  # type: ignore[arg-type]
     with pytest.raises(FrozenInstanceError):
         sampling.seed = 5  # type: ignore[misc]
 
 
-def test_prompts_stay_where_they_are() -> None:
+def test_lightning_leaves_prompts_as_they_are() -> None:
     batch = PromptBatch([(Prompt(token_ids=(1, 2), id="a"), Example(id="a", query="q", response="r"))])
-    assert batch.to("meta") is batch
+    assert move_data_to_device(batch, torch.device("meta")) is batch

@@ -15,15 +15,10 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 class LastToken(Objective):
     """Predicts the last token of a response from all tokens before it."""
 
-    @property
-    def traits(self) -> ModelTraits:
-        """Causal attention; the logits at a mask predict the token it hides."""
-        return ModelTraits(attention="causal", predictions=("mask",))
+    trained = ModelTraits(attention="causal", predictions=("mask",))
+    """Causal attention; the logits at a mask predict the token it hides."""
 
-    @property
-    def terms(self) -> dict[str, float]:
-        """One loss term with coefficient 1."""
-        return {"last": 1.0}
+    term = "last"
 
     def corrupt(
         self,

@@ -1,7 +1,6 @@
 """A decoder that drafts the whole response in one forward and keeps it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, RowState, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -11,7 +10,7 @@ from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 class OneShot(Decoder):
     """Drafts all tokens in one forward over the prompt and ``max_new_tokens`` masks, and commits them."""
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    requires = ModelRequirements(attention="causal", predictions=("mask",))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas of ``max_new_tokens`` masks."""

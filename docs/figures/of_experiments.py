@@ -191,6 +191,7 @@ def _real_model(found: Result) -> str:
 
 
 @table("refusion_pays levers", _path("refusion_pays", "levers.json"))
+@table("refusion_pays further", _path("refusion_pays", "further.json"))
 def _levers(found: Result) -> str:
     titles = (
         "training", "steps", "positions", "decoder", "tokens/forward", "positions/token",

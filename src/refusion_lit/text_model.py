@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import index
 from typing import Any
 
@@ -83,6 +83,11 @@ class TextModel:
             self.verifier.to(device)
         return self
 
+    @cached_property
+    def schemas(self) -> Schemas:
+        """What keeps JSON schemas for this tokenizer, made on first use: going through a vocabulary takes a second."""
+        return Schemas(self.tokenizer, self.backbone.special_tokens)
+
     def pair_with(self, other: TextModel) -> None:
         """Take an autoregressive model as the verifier of :class:`~refusion_lit.decoding.APD`.
 
@@ -138,7 +143,7 @@ class TextModel:
             TypeError: If an option is unknown.
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
-        chosen = decoding_options(options, *_OWN)
+        decoding_options(options, *_OWN)  # refuses unknown ones
         check_arguments(decoder, sampling, callbacks, kept)
         for prompt in prompts:
             _check_ids(prompt, self.tokenizer)
@@ -147,7 +152,7 @@ class TextModel:
         self.backbone.eval()
         watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": self.detokenize}
         try:
-            return decode(model, decoder, prompts, sampling, chosen, **watch)
+            return decode(model, decoder, prompts, sampling, **watch, **options)
         except ModelMismatchError:
             self.check_decoder(decoder)  # raises the error with the name of a decoder that fits
             raise
@@ -286,8 +291,7 @@ class TextModel:
         if json_schema is not None:
             is_free = not any(templates or ())
             require(is_free, "json_schema", "prompts without templates", templates, "give one of the two")
-            schemas = Schemas(self.tokenizer, self.backbone.special_tokens)
-            named = schemas.constrain(named, json_schema, decoder, sampling)
+            named = self.schemas.constrain(named, json_schema, decoder, sampling)
         if templates is None:
             return self.decode(named, decoder, sampling, **options).rows
         decode = partial(self.decode, decoder=decoder)

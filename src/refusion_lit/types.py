@@ -292,6 +292,7 @@ class SamplingParams:
         require(is_number(self.seed, Integral), "seed", "an integer", self.seed, "use 0, say")
         holds = isinstance(self.stop, list | tuple) and all(isinstance(text, str) and text for text in self.stop)
         require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
+        object.__setattr__(self, "stop", tuple(self.stop))
         require_at_least("entropy_window", self.entropy_window, 2)
         most = math.log(self.entropy_window)
         least = self.min_entropy

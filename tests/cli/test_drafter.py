@@ -161,7 +161,7 @@ def test_a_drafter_fits_a_base_to_which_we_add_a_mask_token(tmp_path: Path) -> N
     assert model.get_input_embeddings().num_embeddings == library.get_input_embeddings().num_embeddings + 1
     (tmp_path / "draft").mkdir()
     drafter = Drafter(model.get_decoder(), DrafterOptions(num_masks=2, rank=2), str(base))
-    save_drafter(drafter, model, tmp_path / "draft")
+    save_drafter(drafter, model.get_decoder(), tmp_path / "draft")
     check_alone(base, tmp_path / "draft", tmp_path)
 
 
@@ -276,6 +276,19 @@ def test_a_whole_export_is_the_model_with_its_drafter(
     (program,) = re.findall(r"```python\n(from transformers .*?)```", (folder / "README.md").read_text(), re.DOTALL)
     whole = refusion_lit.load(base).generate(QUERIES[:1], decoder=Autoregressive(), max_new_tokens=64)[0].text
     assert printed_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == whole.strip()
+
+
+def test_a_directory_with_its_own_drafter_is_tested_with_it(run: Path, checkpoint: str, tmp_path: Path) -> None:
+    """A config of a drafter's training would put a new one on the model."""
+    assert main(["export", "--ckpt_path", checkpoint, "--output", str(tmp_path / "model")]) == 0
+    found = []
+    for source in (checkpoint, str(tmp_path / "model")):
+        args = ["test", "--config", str(run / "config.yaml"), "--ckpt_path", source, f"--runs_dir={tmp_path}"]
+        assert main([*args, f"--run_name={len(found)}", "--model.sampling.max_new_tokens=24"]) == 0
+        results = json.loads((tmp_path / str(len(found)) / "version_0" / "results.json").read_text())
+        (figures,) = results["results"].values()
+        found.append((figures["num_forwards"], figures["num_tokens"]))
+    assert found[0] == found[1]
 
 
 def test_a_drafter_is_no_model(draft: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

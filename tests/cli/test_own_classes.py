@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -155,7 +155,7 @@ def test_a_tests_score_out_of_range_is_one_line(
 class NoYield(Decoder):
     """Returns from its step at once."""
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    requires = ModelRequirements(attention="causal", predictions=("mask",))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         return RowState.blank(prompt, sampling, special_tokens)

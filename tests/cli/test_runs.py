@@ -261,6 +261,27 @@ def test_predictions_are_replaced_by_no_other_test(runs: Path, capsys: pytest.Ca
     assert (first / "predictions_refusion.jsonl").read_text() == predictions
 
 
+@pytest.mark.parametrize("command", ["test", "predict", "validate"])
+def test_nothing_else_is_written_into_a_trainings_directory(
+    runs: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs / "quickstart" / "version_0"
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    args = [command, "--config", QUICKSTART, *TINY_TEST, f"--runs_dir={runs}", "--run_version=version_0"]
+    assert main([*args, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]) == 2
+    assert f"run_version: expected a new run, got '{run}, which holds checkpoints'" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_a_validation_is_not_resumed_as_a_test(runs: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={runs}"]
+    assert main(["test", *args]) == 0
+    assert main(["validate", *args]) == 0
+    capsys.readouterr()
+    assert main(["test", *args, "--resume"]) == 0
+    assert "predictions_refusion.jsonl is complete" in capsys.readouterr().err
+
+
 def test_a_named_trainings_config_leads_a_test_to_a_directory_of_its_own(tmp_path: Path) -> None:
     assert fit(tmp_path, "--run_version=first") == 0
     run = tmp_path / "quickstart" / "first"

@@ -99,7 +99,8 @@ def test_workers_change_no_batch() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_files_with_too_long_and_malformed_samples(tmp_path: Path) -> None:
+def test_files_with_too_long_and_malformed_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     rows = [
         {"query": "a b", "response": "c" * 10},
         {"query": "x", "response": "y" * 500},
@@ -110,12 +111,12 @@ def test_files_with_too_long_and_malformed_samples(tmp_path: Path) -> None:
     task = InstructionFiles(train=str(path), validation=str(path))
     data = InstructionDataModule(task, TrainedBPE(vocab_size=260), batch_size=1, max_length=40)
     assert len(data.train_dataloader()) == 2
-    assert data.num_too_long == 1
+    assert "train: 1 of 3 samples dropped as longer than 40 tokens, 0 skipped as malformed" in caplog.text
     with pytest.raises(ValueError, match="max_length: expected at least one train sample"):
         InstructionDataModule(task, TrainedBPE(vocab_size=260), max_length=1).train_dataloader()
     unknown = InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1, malformed="skip")
     assert len(unknown.train_dataloader()) == 2
-    assert unknown.num_malformed == 1
+    assert "longer than 512 tokens, 1 skipped as malformed" in caplog.text
     with pytest.raises(ValueError, match="no token for 'x'"):
         InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1).train_dataloader()
 

@@ -33,6 +33,30 @@ DECODERS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"minimum": 0, "maximum": 1}, ["0", "0.5", "0.99", "1"]),
+        ({"minimum": 0}, ["0.25", "12.5"]),
+        ({"minimum": -2, "maximum": 0}, ["-0.5", "-1.99", "-2", "0"]),
+        ({"minimum": -3, "maximum": -1}, ["-1.5", "-2.75"]),
+        ({}, ["-0.5", "0.5", "-99.99"]),
+    ],
+)
+def test_numbers_have_all_decimals_within_their_bounds(schema: dict[str, Any], values: list[str]) -> None:
+    low, high = (schema.get(name, bound) for name, bound in (("minimum", -1000), ("maximum", 1000)))
+    found = [*schema_templates._numbers(low, high), *schema_templates._decimals(low, high)]
+    for value in values:
+        assert any(fits(each, value) for each in found), value
+    for value in (f"{low}.5" if low < 0 else f"-{low}.5", f"{high}.5" if high >= 0 else f"-{-high - 1}.5"):
+        assert not any(fits(each, value) for each in found), value
+
+
+def fits(alternative: list[str], value: str) -> bool:
+    """Return whether the characters of a value are those of an alternative."""
+    return len(alternative) == len(value) and all(a in b for a, b in zip(value, alternative, strict=True))
+
+
 def bounds(low: str, high: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Draw none, one or both of two bounds."""
     both = st.lists(values, min_size=2, max_size=2).map(sorted).map(lambda pair: {low: pair[0], high: pair[1]})

@@ -28,10 +28,12 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert sorted(samples) == [(row["query"], row["response"]) for row in ROWS]
 
 
-def test_malformed_examples_are_raised_or_counted(tmp_path: Path) -> None:
+def test_malformed_examples_are_raised_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     rows = [*ROWS, {"query": "unknown", "response": "r"}]
     data = files(tmp_path, rows, malformed="skip")
-    assert (len(data.train_dataloader()), data.num_malformed) == (len(ROWS), 1)
+    assert len(data.train_dataloader()) == len(ROWS)
+    assert "1 skipped as malformed" in caplog.text
     with pytest.raises(ValueError, match="no token for"):
         files(tmp_path, rows).train_dataloader()
 
@@ -50,14 +52,15 @@ def batch_texts(data: InstructionDataModule, batch: ResponseBatch) -> list[tuple
 
 
 def test_large_files_are_encoded_beforehand_and_too_long_samples_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(module_file, "_LAZY_ABOVE", 3)
     path = write(tmp_path / "rows.jsonl", ROWS)
     task = InstructionFiles(train=path, validation_fraction=0)
     data = InstructionDataModule(task, CharacterTokenizer(characters="qr0123456789"), batch_size=1, max_length=6)
     assert len(data.train_dataloader()) == 3
-    assert data.num_too_long == 3
+    assert "3 of 6 samples dropped as longer than 6 tokens" in caplog.text
 
 
 def test_a_lazy_task_with_too_long_samples_is_refused() -> None:

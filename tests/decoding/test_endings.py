@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import pytest
 
@@ -133,7 +132,7 @@ def test_the_final_left_part() -> None:
 class OneByOne(Decoder):
     """As a newcomer writes it: commits the next token, and says nothing of an end."""
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    requires = ModelRequirements(attention="causal", predictions=("mask",))
 
     stop_at_eos: bool = True
 

@@ -199,7 +199,7 @@ def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel, m
         adapter.generate_until([Instance("generate_until", {}, ("1>", options), 0, metadata=("task", 0, 1))])
         return found[-1]
 
-    adapter.decoder, adapter.max_gen_toks = Autoregressive(), 24
+    adapter.decoder = Autoregressive()
     monkeypatch.setattr(adapter.model, "generate_ids", generate_ids)
     params = ask(until="x", max_tokens=3, do_sample=True, temperature=0.5, top_p=0.9)
     assert (params.stop, params.max_new_tokens, params.temperature, params.top_p) == (("x",), 3, 0.5, 0.9)

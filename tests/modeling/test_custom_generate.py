@@ -242,7 +242,8 @@ def test_a_streamer_is_given_the_prompt_and_then_what_is_final(decoder: ModuleTy
     ids = torch.tensor([model.encode("12+34,56+78>")])
     library: Any = model.backbone.model
     library.generation_config.refusion = {"slot_size": 2, "slot_threshold": 0.99999}
-    save_drafter(Drafter(library.get_decoder(), DrafterOptions(num_masks=2, rank=2), "base"), library, tmp_path)
+    body = library.get_decoder()
+    save_drafter(Drafter(body, DrafterOptions(num_masks=2, rank=2), "base"), body, tmp_path)
     own = {"draft": str(tmp_path), "eos_token_id": -1} if decoder is self_speculative else {}  # it ends at once
     streamer = Recorded()
     output = decoder.generate(ids, model=library, streamer=streamer, max_new_tokens=48, **own)

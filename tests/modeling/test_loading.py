@@ -238,6 +238,18 @@ def test_traits_come_from_the_option_then_the_directory(tmp_path: Path) -> None:
     assert causal == ModelTraits(predictions=("mask", "next_token"))
 
 
+def test_naming_the_attention_that_a_directory_states_changes_nothing(tmp_path: Path) -> None:
+    tokenizer = masked_tokenizer()
+    traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask",), prompt_is_block=True)
+    backbone = BackboneConfig(config=ARCHITECTURE).build(tokenizer, seed=0)
+    backbone.traits = traits
+    save_model(backbone, tokenizer, tmp_path / "model")
+    named = BackboneConfig(source=str(tmp_path / "model"), attention="block_causal", block_size=4)
+    assert named.build(tokenizer).traits == traits
+    other = replace(named, attention="bidirectional", block_size=None).build(tokenizer).traits
+    assert (other.attention, other.prompt_is_block) == ("bidirectional", False)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_exported_directory_loads_everywhere(tmp_path: Path, tied: bool) -> None:
     tokenizer = masked_tokenizer()

@@ -14,7 +14,9 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,11 +33,12 @@ from forks import finished, start
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
+from refusion_lit.serving import Limits
 from refusion_lit.serving.app import Server
 from refusion_lit.serving.service import Service
 from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from servers import MODEL, NAME, address, raw, serving, slow, wait_for
 from tiny import make_bytes_base
 
@@ -136,6 +139,25 @@ def test_a_request_that_fails_harms_no_other(
         assert complete(server, "8+8").choices[0].text == alone(model, decoder, "8+8", 16)
         with pytest.raises(openai.APIError, match=message.partition("(")[0]):
             pieces(server, BAD)
+
+
+def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
+    """The last of them, too, and those that came later wait for it."""
+    worker = Worker(model, Autoregressive(), SamplingParams(), DecodingOptions(batch_size=4), Limits())
+    worker._renew()
+    prompt = Prompt(token_ids=tuple(model.encode("1+1")), id="0")
+    job = partial(SimpleNamespace, prompt=prompt, sampling=SamplingParams(), watched=False, is_over=lambda: False)
+    jobs: Any = [job(name=name) for name in "abcde"]
+    worker.submit(jobs[:3])
+    worker._take()
+    worker._recover(RuntimeError("of one of them"))
+    worker.submit(jobs[3:])
+    rounds: list[str] = []
+    while worker.num_waiting:
+        worker._take()
+        rounds.append("".join(each.name for each in worker._active.values()))
+        worker._active.clear()
+    assert rounds == ["a", "b", "c", "de"]
 
 
 def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(model: TextModel) -> None:

@@ -193,12 +193,9 @@ def load(
         model = _from_checkpoint(source, options, device)
     else:
         model = _from_directory(source, replace(options, source=source, **code), device)
-        stored = getattr(model.backbone.config, "refusion_lit", None) or {}
-        if draft is None and stored.get(HAS_DRAFTER):
-            files = [cached_file(source, name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
-            draft = Path(str(files[0])).parent
+        draft = draft or own_draft(source, vars(model.backbone.config), revision)
     if draft is not None:
-        model.backbone.attach(load_drafter(model.backbone.model, model.backbone.body, draft))
+        model.backbone.attach(load_drafter(model.backbone.body, draft))
     model.backbone.to(device).eval()
     if verifier is not None:
         try:
@@ -207,6 +204,20 @@ def load(
             raise ValueError(f"verifier: {str(error).removeprefix('ckpt_path: ')}") from error
         model.pair_with(other)
     return model
+
+
+def own_draft(source: str, config: Mapping[str, Any], revision: str | None) -> str | None:
+    """Return the directory of the drafter that a directory or a hub id holds beside the model; ``None`` if it has none.
+
+    Args:
+        source: The directory or id.
+        config: The content of its ``config.json``.
+        revision: Pinned revision of a hub id.
+    """
+    if not (config.get("refusion_lit") or {}).get(HAS_DRAFTER):
+        return None
+    files = [cached_file(source, name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
+    return str(Path(str(files[0])).parent)
 
 
 def _device(name: str | torch.device) -> torch.device:

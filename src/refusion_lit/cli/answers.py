@@ -14,7 +14,6 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import Setup, schema_of, setup_of, template_of
 from refusion_lit.cli.progress import AnswerProgress
-from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import candidates
 from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
 from refusion_lit.evaluation.predictions import (
@@ -67,7 +66,7 @@ def write_answers(options: Namespace) -> None:
         for each in candidates(Prompt(token_ids=tuple(tokens), id=name), templates[name], model.tokenizer)
     ]
     if schema is not None:
-        Schemas(model.tokenizer, model.backbone.special_tokens).constrain([], schema, setup.decoder, setup.sampling)
+        model.schemas.constrain([], schema, setup.decoder, setup.sampling)
     _check_model(setup, prompts)
     extra = {name: templates[name] or schema for name in encoded}
     contents = {name: (tokens, extra[name]) if extra[name] else tokens for name, tokens in encoded.items()}
@@ -125,8 +124,7 @@ def _check_model(setup: Setup, prompts: Sequence[Prompt]) -> None:
         ValueError: With the reason.
     """
     model = setup.model.model_for(setup.decoder)
-    if not setup.decoding.allow_mismatch:
-        setup.model.check_decoder(setup.decoder)
+    setup.model.check_decoder(setup.decoder, allow_mismatch=setup.decoding.allow_mismatch)
     check_prompts(model, setup.decoder, prompts, setup.sampling, setup.decoding.max_cache_tokens)
     setup.decoder.begin(prompts[0], setup.sampling, model.special_tokens)  # SelfSpeculative looks for its drafter here
 

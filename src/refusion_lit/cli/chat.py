@@ -48,8 +48,7 @@ def run(args: list[str]) -> int:
     fits = context is None or options.max_new_tokens < context
     expected = f"less than the model's context of {context} tokens"
     require(fits, "max_new_tokens", expected, options.max_new_tokens, "lower it with --max_new_tokens")
-    if not options.allow_mismatch:
-        setup.model.check_decoder(setup.decoder)
+    setup.model.check_decoder(setup.decoder, allow_mismatch=options.allow_mismatch)
     chat = Chat(setup, options.system, Console())
     if not setup.model.tokenizer.chat_template:
         fix = "leave it out; every question stands alone"

@@ -63,7 +63,7 @@ def run(args: list[str]) -> int:
     card = _card(options, model)
     with _filled(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
-            save_drafter(backbone.drafter, backbone.model, directory)
+            save_drafter(backbone.drafter, backbone.body, directory)
         elif options.adapter_only:
             save_adapters(backbone, model.tokenizer, directory)
         else:

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
-from refusion_lit.checkpoints.models import CheckpointMetadata
+from refusion_lit.checkpoints.models import CheckpointMetadata, own_draft
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.parser import OneLineErrors, PlainHelp
 from refusion_lit.cli.progress_bar import RunProgress
@@ -40,7 +40,7 @@ from refusion_lit.cli.usage_errors import (
     options_given,
 )
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.modeling.architecture import check_source
+from refusion_lit.modeling.architecture import check_source, stored_config
 from refusion_lit.reports.results import ENVIRONMENT, environment, read_config, read_environment, shortened
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
@@ -289,14 +289,12 @@ class RefusionCLI(LightningCLI):
             return
         folder = Path(config.runs_dir) / config.run_name
         directory = folder / (config.run_version or run_directory.next_version(folder))
-        if self.subcommand == "fit" and any(directory.rglob("*.ckpt")):
+        resumes = {"checkpoints": self.subcommand == "fit" and _continues(config, directory)}
+        resumes["predictions"] = self.subcommand in ("test", "predict") and config.model.resume
+        for results, pattern in (("checkpoints", "*.ckpt"), ("predictions", "predictions*.jsonl")):
+            holds = not self.subcommand or resumes[results] or not any(directory.rglob(pattern))
             fix = "add --resume to continue it, or choose another name"
-            holds = _continues(config, directory)
-            require(holds, "run_version", "a new run", f"{directory}, which holds checkpoints", fix)
-        if self.subcommand in ("test", "predict") and not config.model.resume:
-            fix = "add --resume to continue it, or choose another name"
-            holds = not any(directory.glob("predictions*.jsonl"))
-            require(holds, "run_version", "a new run", f"{directory}, which holds predictions", fix)
+            require(holds, "run_version", "a new run", f"{directory}, which holds {results}", fix)
         if not _continues(config, directory):
             self._first_step = 0
         RefusionCLI.claim = run_directory.claim(directory) if self.subcommand else None
@@ -403,13 +401,17 @@ def _use_source(config: Namespace, source: str) -> None:
         config.model.backbone.draft = None
         return
     check_source(source, "ckpt_path")
+    backbone = config.model.backbone
+    names = ("revision", "checkpoint_format", "trust_remote_code")
     config.data.tokenizer = Namespace(
         class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",
-        init_args=Namespace(source=source, revision=None, trust_remote_code=False),
+        init_args=Namespace(source=source, **{name: backbone[name] for name in names}),
     )
-    config.model.backbone.source = source
-    config.model.backbone.config = {}
-    config.model.backbone.lora = None
+    backbone.source = source
+    backbone.config = {}
+    backbone.lora = None
+    backbone.drafter = None
+    backbone.draft = backbone.draft or own_draft(source, stored_config(source, backbone.revision), backbone.revision)
     config.ckpt_path = None
 
 

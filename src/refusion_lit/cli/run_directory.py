@@ -85,7 +85,7 @@ def claim(directory: Path) -> Claim | None:
     Raises:
         ValueError: If nothing can be written there, or another run is writing there.
     """
-    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) > 0:
+    if rank_zero_only.rank > 0:  # pyright: ignore[reportFunctionMemberAccess]
         return None
     is_new = not directory.exists()
     fix = "wait for it, or choose another name"
@@ -141,6 +141,8 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
 def _newest_run(folder: Path, command: str) -> Path | None:
     """Return the directory of the newest run of a command in a folder of runs."""
     runs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
+    if command == "test":  # a validation's config is as a test's
+        runs = [path for path in runs if any(path.parent.glob("predictions_*.jsonl"))]
     return next((path.parent for path in runs if _command_of(path) == command), None)
 
 

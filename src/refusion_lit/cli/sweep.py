@@ -49,7 +49,7 @@ def run(args: list[str]) -> int:
     sweep = read_sweep(file)
     directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
     if options.dry_run:
-        points = plan(sweep, file.resolve().parent, resolver())
+        points = plan(sweep, file.parent.resolve(), resolver())
         print(describe(directory, points))
         print("dry run: the sweep writes these configs when it runs")
         return 0
@@ -83,8 +83,8 @@ def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -
     head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]
     rows = []
     for row in found:
-        name = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
-        decoder = f"{name}{' *' if row['mismatch'] else ''}"
+        shown = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
+        decoder = f"{shown}{' *' if row['mismatch'] else ''}"
         cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in PRINTED]
         rows.append([*(short(row[option]) for option in swept), decoder, *cells])
     note = f"* {MISMATCH}" if any(row["mismatch"] for row in found) else None

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.data.encoding import encode_text
 from refusion_lit.types import Example, Prompt
-from refusion_lit.utils.require import require
-
-
-def encode_prompts(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, prompt_template: str
-) -> list[tuple[Prompt, Example]]:
-    """Encode the prompts of examples, with what is given of their responses.
-
-    Args:
-        examples: The examples.
-        tokenizer: Encodes their prompts.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
-
-    Returns:
-        Each prompt with its example.
-
-    Raises:
-        ValueError: If two examples have the same id, which would make one of their results the other's.
-    """
-    (name, count), *_ = Counter(example.id for example in examples).most_common(1) or [("", 1)]
-    require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
-    pairs = []
-    for example in examples:
-        token_ids = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
-        prompt = Prompt(token_ids=tuple(token_ids), id=example.id, given=given_tokens(tokenizer, example))
-        pairs.append((prompt, example))
-    return pairs
 
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
@@ -51,14 +22,10 @@ def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[
     tokens: list[int | None] = []
     end = 0
     for start, stop in (*example.spans, (len(example.response),) * 2):
-        tokens += _encoded(tokenizer, example.response[end:start])
-        tokens += [None] * len(_encoded(tokenizer, example.response[start:stop]))
+        tokens += encode_text(tokenizer, example.response[end:start])
+        tokens += [None] * len(encode_text(tokenizer, example.response[start:stop]))
         end = stop
     return (*tokens, int(tokenizer.eos_token_id))  # type: ignore[arg-type]
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> Sequence[int]:
-    return encode_text(tokenizer, text) if text else ()
 
 
 class PromptBatch:
@@ -73,10 +40,6 @@ class PromptBatch:
     def __init__(self, samples: Sequence[tuple[Prompt, Example]]) -> None:
         self.prompts = [prompt for prompt, _ in samples]
         self.examples = [example for _, example in samples]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:  # noqa: ARG002
-        """Return the batch itself: it holds no tensors."""
-        return self
 
 
 class EvaluationBatches(DistributedSampler[list[int]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -22,8 +23,8 @@ from refusion_lit.data.batches import (
     collate_packed,
     collate_responses,
 )
-from refusion_lit.data.encoding import encode_example
-from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encode_prompts
+from refusion_lit.data.encoding import encode_example, encode_prompt
+from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, given_tokens
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.packing import pack_samples
@@ -54,10 +55,6 @@ class InstructionDataModule(L.LightningDataModule):
         num_workers: Worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
-
-    Attributes:
-        num_too_long: Number of samples dropped as too long, over the splits in use.
-        num_malformed: Number of samples skipped as unreadable or impossible to encode, over the splits in use.
     """
 
     def __init__(
@@ -100,8 +97,6 @@ class InstructionDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.max_eval_prompts = max_eval_prompts
-        self.num_too_long = 0
-        self.num_malformed = 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._splits: dict[Split, EncodedOnRead | list[EncodedExample]] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
@@ -190,10 +185,17 @@ class InstructionDataModule(L.LightningDataModule):
             examples = examples_of(self.task, "test")
             if self.max_eval_prompts is not None:
                 examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
-            self._prompts = encode_prompts(examples, self.built_tokenizer, self.prompt_template)
-            fix = "give the task some to decode"
-            require(len(self._prompts) > 0, "data.task", "examples in the test split", 0, fix)
+            require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
+            [(name, count)] = Counter(example.id for example in examples).most_common(1)
+            require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
+            self._prompts = [(self._prompt(example), example) for example in examples]
         return self._prompts
+
+    def _prompt(self, example: Example) -> Prompt:
+        """Encode an example's prompt, with what is given of its response."""
+        tokenizer = self.built_tokenizer
+        token_ids = encode_prompt(tokenizer, example.query, self.prompt_template, example.messages)
+        return Prompt(token_ids=tuple(token_ids), id=example.id, given=given_tokens(tokenizer, example))
 
     def training_prompt(self) -> Prompt:
         """Return the longest prompt that is trained with; of a generated split, the first."""
@@ -253,8 +255,6 @@ class InstructionDataModule(L.LightningDataModule):
                 num_too_long += 1
                 continue
             samples.append(EncodedExample(example.id, array("i", prompt), array("i", response)))  # 4 bytes per token
-        self.num_too_long += num_too_long
-        self.num_malformed += num_malformed
         if num_too_long or num_malformed:
             rank_zero_info(
                 f"{split}: {num_too_long} of {len(examples) + num_unread} samples dropped as longer than "

@@ -203,8 +203,7 @@ class Templates:
             raise _refusal("no integer within its bounds", name)
         found = _numbers(low, high)
         if schema["type"] == "number":
-            decimals = ([*each, ".", *[_DIGITS] * num] for num in (1, 2) for each in _numbers(low + 1, high - 1))
-            found = chain(found, decimals)
+            found = chain(found, _decimals(low, high))
         return self._padded(([self._set(*characters) for characters in each] for each in found), name)
 
     def _padded(self, alternatives: Iterable[Sequence[Tensor]], name: str) -> Span:
@@ -240,6 +239,13 @@ def _numbers(low: int, high: int) -> Iterator[list[str]]:
     """Yield the integers from ``low`` to ``high`` as alternatives: for each place, the characters that it may be."""
     yield from _blocks(max(low, 0), high)
     yield from (["-", *each] for each in _blocks(max(1, -high), -low))
+
+
+def _decimals(low: int, high: int) -> Iterator[list[str]]:
+    """Yield the numbers with one or two decimals between two integers, as alternatives."""
+    negative = (["-", *each] for each in _blocks(max(-high, 0), -low - 1))
+    whole = chain(_blocks(max(low, 0), high - 1), negative)
+    return ([*each, ".", *[_DIGITS] * num] for each in whole for num in (1, 2))
 
 
 def _blocks(low: int, high: int) -> Iterator[list[str]]:

@@ -250,6 +250,7 @@ class Decoder(ABC):
             reads masks after the prompt, ``all_but_last`` where it reads the logits at the prompt's last token.
         refuses: Why it cannot keep given tokens in place, where no option changes that; ``None`` if it can; see
             :meth:`refusal`.
+        state: Class of a prompt's state.
         stop_at_eos: Whether the engine finishes a response, after a step, once its final prefix has an EOS or is the
             whole response. If not, the decoder sets ``finished``.
         shifted: Whether a mask is predicted by the position before it.
@@ -259,6 +260,7 @@ class Decoder(ABC):
     ranges: ClassVar[Ranges] = {}
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
     refuses: ClassVar[str | None] = ""
+    state: ClassVar[type[RowState]] = RowState
     stop_at_eos: bool = True  # an option of some subclasses
     shifted: bool = False  # likewise
 
@@ -323,8 +325,8 @@ class Decoder(ABC):
         return {"nothing": 0, "all": num_common, "all_but_last": min(num_common, prompt_length - 1)}[self.shares]
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create the state of one prompt by :meth:`RowState.blank`; by default a canvas of :func:`max_length`."""
-        return RowState.blank(prompt, sampling, special_tokens)
+        """Create the ``state`` of one prompt by :meth:`RowState.blank`; by default a canvas of :func:`max_length`."""
+        return self.state.blank(prompt, sampling, special_tokens)
 
     @abstractmethod
     def step(self, state: RowState) -> Steps[None]:

@@ -35,7 +35,6 @@ def decode(
     decoder: Decoder,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
-    options: DecodingOptions | None = None,
     *,
     callbacks: Sequence[GenerationCallback] = (),
     detokenize: Callable[[list[int]], str] | None = None,
@@ -50,8 +49,7 @@ def decode(
         decoder: The strategy.
         prompts: Any number of prompts of any lengths.
         sampling: Length limit and sampling options.
-        options: How prompts are batched; changes no token.
-        named: The fields of ``options`` as keyword arguments, in place of ``options``.
+        named: Fields of :class:`~refusion_lit.types.DecodingOptions`: how prompts are batched; they change no token.
         callbacks: Notified when tokens are committed and prompts finish.
         detokenize: Turns tokens into text; without it, generations have no text and stop strings are refused.
         trace: Record a trace of every forward.
@@ -63,7 +61,7 @@ def decode(
         TypeError: If an option is unknown.
         ValueError: If an option is out of range, or a prompt is empty or too long.
     """
-    options = decoding_options(named) if options is None else options
+    options = decoding_options(named)
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     mismatches = check_model(model, decoder, allow_mismatch=options.allow_mismatch)
     check_prompts(model, decoder, prompts, sampling, options.max_cache_tokens)

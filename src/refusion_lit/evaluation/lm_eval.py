@@ -20,6 +20,8 @@ from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_at_least, require_choice
 
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
+_MAX_TOKENS = 256
+"""Tokens of a response at most, where the task does not say."""
 
 
 class RefusionLitModel(LM):
@@ -32,7 +34,6 @@ class RefusionLitModel(LM):
             token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
         num_draws: States drawn for ``monte_carlo_masked``.
         batch_size: Prompts (or drawn states) that share a forward. Changes no token.
-        max_gen_toks: Tokens a response at most, where the task does not say.
         seed: Seeds sampling and the draws.
         allow_mismatch: Only warn where the model was not trained for the decoder or the estimate.
 
@@ -50,7 +51,6 @@ class RefusionLitModel(LM):
         likelihood: Likelihood = "autoregressive",
         num_draws: int = 128,
         batch_size: int = 1,
-        max_gen_toks: int = 256,
         seed: int = 0,
         allow_mismatch: bool = False,
     ) -> None:
@@ -63,7 +63,6 @@ class RefusionLitModel(LM):
         self.likelihood: Likelihood = likelihood
         self.num_draws = num_draws
         self.batch_size = batch_size
-        self.max_gen_toks = max_gen_toks
         self.seed = seed
         self.allow_mismatch = allow_mismatch
         self.ran: list[Decoder] = []
@@ -169,7 +168,7 @@ class RefusionLitModel(LM):
         }
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
-        values: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), default_max_gen_toks=self.max_gen_toks))
+        values: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), default_max_gen_toks=_MAX_TOKENS))
         strange = values.keys() - _OPTIONS
         if strange:
             raise ValueError(

@@ -169,7 +169,10 @@ class Evaluation:
         self._batch_size = min(self.options.batch_size, data.eval_batch_size)
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # on every process: it waits for all
         decoders = dict(list(self.decoders(model).items())[: None if is_test else 1])
-        self.mismatches = {name: self._mismatches(decoder) for name, decoder in decoders.items()}
+        self.mismatches = {
+            name: model.check_decoder(decoder, allow_mismatch=self.options.allow_mismatch)
+            for name, decoder in decoders.items()
+        }
         gather(model.backbone)
         batch = PromptBatch(data.test_prompts())
         for decoder in decoders.values():
@@ -183,12 +186,6 @@ class Evaluation:
         for name, decoder in decoders.items():
             path = self._directory / (f"predictions_{name}.jsonl" if is_test else "predictions.jsonl")
             self._running[name] = self._opened(path, decoder, contents, is_test=is_test)
-
-    def _mismatches(self, decoder: Decoder) -> list[str]:
-        """Return why the model was not trained for a decoder, which is refused unless that is allowed."""
-        if not self.options.allow_mismatch:
-            self._model.check_decoder(decoder)
-        return decoder.requirements().mismatches(self._model.model_for(decoder).traits)
 
     def _opened(self, path: Path, decoder: Decoder, contents: Mapping[str, object], *, is_test: bool) -> _DecoderState:
         """Open a decoder's predictions file, with what an interrupted run has left in it."""

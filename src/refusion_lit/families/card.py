@@ -6,7 +6,6 @@ The decoder ``CARD``, and the objective ``SoftTail``, soft-tailed masking.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,7 +25,7 @@ from refusion_lit.learning.objective import (
 )
 from refusion_lit.learning.text_order import shift_left
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 
 
 @dataclass(kw_only=True)
@@ -61,9 +60,8 @@ class CARD(Decoder):
             bound.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(
-        attention="causal", predictions=("mask_shifted", "next_token")
-    )
+    requires = ModelRequirements(attention="causal", predictions=("mask_shifted", "next_token"))
+    state = CARDState
     shares = "all_but_last"
     refuses = "its masks see no text on their right"
 
@@ -71,10 +69,6 @@ class CARD(Decoder):
     block_size: int = 16
     threshold: float = 0.9
     max_rounds: int | None = 8
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> CARDState:
-        """Create a canvas of ``max_new_tokens``."""
-        return CARDState.blank(prompt, sampling, special_tokens)
 
     def step(self, state: CARDState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over the block and fill masks."""
@@ -116,16 +110,14 @@ class SoftTail(Objective):
         decay: How fast masks are forgotten (p), in (0, 1].
     """
 
+    trained = ModelTraits(attention="causal", predictions=("mask_shifted", "next_token"))
+    """Causal attention; every token, mask or not, predicts the next."""
+
     term = "next_token"
     ranges = {"tail": 1.0, "beta": "(0, inf)", "decay": "(0, 1]"}
     tail: float = 1.5
     beta: float = 1.0
     decay: float = 0.5
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Causal attention; every token, mask or not, predicts the next."""
-        return ModelTraits(attention="causal", predictions=("mask_shifted", "next_token"))
 
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None

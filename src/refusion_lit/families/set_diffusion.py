@@ -7,7 +7,6 @@ random order near left to right, each predicted by a mask of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -59,7 +58,7 @@ class SetDiffusion(Decoder):
         quota: Minimum number of tokens that a forward commits, at least 1 (response length / ``num_steps``).
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("isolated_mask",))
+    requires = ModelRequirements(attention="causal", predictions=("isolated_mask",))
     shares = "all"
     refuses = None  # given tokens are cached after the prompt, as if they had been decoded first
 
@@ -137,6 +136,9 @@ class StaggeredSets(Objective):
             window may reach beyond the answer; ``None``: no lengthening.
     """
 
+    trained = ModelTraits(attention="causal", predictions=("isolated_mask",))
+    """Causal attention in sequence order; a mask that sees no other mask predicts itself."""
+
     term = "nll"
     ranges = {"set_size": 1, "pad_responses_to": 1}
     set_size: int = 8
@@ -147,11 +149,6 @@ class StaggeredSets(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.reach", self.reach, self.set_size)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Causal attention in sequence order; a mask that sees no other mask predicts itself."""
-        return ModelTraits(attention="causal", predictions=("isolated_mask",))
 
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -43,18 +43,18 @@ class _WeDLMFormat(CheckpointFormat):
         return "qwen3" if values.get("qk_norm", False) else "qwen2"
 
 
-WEDLM = _WeDLMFormat(
-    name="wedlm",
-    family="WeDLM 7B and 8B",
-    model_type="wedlm",
-    base="qwen3",
-    attention="causal",
-    predictions=("mask", "next_token"),
-    mask_tokens=("<|mask|>", "<|MASK|>"),
-    decoder="WeDLM",
+register(
+    _WeDLMFormat(
+        name="wedlm",
+        family="WeDLM 7B and 8B",
+        model_type="wedlm",
+        base="qwen3",
+        attention="causal",
+        predictions=("mask", "next_token"),
+        mask_tokens=("<|mask|>", "<|MASK|>"),
+        decoder="WeDLM",
+    )
 )
-
-register(WEDLM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class WeDLM(Decoder):
             while it fills that one.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    requires = ModelRequirements(attention="causal", predictions=("mask",))
     shares = "all"
 
     ranges = {"window_size": 1, "entropy_threshold": "[-inf, inf]", "position_penalty": 0.0}
@@ -176,14 +176,12 @@ class DualStream(Objective):
         ar_weight: Weight of the next-token term against the masked one (``ar_loss_weight``), at least 0.
     """
 
+    trained = ModelTraits(attention="causal", predictions=("mask", "next_token"))
+    """Causal attention; masks predict themselves, clean tokens the next one."""
+
     ranges = {"block_size": 1, "ar_weight": 0.0}
     block_size: int = 32
     ar_weight: float = 1.0
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Causal attention; masks predict themselves, clean tokens the next one."""
-        return ModelTraits(attention="causal", predictions=("mask", "next_token"))
 
     @property
     def terms(self) -> Mapping[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,8 +14,19 @@ IGNORE_INDEX = -100
 """Label of a position without a target."""
 
 
+class _Movable:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return the batch on a device."""
+        tensors = {
+            f.name: value.to(device, non_blocking=non_blocking)
+            for f in fields(self)  # type: ignore[arg-type] - a dataclass
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)  # type: ignore[type-var]
+
+
 @dataclass(kw_only=True)
-class ResponseBatch:
+class ResponseBatch(_Movable):
     """A clean micro-batch of prompts with responses, padded on the right.
 
     Attributes:
@@ -39,10 +50,6 @@ class ResponseBatch:
     advantages: Float[Tensor, " batch"] | None = None
     engine: Float[Tensor, "batch token"] | None = None
     trajectories: list[Any] = field(default_factory=list)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ResponseBatch:
-        """Return the batch on a device."""
-        return _moved(self, device, non_blocking)
 
 
 @dataclass
@@ -73,7 +80,7 @@ class MicroBatch:
 
 
 @dataclass(kw_only=True)
-class CorruptedBatch:
+class CorruptedBatch(_Movable):
     """The model's inputs and targets for one micro-batch.
 
     Each labelled position belongs to one term of the loss and has a weight in that term's sum.
@@ -131,10 +138,6 @@ class CorruptedBatch:
     old: Float[Tensor, "batch token"] | None = None
     reference: Float[Tensor, "batch token"] | None = None
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> CorruptedBatch:
-        """Return the batch on a device."""
-        return _moved(self, device, non_blocking)
-
 
 @dataclass(kw_only=True)
 class LossOutput:
@@ -167,12 +170,3 @@ class LossOutput:
     def named_means(self) -> dict[str, Tensor]:
         """Return each term's detached mean by name."""
         return dict(zip(self.terms, self.means.detach().unbind(), strict=True))
-
-
-def _moved(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:  # noqa: ANN401 - any of our batches
-    tensors = {
-        f.name: value.to(device, non_blocking=non_blocking)
-        for f in fields(batch)
-        if isinstance(value := getattr(batch, f.name), Tensor)
-    }
-    return replace(batch, **tensors)

@@ -37,7 +37,7 @@ MaskRatio = Float[Tensor, " batch"] | None
 class Objective(ABC):
     """A way to train a language model on prompts with responses.
 
-    An objective is one file: its options, :attr:`traits`, :attr:`terms` and :meth:`corrupt`. The loss is shared.
+    An objective is one file: its options, ``trained``, :attr:`terms` and :meth:`corrupt`. The loss is shared.
 
     Attributes:
         chunk_size: Number of labelled positions whose logits are in memory at once, at least 1; ``None``: the largest
@@ -45,10 +45,12 @@ class Objective(ABC):
 
     Class attributes:
         ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
+        trained: What a model trained with it can do: its attention pattern and the meaning of its logits.
         term: Name of the only loss term; objectives with several override :attr:`terms`.
         packs: Whether samples can be packed: :meth:`corrupt` says which positions are real.
     """
 
+    trained: ClassVar[ModelTraits]
     ranges: ClassVar[Ranges] = {"chunk_size": 1}
     term: ClassVar[str] = "loss"
     packs: ClassVar[bool] = True
@@ -59,9 +61,13 @@ class Objective(ABC):
         check_options(self, "objective.")
 
     @property
-    @abstractmethod
     def traits(self) -> ModelTraits:
-        """What a model trained with this objective can do: its attention pattern and the meaning of its logits."""
+        """What a model trained with this objective can do: ``trained``, unless it depends on options."""
+        name = type(self).__name__
+        example = 'trained = ModelTraits(attention="causal", predictions=("mask",))'
+        has_some = hasattr(self, "trained")
+        require(has_some, "objective", f"what {name} trains", "no class attribute trained", f"add {example}")
+        return self.trained
 
     @property
     def terms(self) -> Mapping[str, float]:

@@ -178,27 +178,26 @@ def draft_states(
     return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
 
-def save_drafter(drafter: Drafter, model: nn.Module, directory: Path) -> None:
+def save_drafter(drafter: Drafter, body: nn.Module, directory: Path) -> None:
     """Write a drafter without its model: options, the model's name and digest, weights in bfloat16, and its decoder.
 
     Args:
         drafter: The drafter.
-        model: The model that it was trained for.
+        body: The body of the model that it was trained for.
         directory: An existing directory.
     """
-    values = {"format": _FORMAT, **asdict(drafter.origin), "base_weights": weights_digest(layers_of(model))}
+    values = {"format": _FORMAT, **asdict(drafter.origin), "base_weights": weights_digest(body.get_submodule("layers"))}
     write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)
     write_program(_PROGRAM, directory)
 
 
-def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Drafter:
+def load_drafter(body: nn.Module, directory: str | Path) -> Drafter:
     """Load what :func:`save_drafter` wrote.
 
     Args:
-        model: The model that it was trained for.
-        body: Its body.
+        body: The body of the model that it was trained for.
         directory: Where the drafter is.
 
     Raises:
@@ -217,9 +216,9 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
             f"({reason_of(error)}); check the path, or export the drafter again."
         ) from error
     require(is_current, "draft", f"a drafter in format {_FORMAT}", f"{path} in another", "export it again")
-    found = weights_digest(layers_of(model))
+    found = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
     # In float16, the digest's bfloat16 values have been rounded twice, so that the model's own digest is another one.
-    is_rounded_twice = any(weight.dtype == torch.float16 for weight in model.parameters())
+    is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
     if digest != found and not is_rounded_twice:
         raise ValueError(
             f"draft: expected the model of {path} ({origin.base}; weights {digest}; see its README), got weights "
@@ -231,11 +230,6 @@ def load_drafter(model: nn.Module, body: nn.Module, directory: str | Path) -> Dr
     require({n: w.shape for n, w in weights.items()} == expected, "draft", "its options' weights", "others", fix)
     drafter.load_state_dict(weights)
     return drafter
-
-
-def layers_of(model: nn.Module) -> nn.Module:
-    """Return the transformer blocks of a model: what a digest of it is taken of, whatever rows its embedding has."""
-    return model.get_decoder().layers  # type: ignore[operator, union-attr] - a transformers model
 
 
 def _linears(body: nn.Module) -> dict[str, nn.Linear]:

@@ -117,7 +117,9 @@ class BackboneConfig:
             return replace(self, dtype=decoding_dtype(config, default_device())).build(tokenizer, seed=seed)
         traits = _traits_of(config, self.source)
         if self.attention is not None:
-            traits = ModelTraits(attention=self.attention, block_size=self.block_size, predictions=traits.predictions)
+            is_kept = traits.prompt_is_block and self.attention == "block_causal"
+            pattern = {"attention": self.attention, "block_size": self.block_size}
+            traits = replace(traits, **pattern, prompt_is_block=is_kept)
         pretrained = self.source is not None
         if pretrained and traits.predictions is None and mask_is_untrained(tokenizer):
             traits = replace(traits, predictions=("next_token",))  # nobody has trained it for masks
@@ -146,7 +148,7 @@ class BackboneConfig:
     def _drafter(self, model: PreTrainedModel) -> Drafter | None:
         """Return the drafter that is to be trained; the model is frozen then."""
         if self.draft is not None:
-            drafter = load_drafter(model, body_of(model.requires_grad_(False)), self.draft)
+            drafter = load_drafter(body_of(model.requires_grad_(False)), self.draft)
             drafter.origin = replace(drafter.origin, base=self.source)
             return drafter
         if self.drafter is None:

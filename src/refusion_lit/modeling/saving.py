@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.drafter import save_drafter
 from refusion_lit.modeling.exporting import write_program
 from refusion_lit.modeling.lora import merged, quiet_peft
@@ -57,7 +57,7 @@ def save_model(
     if drafter is not None:
         model.config.refusion_lit[HAS_DRAFTER] = True
         path.mkdir(parents=True, exist_ok=True)
-        save_drafter(drafter, model, path)
+        save_drafter(drafter, body_of(model), path)
     elif has_own_decoder(backbone.traits):
         model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
         model.generation_config._from_model_config = False  # otherwise loading derives it from the config

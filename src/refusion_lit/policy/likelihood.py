@@ -123,7 +123,8 @@ class LeftToRight(Likelihood):
         positions, in_response = response_positions(batch)
         places = positions - batch.prompt_lengths[:, None]
         rest = next_in_slot(batch, in_response, places.clamp(min=0), torch.full_like(batch.prompt_lengths, size))
-        starts = (torch.arange(-(-num_tokens // size), device=positions.device) * size).expand(num_samples, -1)
+        longest = int(batch.response_lengths.max())
+        starts = torch.arange(0, longest, size, device=positions.device).expand(num_samples, -1)
         exists = starts < batch.response_lengths[:, None]
         firsts = batch.prompt_lengths[:, None] + starts
         first_tokens = batch.input_ids.gather(1, firsts.clamp(max=num_tokens - 1)).where(exists, IGNORE_INDEX)

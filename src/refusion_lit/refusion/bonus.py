@@ -18,9 +18,6 @@ from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Read
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.refusion.slots import Plan, ReFusionState
 
-Acceptances = Mapping[tuple[int, int], Branch]
-"""Masks that draft what follows if a slot (its index) has a number of its drafts accepted."""
-
 
 def open_slots(state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
     """Open slots: commit their first tokens; all others are drafts.
@@ -124,8 +121,10 @@ def _branch(infill: SlotInfill, slot: OpenSlot) -> Branch:
     return infill.branch(slot, tokens, draft_at=offsets, shift=1)
 
 
-def _groups(state: ReFusionState, infill: SlotInfill, num_drafts: int | None, *, fused: bool) -> Acceptances:
-    """Return masks after the acceptances that are worth them.
+def _groups(
+    state: ReFusionState, infill: SlotInfill, num_drafts: int | None, *, fused: bool
+) -> Mapping[tuple[int, int], Branch]:
+    """Return masks after the acceptances that are worth them: each by its slot's index and its number of drafts.
 
     The first mask of a group stands where the model's own token will, and drafts nothing.
     """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
 from math import prod
-from typing import ClassVar, Literal
+from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best, most_certain
 from refusion_lit.engine.drafting import FEW_POSITIONS
@@ -21,9 +21,6 @@ from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_bloc
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import is_number, require
-
-Selection = Literal["threshold", "top_k", "sequential", "random"]
-"""Rules by which a round chooses slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +56,7 @@ class ReFusion(Decoder):
             in the released program. ``packed``: one row, without copies of the context or of cached tokens.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(
-        attention="causal", predictions=("mask", "next_token_in_slot")
-    )
+    requires = ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
     shares = "all"
     refuses = None  # given tokens join the context, at their own positions
     stop_at_eos = False  # serial blocks are decoded whole
@@ -78,7 +73,7 @@ class ReFusion(Decoder):
     slot_threshold: float = 0.9
     token_threshold: float = 0.9
     slot_confidence: Literal["first", "mean", "min", "product"] = "first"
-    selection: Selection = "threshold"
+    selection: Literal["threshold", "top_k", "sequential", "random"] = "threshold"
     k: int | None = None
     infill: Literal["mask", "autoregressive", "bonus"] = "mask"
     num_drafts: int | None = None

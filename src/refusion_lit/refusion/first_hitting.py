@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
@@ -45,7 +44,7 @@ class FirstHitting(Decoder):
             forward, in text order. With 1, all remaining tokens form one last group.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="causal", predictions=("mask",))
+    requires = ModelRequirements(attention="causal", predictions=("mask",))
     shares = "all"
     refuses = None  # given tokens join the context, at their own positions
 

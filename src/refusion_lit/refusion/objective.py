@@ -40,6 +40,9 @@ class Hybrid(Objective):
         ar_weight: Coefficient of the autoregressive term, at least 0.
     """
 
+    trained = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    """Causal attention; masks predict themselves, clean tokens the next one of their slot."""
+
     ranges = {"eps": "(0, 1]", "mdm_weight": 0.0, "ar_weight": 0.0}
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
     eps: float = 1e-3
@@ -55,11 +58,6 @@ class Hybrid(Objective):
         require(valid, "objective.slot_sizes", sizes, self.slot_sizes, fix)
         for size in self.slot_sizes:
             require_at_least("objective.slot_sizes", size, 1)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Causal attention; masks predict themselves, clean tokens the next one of their slot."""
-        return ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
 
     @property
     def terms(self) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp, fsum, log, sqrt
 from sys import float_info
-from typing import ClassVar, Literal
+from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Steps
@@ -107,20 +107,14 @@ class SearchState(SlotState):
     Attributes:
         root: Root of the search tree: the committed text and the remaining slots of the current serial block.
         top: First free cache index after the context and the tree.
-        num_plans: Number of plans made so far; keys their noise.
-        keep: Pending compaction of the cache by the next forward.
     """
 
     root: Node
     top: int = 0
-    num_plans: int = 0
-    keep: Compaction | None = None
 
     def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
         """Return a forward of branches in one row, after the pending compaction."""
-        keep = self.keep
-        self.keep = None
-        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
+        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=self.take_keep())
 
     def begin_block(self) -> None:
         """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
@@ -176,9 +170,7 @@ class SlotSearch(Decoder):
             the leftmost.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(
-        attention="causal", predictions=("mask", "next_token_in_slot")
-    )
+    requires = ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
     shares = "all"
     refuses = None  # given tokens join the context, at their own positions
     stop_at_eos = False  # serial blocks are decoded whole

@@ -25,11 +25,15 @@ class SlotState(RowState):
         slots: The canvas places of each slot, in text order.
         blocks: The slots of each serial block.
         next_block: Number of the serial block after the current one.
+        num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
+        keep: Pending compaction of the cache by the next forward.
     """
 
     slots: list[range]
     blocks: list[list[int]]
     next_block: int = 0
+    num_plans: int = 0
+    keep: Compaction | None = None
 
     @classmethod
     def cut(
@@ -60,6 +64,12 @@ class SlotState(RowState):
         """Return the offsets at which the slots start if their tokens are concatenated, and the end of the last one."""
         return list(accumulate((len(self.slots[slot]) for slot in slots), initial=0))
 
+    def take_keep(self) -> Compaction | None:
+        """Return the pending compaction, once."""
+        keep = self.keep
+        self.keep = None
+        return keep
+
     def upcoming_block(self) -> list[int]:
         """Return the slots of the serial block after the current one, if there is one."""
         return list(self.blocks[self.next_block]) if self.next_block < len(self.blocks) else []
@@ -89,8 +99,6 @@ class ReFusionState(SlotState):
     Attributes:
         remaining: Slots of the current serial block that are not accepted yet, in text order.
         context_length: Cache entries of prompt, given tokens and accepted slots; 0 before the first plan.
-        keep: Pending compaction of the cache by the next forward.
-        num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
         planned: The next plan, if the last forward made it ahead and its drafts were all accepted.
         infill: The open slots of ``infill: bonus``, which stay open over several steps.
         acceptance: How many recent drafts of masks ``infill: bonus`` accepted.
@@ -99,8 +107,6 @@ class ReFusionState(SlotState):
 
     remaining: list[int] = field(default_factory=list)
     context_length: int = 0
-    keep: Compaction | None = None
-    num_plans: int = 0
     planned: Plan | None = None
     infill: SlotInfill | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -115,12 +121,6 @@ class ReFusionState(SlotState):
     def has_eos(self) -> bool:
         """Whether an EOS was accepted: generation ends with the current serial block."""
         return self.first_eos([self.tokens[place] for place in self.committed]) is not None
-
-    def take_keep(self) -> Compaction | None:
-        """Return the pending compaction, once."""
-        keep = self.keep
-        self.keep = None
-        return keep
 
     def left(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return what remains of the serial block once slots are taken; nothing after an EOS in the last of them."""

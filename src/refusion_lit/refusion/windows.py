@@ -45,17 +45,15 @@ class MaskWindows(Objective):
         ar_weight: Coefficient of the next-token term, at least 0.
     """
 
+    trained = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    """Those of :class:`Hybrid`: causal attention; masks predict themselves, clean tokens the next one."""
+
     ranges = {"window": 1, "num_tilings": 1, "decay": "(0, 1]", "mdm_weight": 0.0, "ar_weight": 0.0}
     window: int = 8
     num_tilings: int = 2
     decay: float = 0.9
     mdm_weight: float = 1.0
     ar_weight: float = 1.0
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Those of :class:`Hybrid`: causal attention; masks predict themselves, clean tokens the next one."""
-        return ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
 
     @property
     def terms(self) -> Mapping[str, float]:

@@ -26,9 +26,6 @@ from refusion_lit.refusion.objective import (
 from refusion_lit.types import SpecialTokens
 from refusion_lit.utils.require import is_number, require
 
-MaskPattern = Literal["independent", "grouped"]
-TokenWeights = Literal["equal", "harmonic"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Zarya(Hybrid):
@@ -53,9 +50,9 @@ class Zarya(Hybrid):
 
     ranges = {"max_span": 1}
     slot_borders: tuple[float, ...] | None = None
-    mask_pattern: MaskPattern = "independent"
+    mask_pattern: Literal["independent", "grouped"] = "independent"
     max_span: int = 50
-    token_weights: TokenWeights = "equal"
+    token_weights: Literal["equal", "harmonic"] = "equal"
     shuffle_masked: bool = False
 
     def __post_init__(self) -> None:
@@ -107,7 +104,10 @@ class Zarya(Hybrid):
         corrupted = self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
         if self.token_weights == "equal":
             return corrupted
-        factor = _harmonic_factor(layout, batch, slot_sizes, probability, eps=self.eps)
+        offset = (layout.position_ids - batch.prompt_lengths[:, None]).clamp(min=0)
+        place = offset % slot_sizes[:, None]
+        length = slot_sizes[:, None].minimum(batch.response_lengths[:, None] - offset + place).clamp(min=1)
+        factor = harmonic_factor(place, length, probability, eps=self.eps)
         weights = torch.where(layout.terms == 1, corrupted.weights * factor, corrupted.weights)
         return replace(corrupted, weights=weights.float())
 
@@ -174,21 +174,6 @@ def _in_spans(
     number = (rank - gap) // (length + gap)
     offset = (rank - gap) % (length + gap)
     return (rank >= gap) & (offset < length) & (number < num_runs) & (left > 0)
-
-
-def _harmonic_factor(
-    layout: CorruptedBatch,
-    batch: ResponseBatch,
-    slot_sizes: Int[Tensor, " batch"],
-    probability: Float[Tensor, " batch"],
-    *,
-    eps: float,
-) -> Float[Tensor, "batch token"]:
-    """Return :func:`harmonic_factor` of each token of a layout."""
-    offset = (layout.position_ids - batch.prompt_lengths[:, None]).clamp(min=0)
-    place = offset % slot_sizes[:, None]
-    length = slot_sizes[:, None].minimum(batch.response_lengths[:, None] - offset + place).clamp(min=1)
-    return harmonic_factor(place, length, probability, eps=eps)
 
 
 def harmonic_factor(

@@ -40,7 +40,6 @@ def decoder_table(
     *,
     marked: Set[str] = frozenset(),
     metrics: Sequence[str] = (),
-    console: Console | None = None,
 ) -> None:
     """Print the figures of a test, one decoder per line.
 
@@ -49,14 +48,13 @@ def decoder_table(
         batch_size: Maximum number of prompts per call of the model.
         marked: Names of the decoders that the model was not trained for.
         metrics: Names of the task's further metrics.
-        console: Where to print; standard output by default.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
     shown = _with_metrics(PRINTED, metrics)
     head = ["decoder", *(title for _, title, _ in shown)]
     rows = [[f"{name} *" if name in marked else name, *_cells(figures, shown)] for name, figures in results.items()]
     title = f"{num_prompts} prompts, batch size {batch_size}"
-    print_table(title, head, rows, note=f"* {MISMATCH}" if marked else None, console=console)
+    print_table(title, head, rows, note=f"* {MISMATCH}" if marked else None)
 
 
 def print_table(
@@ -66,9 +64,8 @@ def print_table(
     *,
     num_texts: int = 1,
     note: str | None = None,
-    console: Console | None = None,
 ) -> None:
-    """Print a table.
+    """Print a table on standard output, without a limit of the width if it is no terminal.
 
     Args:
         title: Line above the table.
@@ -76,9 +73,8 @@ def print_table(
         rows: Cells of each row.
         num_texts: The first columns hold text, the others numbers.
         note: Line below the table.
-        console: Where to print; standard output by default, without a limit of the width if it is no terminal.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
     table = Table(title=title, caption=note)
     for i, name in enumerate(head):
         table.add_column(name, justify="left" if i < num_texts else "right", overflow="fold")

@@ -116,7 +116,7 @@ class Worker:
         self._news = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
-        self._num_suspects = 0  # waiting jobs, the first ones, that were in flight in a call that failed
+        self._suspects: set[int] = set()  # jobs that were in flight in a call that failed: each runs alone
         self._stop_at = math.inf
         self.thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], name="engine", daemon=True)
 
@@ -188,8 +188,8 @@ class Worker:
             for number in [number for number, job in self._active.items() if job.is_over()]:
                 self.engine.abort(number)
                 del self._active[number]
-            while self._waiting and self.num_active < (1 if self._num_suspects else self.options.batch_size):
-                self._num_suspects = max(self._num_suspects - 1, 0)
+            self._suspects &= self._active.keys() | set(map(id, self._waiting))
+            while self._waiting and self.num_active < (1 if self._suspects else self.options.batch_size):
                 job = self._waiting.popleft()
                 self._active[id(job)] = job
                 self.engine.submit(id(job), job.prompt, job.sampling, trace=job.watched)
@@ -237,7 +237,7 @@ class Worker:
         if len(jobs) == 1:
             jobs[0].tell((jobs[0], _failure(error)))
             return
-        self._num_suspects = len(jobs)
+        self._suspects = set(map(id, jobs))
         self._waiting.extendleft(reversed(jobs))
 
 

@@ -31,8 +31,8 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL when a running point is stopped."""
 
-# Set by the launcher of an outer run; a point's own run must not inherit them.
-_OUTER_RUN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
+# Set by the launcher of an outer run; a point's own run must not inherit them, nor that its job is one task.
+_OUTER_RUN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "SLURM_NTASKS")
 
 
 class Launcher(ABC):

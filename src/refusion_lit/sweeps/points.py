@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any, Literal
 
 from refusion_lit.reports.results import short
 from refusion_lit.sweeps.launchers import Launcher, Local
-from refusion_lit.utils.files import read_yaml
+from refusion_lit.utils.files import digest, read_yaml
 from refusion_lit.utils.require import require
 
 Config = dict[str, Any]
@@ -143,8 +141,7 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
             set_option(config, name, _resolve_path(value, directory))
         resolved = resolve(subcommand, config)
         configs[subcommand] = {name: value for name, value in resolved.items() if name not in _LOCATIONS}
-    text = json.dumps(configs, sort_keys=True, default=str)
-    return Point(id=hashlib.sha256(text.encode()).hexdigest()[:12], options=options, configs=configs)
+    return Point(id=digest(configs)[:12], options=options, configs=configs)
 
 
 def _depth(name: str) -> int:

@@ -137,12 +137,8 @@ def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
         shutil.rmtree(folder)
     for subcommand, config in point.configs.items():
         write_atomically(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
-    values = {
-        "id": point.id,
-        "options": point.options,
-        "seed": point.seed,
-        "commands": commands(directory, point, command),
-    }
+    own = commands(directory, point, command)
+    values = {"id": point.id, "options": point.options, "seed": point.seed, "commands": own}
     write_json_atomically(folder / POINT, values)
 
 

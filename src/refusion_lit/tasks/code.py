@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,11 @@ class CodeTask(Task):
         """Return 1 if the response's program passes the tests, else 0; ``None`` if running it is not allowed."""
         if self.allow_code_execution:
             return float(self.run(example, response).passed)
-        _ = self._unscored_notice
+        warnings.warn(
+            f"{type(self).__name__}: generated code is not run without allow_code_execution; scores are missing (0 in "
+            "tables) until `refusion-lit score` computes them.",
+            stacklevel=2,
+        )
         return None
 
     def run(self, example: Example, response: str) -> Outcome:
@@ -95,16 +100,6 @@ class CodeTask(Task):
         sandbox = Sandbox(limits=self.limits, minimum=self.minimum_isolation)
         sys.stderr.write(f"isolation of generated code: {sandbox.describe()}\n")
         return sandbox
-
-    @cached_property
-    def _unscored_notice(self) -> str:
-        """The notice that scores are missing; printed on first access, so once per task."""
-        notice = (
-            f"{type(self).__name__}: generated code is not run without allow_code_execution; scores are missing (0 in "
-            "tables) until `refusion-lit score` computes them.\n"
-        )
-        sys.stderr.write(notice)
-        return notice
 
     @cached_property
     def _problems(self) -> Mapping[Split, list[Example]]:

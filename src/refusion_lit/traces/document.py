@@ -31,7 +31,6 @@ _EXPLANATIONS = {
     "verify": "scores the drafted tokens from left to right; those that are certain enough are accepted",
     "draft": "drafts the tokens after the accepted ones",
     "recompute": "recomputes the KV cache entries of the filled slots, which then see each other",
-    "propose": "drafts the missing tokens of the chosen slots",
     "infill_propose": "drafts the missing tokens of the chosen slots",
     "infill_verify": "scores the drafts inside the chosen slots from left to right; those that are certain enough stay",
     "infill_autoregressive": "predicts the next token of each chosen slot, in all slots at once",

@@ -65,7 +65,7 @@ def test_layers_with_the_same_input_are_one_product(dtype: torch.dtype, columns:
             torch.testing.assert_close(joint(x), expected, atol=tolerance, rtol=0)
             weights[2].mul_(2)
             joint = Linear(weights, own, packed)
-    assert packed is None or len(packed) == int(PackedWeights.takes(weights))
+    assert packed is None or len(packed._copies) == int(PackedWeights.takes(weights))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -85,14 +85,14 @@ def test_small_weights_and_other_types_have_no_copy() -> None:
     for one in (weight(torch.float32, rows=8), weight(torch.float64)):
         x = torch.ones(4, 320, dtype=one.dtype)
         assert torch.equal(Linear([one], packed=packed)(x), F.linear(x, one))
-    assert len(packed) == 0
+    assert len(packed._copies) == 0
 
 
 def test_copies_of_a_model_hold_no_packed_weights() -> None:
     needs(torch.float32)
     packed, one = PackedWeights(), weight(torch.float32)
     packed.of([one])
-    assert len(packed) == 1
+    assert len(packed._copies) == 1
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
         assert len(other) == 0
 
@@ -113,7 +113,7 @@ def test_two_threads_pack_weights_at_the_same_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(linear, "_num_bytes", num_bytes)
     packed.of(weights[1:2])
     second.join()
-    assert len(packed) == 3
+    assert len(packed._copies) == 3
 
 
 def backbone() -> Backbone:
@@ -136,7 +136,7 @@ def test_tokens_do_not_depend_on_packing(decoder: Decoder, monkeypatch: pytest.M
     model, sampling = backbone(), SamplingParams(max_new_tokens=24)
     prompts = [Prompt(token_ids=tuple(range(5 + i, 17 + i)), id=str(i)) for i in range(3)]
     found = decode(model, decoder, prompts, sampling, batch_size=3).rows
-    assert len(model.packed) > 0
+    assert len(model.packed._copies) > 0
     monkeypatch.setattr(PackedWeights, "takes", lambda *_: False)
     expected = decode(model, decoder, prompts, sampling, batch_size=3).rows
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
@@ -146,9 +146,9 @@ def test_a_model_that_changes_type_and_back_is_repacked() -> None:
     needs(torch.float32)
     model, sampling = backbone(), SamplingParams(max_new_tokens=4)
     decode(model, ReFusion(), [Prompt(token_ids=(1, 2, 3), id="0")], sampling)
-    assert len(model.packed) > 0
+    assert len(model.packed._copies) > 0
     model.to(torch.bfloat16).to(torch.float32)
-    assert len(model.packed) == 0
+    assert len(model.packed._copies) == 0
 
 
 def test_weights_that_a_fused_optimizer_changed_are_repacked() -> None:
@@ -161,7 +161,7 @@ def test_weights_that_a_fused_optimizer_changed_are_repacked() -> None:
             return one.logits(one.hidden_states(ids, positions, None))
 
     before = logits(model)
-    assert len(model.packed) > 0
+    assert len(model.packed._copies) > 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model.head(model(ids, positions)).square().mean().backward()
     optimizer.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Draw, Forward, Steps
@@ -16,9 +15,7 @@ class Autoregressive(Decoder):
     A response of n tokens costs n forwards: the first one takes the prompt, each later one a single token.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(
-        attention="causal", predictions=("next_token",), mask_token=False
-    )
+    requires = ModelRequirements(attention="causal", predictions=("next_token",), mask_token=False)
     shares = "all_but_last"
     refuses = "it writes from left to right and sees no text on the right of a token"
 

@@ -21,12 +21,10 @@ class Autoregressive(Objective):
     term, ``ar``, is the mean cross-entropy over all labelled tokens of the batch.
     """
 
-    term = "ar"
+    trained = ModelTraits(attention="causal", predictions=("next_token",))
+    """Causal attention; every token predicts the next."""
 
-    @property
-    def traits(self) -> ModelTraits:
-        """Causal attention; every token predicts the next."""
-        return ModelTraits(attention="causal", predictions=("next_token",))
+    term = "ar"
 
     def corrupt(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
@@ -63,9 +62,7 @@ class D2F(BlockDecoder):
             again, to predict the first one of the next block.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(
-        attention="block_causal", predictions=("mask",), prompt_is_block=True
-    )
+    requires = ModelRequirements(attention="block_causal", predictions=("mask",), prompt_is_block=True)
 
     state = PipelineState
     ranges = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
@@ -35,12 +35,8 @@ class BlockDecoder(Decoder):
         block_size: Tokens per block, at least 1; must be the trained one.
         ignore_right_context: Accept given tokens in blocks after a token to generate. A block-causal model does not see
             them when it fills that token, so the generated text may not fit them.
-
-    Class attributes:
-        state: Class of a prompt's state.
     """
 
-    state = RowState
     ranges = {"block_size": 1}
     block_size: int = 32
     ignore_right_context: bool = False
@@ -53,8 +49,8 @@ class BlockDecoder(Decoder):
         """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
         if self.ignore_right_context or not prompt.num_to_fill:
             return None
-        start = 0 if self._from_response else len(prompt.token_ids)
-        first = prompt.given.index(None) - self._shift
+        start = 0 if self.requires.prompt_is_block else len(prompt.token_ids)
+        first = prompt.given.index(None) - int(self.shifted)
         last = prompt.given_length - 1
         if (start + first) // self.block_size == (start + last) // self.block_size:
             return None
@@ -69,7 +65,7 @@ class BlockDecoder(Decoder):
         0 if the prompt is one block.
         """
         num_blocks = min(num_common // self.block_size, prompt_length // self.block_size - 1)
-        return 0 if self._from_response else max(num_blocks, 0) * self.block_size
+        return 0 if self.requires.prompt_is_block else max(num_blocks, 0) * self.block_size
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
@@ -80,23 +76,13 @@ class BlockDecoder(Decoder):
 
     def _first_block(self, prompt_length: int) -> int:
         """Return where the first block with generated tokens starts."""
-        return prompt_length if self._from_response else prompt_length // self.block_size * self.block_size
+        return prompt_length if self.requires.prompt_is_block else prompt_length // self.block_size * self.block_size
 
     def _branch(self, state: RowState, stop: int, drawn: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
         start = state.num_cached
         order = [position // self.block_size for position in range(start, stop)]
-        return state.branch(start, stop, drawn, order=order, shift=self._shift)
-
-    @property
-    def _shift(self) -> int:
-        """1 if a block's first token is predicted by the block before it."""
-        return int(getattr(self, "shifted", False))
-
-    @property
-    def _from_response(self) -> bool:
-        """Whether blocks are counted from the response's start, not from position 0."""
-        return self.requires.prompt_is_block
+        return state.branch(start, stop, drawn, order=order, shift=int(self.shifted))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +128,7 @@ class BlockDiffusion(BlockDecoder):
             first forward is saved, if the prompt ends inside a block.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="block_causal", predictions=("mask",))
+    requires = ModelRequirements(attention="block_causal", predictions=("mask",))
 
     state = SubBlockState
     ranges = {"threshold": "[0, 1]", "num_steps": 1, "sub_block_size": 1}

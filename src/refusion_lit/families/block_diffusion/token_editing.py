@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
@@ -36,9 +35,7 @@ class TokenEditing(BlockDecoder):
             [0, 1]; the comparison is strict, so 1 replaces nothing.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(
-        attention="block_causal", predictions=("mask", "visible"), block_size=32
-    )
+    requires = ModelRequirements(attention="block_causal", predictions=("mask", "visible"), block_size=32)
 
     ranges = {"mask_threshold": "[0, 1]", "edit_threshold": "[0, 1]"}
     mask_threshold: float = 0.95

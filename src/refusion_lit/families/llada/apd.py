@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -49,9 +48,7 @@ class APD(Decoder):
         shifted: The masked model predicts a mask at the position before it (Dream).
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(
-        attention="bidirectional", predictions=("mask", "verifier")
-    )
+    requires = ModelRequirements(attention="bidirectional", predictions=("mask", "verifier"))
     refuses = "it writes from left to right, and its verifier sees no text on the right of a token"
 
     ranges = {"mixture_weight": "[0, 1]", "max_lookahead": 1}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Steps
@@ -83,7 +83,7 @@ class LLaDA(Decoder):
         shifted: The model predicts a mask at the position before it (Dream).
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
+    requires = ModelRequirements(attention="bidirectional", predictions=("mask",))
     refuses = None  # given tokens are unmasked tokens of the canvas
 
     ranges = {"steps": 1, "block_length": 1, "guidance_scale": "[0, inf)", "kernel_size": 1}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
@@ -67,7 +67,7 @@ class FastDLLM(Decoder):
             then unmasks only the block's first token, which is predicted from outside the block.
     """
 
-    requires: ClassVar[ModelRequirements] = ModelRequirements(attention="bidirectional", predictions=("mask",))
+    requires = ModelRequirements(attention="bidirectional", predictions=("mask",))
     refuses = None  # given tokens are unmasked tokens of the canvas
 
     ranges = {"block_length": 1, "threshold": 0.0, "factor": 0.0, "steps": 1}

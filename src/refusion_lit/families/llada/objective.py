@@ -142,6 +142,9 @@ class R2FT(Objective):
         pad_responses_to: Lengthen responses with end-of-sequence tokens, as for :class:`Masked`.
     """
 
+    trained = ModelTraits(attention="bidirectional", predictions=("mask",))
+    """Bidirectional attention; masks predict themselves."""
+
     packs = False
     ranges = {
         "max_unit": 1,
@@ -161,11 +164,6 @@ class R2FT(Objective):
         """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.max_span", self.max_span, self.min_span)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Bidirectional attention; masks predict themselves."""
-        return ModelTraits(attention="bidirectional", predictions=("mask",))
 
     @property
     def terms(self) -> Mapping[str, float]:

@@ -35,16 +35,14 @@ class GatedDraft(Objective):
             accepted.
     """
 
+    trained = ModelTraits(attention="causal", predictions=("next_token",))
+    """The frozen model's: causal attention; every token predicts the next."""
+
     term = "draft"
     packs = False
     ranges = {"stride": 1, "decay": "(0, 1]"}
     stride: int = 5
     decay: float = 0.8
-
-    @property
-    def traits(self) -> ModelTraits:
-        """The frozen model's: causal attention; every token predicts the next."""
-        return ModelTraits(attention="causal", predictions=("next_token",))
 
     def corrupt(
         self,

@@ -44,10 +44,6 @@ class PackedWeights:
         """Leave the copies out of copies and pickles of a model."""
         return PackedWeights, ()
 
-    def __len__(self) -> int:
-        """Return the number of copies."""
-        return len(self._copies)
-
     @staticmethod
     def takes(weights: Sequence[Float[Tensor, "_ input"]]) -> bool:
         """Whether weights may have a joint copy: not on other devices, nor in other types, nor a single small one."""
