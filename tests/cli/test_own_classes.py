@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,6 +187,49 @@ def test_a_decoder_that_says_nothing_of_its_model_is_refused(
     assert main(["generate", "--ckpt_path", str(MODEL), "--decoder", "silent.Silent", "--prompt", "1+2>"]) == 2
     told = capsys.readouterr().err
     assert "decoder: expected what Silent needs of a model, got 'no class attribute requires'; add requires" in told
+
+
+NO_STEP = """from dataclasses import dataclass
+from refusion_lit.decoding import Decoder
+@dataclass(frozen=True, kw_only=True)
+class A(Decoder):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("class A(\n", "own.A", "expected a class that can be imported, got own.A (SyntaxError: '(' was"),
+        (
+            "raise RuntimeError('no')",
+            "own.A",
+            "expected a class that can be imported, got own.A (RuntimeError: no)",
+        ),
+        ("", "os.path", "expected a subclass of {}, got 'os.path'; name such a class"),
+        (NO_STEP, "own.A", "expected a class with step, got own.A; define what it lacks"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "fit"])
+def test_a_class_of_ones_own_that_cannot_be_used_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    command: str, text: str, name: str, message: str,
+) -> None:  # fmt: skip
+    (tmp_path / "own.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    if command == "generate":
+        args = ["generate", "--ckpt_path", str(MODEL), "--prompt", "1+2>", "--decoder", name]
+        option, base = "decoder", "Decoder"
+    elif text == NO_STEP:
+        args = ["fit", "--config", QUICKSTART, f"--model.decoders.mine={name}"]
+        option, base = "model.decoders.mine", "Decoder"
+    else:
+        args = ["fit", "--config", QUICKSTART, f"--model.objective={name}"]
+        option, base = "model.objective", "Objective"
+    assert main(args) == 2
+    assert f"error: {option}: {message.format(base)}" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "own", raising=False)
 
 
 def test_a_training_warns_of_decoders_that_do_not_fit_its_objective(tmp_path: Path) -> None:

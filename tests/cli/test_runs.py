@@ -273,6 +273,18 @@ def test_nothing_else_is_written_into_a_trainings_directory(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.parametrize("command", ["test", "predict"])
+def test_a_training_is_not_resumed_by_another_command(
+    runs: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would decode with the weights that the training began with."""
+    run = runs / "quickstart" / "version_0"
+    assert main([command, f"--resume={run}"]) == 2
+    error = capsys.readouterr().err
+    assert f"resume: expected a run of {command}, got '{run}, which is one of fit'; {command} with" in error
+    assert not (run / "results.json").exists()
+
+
 def test_a_validation_is_not_resumed_as_a_test(runs: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={runs}"]
     assert main(["test", *args]) == 0
@@ -307,7 +319,7 @@ def test_a_run_is_named_from_inside_its_directory(
 ) -> None:
     run = tmp_path / "quickstart" / "version_0"
     run.mkdir(parents=True)
-    (run / "config.yaml").touch()
+    (run / "config.yaml").write_text("verbose: true\n")
     monkeypatch.chdir(tmp_path / inside)
     args = with_resume("test", [], named)
     assert args[1:4] == [f"--runs_dir={tmp_path}", "--run_name=quickstart", "--run_version=version_0"]

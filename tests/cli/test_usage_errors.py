@@ -31,6 +31,7 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
     [
         (["--precision=16"], "unknown option 'precision'; did you mean 'trainer.precision'?"),
         (["--trainer.max-stepz=3"], "unknown option 'trainer.max-stepz'; did you mean 'trainer.max_steps'?"),
+        (["--trainer.max_step=3"], "unknown option 'trainer.max_step'; did you mean 'trainer.max_steps'?"),
         (["--nothing_like_it=3"], "unknown option 'nothing_like_it'; `refusion-lit fit --help` lists them"),
         (["--config"], "config: expected a value, got none; write --config=VALUE."),
         (["--data.batch_size"], "data.batch_size: expected a value, got none; write --data.batch_size=VALUE."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -50,6 +51,15 @@ def test_a_schedule_may_commit_nothing_within_its_bound() -> None:
     assert one(Scripted(script=script, schedule_length=2), 2).num_forwards == 4
     with pytest.raises(ValueError, match=r"\(2 of 1\)"):
         one(Scripted(script=script, schedule_length=1), 2)
+
+
+@pytest.mark.parametrize(("place", "token"), [(0, "mask"), (-1, 5)])
+def test_masks_are_not_committed_nor_places_outside_the_canvas(place: int, token: Any) -> None:
+    (prompt,) = prompts_of(1)
+    state = RowState.blank(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
+    token = state.special_tokens.mask_token_id if token == "mask" else token
+    with pytest.raises(ValueError, match=r"^decoder: expected tokens other than the mask token at places from 0, got"):
+        state.commit([place], [token])
 
 
 def test_committing_a_place_twice_is_an_error() -> None:

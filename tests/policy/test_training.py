@@ -59,6 +59,12 @@ class Broken(Reward):
             raise RuntimeError("no answer")
         if self.how == "hangs":
             time.sleep(3)
+        if self.how == "exits":
+            raise SystemExit(3)
+        if self.how == "mapping":
+            return dict.fromkeys(range(len(responses)), 1.0)
+        if self.how == "infinite":
+            return [math.inf, *[0.0] * (len(responses) - 1)]
         few = {"fewer": [0.5], "words": ["good"] * len(responses), "numerals": ["1"] * len(responses), "none": None}
         return few.get(self.how, [0.0 if self.how == "constant" else math.nan] * len(responses))
 
@@ -348,6 +354,9 @@ def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str, wha
         ("words", r"Broken\.rewards: expected rewards, got ValueError\(.*'good'"),
         ("numerals", r"Broken\.rewards: expected rewards, got ValueError\(\"'1' is text\"\)"),
         ("none", r"Broken\.rewards: expected rewards, got TypeError"),
+        ("exits", r"Broken\.rewards: expected rewards, got SystemExit\(3\)"),
+        ("mapping", r"Broken\.rewards: expected rewards, got ValueError\('a mapping, not a list'\)"),
+        ("infinite", r"Broken\.rewards: expected rewards, got ValueError\('inf is not finite; NaN drops an answer'\)"),
     ],
 )
 def test_a_broken_reward_ends_the_run_in_one_line(tmp_path: Path, how: str, message: str) -> None:

@@ -265,11 +265,15 @@ def test_a_baseline_given_by_decoder_is_the_one_of_the_same_run(tmp_path: Path) 
     found = read_runs([tmp_path / "s"])
     assert [row.label for row in compare(*found).rows] == ["base [x]", "other [x]", "base [y]", "other [y]"]
     assert [d.score.estimate for d in compare(*found, "base").differences if d.score] == [0.0, 100.0]
+    apart = read_runs([tmp_path / "s" / "x", tmp_path / "s" / "y"])
+    for before in ("x", f"{tmp_path}/s/x/"):
+        found_baselines = [d.baseline.label for d in compare(*apart, before).differences]
+        assert found_baselines == ["x: base", "x: other"]
     with pytest.raises(ValueError, match=r"baseline: expected one of base, other.*got 'none'"):
         compare(*found, "none")
 
 
-def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path) -> None:
+def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decoders = {"a": predictions([1.0, 0.5]), "b": [prediction("p0", None, 3, 1)], "gone": predictions([1.0])}
     run = write_run(tmp_path / "run", decoders)
     (run / "predictions_a.jsonl").rename(run / "predictions_a_rank0.jsonl")
@@ -290,6 +294,8 @@ def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path) -> None:
     assert "damaged/results.json could not be read" in notes
     assert "other" not in notes
     assert "\N{EN DASH}" in _page(write_report([run])[0]).text
+    assert capsys.readouterr().err == "".join(f"note: {note}\n" for note in comparison.notes)
+    assert "json could not be read" in markdown_table(comparison)
 
 
 def test_a_number_of_prompts_that_is_missing_or_smaller_than_the_largest_is_said(tmp_path: Path) -> None:

@@ -110,6 +110,10 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     assert len(ids) == len(set(ids)) == NUM_PROMPTS
     assert main([*args, "--model.resume=true"]) == 0
     assert "there is nothing left to do" in capsys.readouterr().err
+    path = tmp_path / "r" / "v" / "predictions.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    assert main([*args, "--model.resume=true"]) == 2
+    assert f"resume: expected {NUM_PROMPTS} answers, got '{path} with 3, which was complete'" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) -> None:

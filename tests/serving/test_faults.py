@@ -160,6 +160,28 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     assert rounds == ["a", "b", "c", "de"]
 
 
+def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel) -> None:
+    goes_on = threading.Event()
+
+    def prepare(worker: Worker) -> None:
+        body = worker.checked.runner()
+
+        def hanging(ids: torch.Tensor, *args: Any) -> torch.Tensor:
+            if worker.is_ready:
+                goes_on.wait(60)
+            return body(ids, *args)
+
+        worker.checked.runner = lambda: hanging
+
+    try:
+        with serving(model, Autoregressive(), prepare=prepare, max_seconds=0.5, drain_seconds=0.0) as server:
+            with pytest.raises(openai.InternalServerError, match="the time limit of a request is over") as caught:
+                complete(server, "1+1")
+            assert caught.value.status_code == 504
+    finally:  # the server has ended before
+        goes_on.set()
+
+
 def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(model: TextModel) -> None:
     """As after an error of a GPU that leaves its context unusable."""
     is_lost = threading.Event()

@@ -36,7 +36,16 @@ else:
 
 def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
     """Fake of the real parser: fills in defaults, refuses unknown options."""
-    if unknown := config.keys() - {"x", "journal", "seconds", "broken", "seed_everything", "group", "runs_dir"}:
+    if unknown := config.keys() - {
+        "x",
+        "journal",
+        "seconds",
+        "broken",
+        "seed_everything",
+        "group",
+        "runs_dir",
+        "ckpt_path",
+    }:
         raise ValueError(f"{sorted(unknown)[0]} is not expected")
     return {"seed_everything": 0, "seconds": 0, **config}
 

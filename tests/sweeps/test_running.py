@@ -101,6 +101,19 @@ def test_a_finished_point_is_never_run_twice(tmp_path: Path, command: list[str],
     assert [row["x"] for row in grown] == [1, 1, 2, 2, 4, 4]
 
 
+def test_a_finished_point_is_run_again_if_its_checkpoint_has_changed(
+    tmp_path: Path, command: list[str], journal: Path
+) -> None:
+    checkpoint = tmp_path / "model" / "last.ckpt"
+    checkpoint.parent.mkdir()
+    for content, expected in (("one", ["1"]), ("one", ["1"]), ("other", ["1", "1"])):
+        if not checkpoint.exists() or checkpoint.read_text() != content:
+            checkpoint.write_text(content)
+        options = {"x": 1, "ckpt_path": str(checkpoint.parent)}
+        _run(tmp_path, command, journal, resume=True, options=options)
+        assert [line.split()[1] for line in journal.read_text().splitlines()] == expected
+
+
 def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], journal: Path) -> None:
     with pytest.raises(ValueError, match="point x=1, y=2"):
         _run(tmp_path, command, journal, grid={"x": [1], "y": [2]})

@@ -123,6 +123,16 @@ def test_options_outside_their_types_and_ranges_are_refused(options: Any, messag
         check_options(options, "x.")
 
 
+def test_a_range_of_no_option_is_refused() -> None:
+    @dataclass(kw_only=True)
+    class Misspelt:
+        ranges = {"sise": 1}
+        size: int = 4
+
+    with pytest.raises(ValueError, match=r"^ranges: expected names of options of Misspelt, got \['sise'\]"):
+        check_options(Misspelt())
+
+
 def test_options_within_their_types_and_ranges_pass() -> None:
     for options in (Options(), Options(share=None, rule=None), MoreOptions(), UnknownTypes(size=None)):
         check_options(options)

@@ -150,6 +150,7 @@ class RefusionCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
         kwargs.setdefault("formatter_class", PlainHelp)
+        kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={L.__version__}"])
         parser = OneLineLightningParser(**kwargs)
         parser.add_argument("-c", "--config", action="config", help="YAML file; several overlay one another")

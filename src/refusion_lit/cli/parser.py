@@ -45,7 +45,7 @@ class OneLineParser(OneLineErrors, ArgumentParser):
     """jsonargparse's parser with errors of one line."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
-        super().__init__(formatter_class=PlainHelp, **options)
+        super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Parse arguments and create the components that they name. A boolean option alone means true.

@@ -120,6 +120,10 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     goes_on = ["--ckpt_path=last"] if command == "fit" else ["--model.resume=true"]
     directory = Path(resume)
     if resume and (directory / CONFIG).is_file():
+        found = _command_of(directory / CONFIG)
+        instead = f"{command} with --config {directory / CONFIG} --ckpt_path {directory}"
+        fix = instead if found == "fit" else f"name a run of {command}"
+        require(found == command, "resume", f"a run of {command}", f"{directory}, which is one of {found}", fix)
         directory = Path(os.path.abspath(directory))  # its name and its parents' are needed, of . or .. too
         config = [] if any(arg.partition("=")[0] in ("--config", "-c") for arg in args) else [directory / CONFIG]
         place = (directory.parent.parent, directory.parent.name, directory.name)

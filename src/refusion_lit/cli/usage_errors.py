@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
@@ -88,8 +89,8 @@ A key is the end of an option's dotted name after its command (``backbone.compil
 replacement if there is one.
 """
 
-PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
-"""What a parser raises for wrong arguments; PyYAML lets conversion errors (``!!int x``, 2001-99-99) through."""
+PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, SyntaxError, ImportError, NameError)
+"""What a parser raises for wrong arguments and for modules that it imports; PyYAML lets conversion errors through."""
 
 _LEAST_SIMILAR = 0.75
 _WORDS = {
@@ -219,9 +220,11 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
     if found := re.search(r"unrecognized arguments: (?!--)(\S+)", message):
         expected = "expected options, which start with -- as in --config FILE"
         return ValueError(f"{expected}, got {found[1]!r}; remove it or write --NAME before it.")
+    refusal = _Refusal(parser, given, message)
+    if problem := refusal.of_an_own_class():
+        return ValueError(problem)
     if (found := re.search(r'Parser key "([^"]+)"', message)) and "is abstract" in message:
         return ValueError(f"{found[1]}: expected a class before its options, got none; give --{found[1]} CLASS first.")
-    refusal = _Refusal(parser, given, message)
     if found := _UNKNOWN.search(message):
         return ValueError(refusal.of_an_option(found[1] or found[2], command))
     takes_class = refusal.takes_class or {"int", "float", "bool"}.isdisjoint(refusal.expected)
@@ -333,6 +336,33 @@ class _Refusal:
         listing = f"; choose one of {', '.join(known)}" if known else "; name such a class, as in my_module.MyClass"
         what = f"a subclass of {base}" if found["base"] else "the name or import path of a class, or a YAML file"
         return f"{begin} {what}, got {option.value!r}{nearest(got, known) or listing}"
+
+    def of_an_own_class(self) -> str | None:
+        """Return the line for an import path of what is no class, or none that can be used; ``None`` if all are."""
+        for each in self._given:
+            name = each.name.removesuffix(".class_path")
+            module, dot, attribute = str(each.value).rpartition(".")
+            action = self._component(name)
+            bases = () if action is None else tuple(_bases_of(action._typehint))
+            is_path = dot and bases and re.fullmatch(r"[\w.]+", module) and not is_yaml_file(each.value)
+            is_class = name in self._actions or name != each.name or re.fullmatch(r"model\.decoders\.[^.]+", name)
+            if not (is_path and is_class and isinstance(each.value, str)):
+                continue
+            try:
+                found = getattr(import_module(module), attribute)
+            except (ImportError, AttributeError):  # jsonargparse names these
+                continue
+            except Exception as error:
+                fix = "mend the module"
+                got = f"{each.value} ({type(error).__name__}: {error})"
+                return f"{each.where}{name}: expected a class that can be imported, got {got}; {fix}."
+            if not (inspect.isclass(found) and issubclass(found, bases)):
+                known = " or ".join(base.__name__ for base in bases)
+                return f"{each.where}{name}: expected a subclass of {known}, got {each.value!r}; name such a class."
+            if inspect.isabstract(found):
+                missing = ", ".join(sorted(found.__abstractmethods__))  # pyright: ignore[reportAttributeAccessIssue] - an ABC
+                return f"{each.where}{name}: expected a class with {missing}, got {each.value}; define what it lacks."
+        return None
 
     def of_a_value(self) -> str:
         """Return the line for a value of another type."""

@@ -44,7 +44,9 @@ class Batch:
 
     def __init__(self, forwards: Sequence[Forward], storage: Sequence[int], device: torch.device) -> None:
         shapes = [forward.shape for forward in forwards]
-        length = max(shape[1] for shape in shapes)
+        length = max((shape[1] for shape in shapes), default=0)
+        if not length:
+            raise ValueError("decoder: expected a Forward of branches with tokens, got none; see docs/extending.md.")
         is_cached = forwards[0].cached
         self.parts = []
         self.starts = []

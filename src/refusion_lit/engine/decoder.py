@@ -191,6 +191,11 @@ class RowState:
             places: Indices into the canvas (position minus prompt length), all masked.
             tokens: Their tokens.
         """
+        if self.special_tokens.mask_token_id in tokens or min(places, default=0) < 0:
+            raise ValueError(
+                f"decoder: expected tokens other than the mask token at places from 0, got tokens {list(tokens)} at "
+                f"{list(places)}; commit what was drawn."
+            )
         for place, token in zip(places, tokens, strict=True):
             assert self.is_masked[place], f"canvas place {place} committed twice"
             self.tokens[place] = token

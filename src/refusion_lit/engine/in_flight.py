@@ -63,7 +63,9 @@ class InFlight:
     @property
     def pending(self) -> Forward:
         """The pending request, which must be a forward."""
-        assert isinstance(self.request, Forward)
+        if not isinstance(self.request, Forward):
+            expected = "expected a step to yield a Forward or MoreDrafts"
+            raise ValueError(f"decoder: {expected}, got {self.request!r:.60}; see docs/extending.md.")
         return self.request
 
     @property

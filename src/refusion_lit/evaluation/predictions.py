@@ -301,6 +301,10 @@ class PredictionsFile:
         fix = "Give the options that it was made with, or start again without resume"
         check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
         if progress is None:
+            num_prompts = (self._fingerprint.get("prompts") or {}).get("num_prompts", 0)
+            got = f"{self.path} with {len(self.done)}, which was complete"
+            fix = "start again without resume, or choose another file"
+            require(bool(self._parts) or len(self.done) >= num_prompts, "resume", f"{num_prompts} answers", got, fix)
             raise NothingToDoError(f"{self.path} is complete; there is nothing left to do")
         self._num_lines = len(lines)
         write_atomically(self.path, b"".join(line + b"\n" for line in lines))

@@ -53,7 +53,7 @@ class DraftReads:
 def draft_figures(counts: Float[Tensor, "offset figure"]) -> dict[str, Tensor]:
     """Return the figures to log.
 
-    * ``accepted_K``: share of slots whose first K drafts all equal the text.
+    * ``accepted_K``: of the slots that have K tokens, the share whose first K drafts all equal the text.
     * ``confident``: share of drafts with a probability above 0.9.
     * ``agreement``: share of the confident drafts that equal the text. On text that the model generated from left to
       right, it is the agreement of thresholded decoding with decoding from left to right.

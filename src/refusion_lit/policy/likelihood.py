@@ -97,7 +97,8 @@ class LeftToRight(Likelihood):
 
     A slot's first token is predicted by its mask, each other one by the token before it. The forward feeds prompt and
     answer in text order, then the mask of each slot's first place, which sees the text before its slot and itself. So
-    it computes P + L + ceil(L / K) positions, and the sum over all answers of their probabilities is 1.
+    it computes P + L + ceil((P + L) / K) positions (the places of masks, padding included, are known without waiting
+    for a device), and the sum over all answers of their probabilities is 1.
 
     Attributes:
         slot_size: Tokens per slot, K; that of the decoder.
@@ -123,8 +124,7 @@ class LeftToRight(Likelihood):
         positions, in_response = response_positions(batch)
         places = positions - batch.prompt_lengths[:, None]
         rest = next_in_slot(batch, in_response, places.clamp(min=0), torch.full_like(batch.prompt_lengths, size))
-        longest = int(batch.response_lengths.max())
-        starts = torch.arange(0, longest, size, device=positions.device).expand(num_samples, -1)
+        starts = (torch.arange(-(-num_tokens // size), device=positions.device) * size).expand(num_samples, -1)
         exists = starts < batch.response_lengths[:, None]
         firsts = batch.prompt_lengths[:, None] + starts
         first_tokens = batch.input_ids.gather(1, firsts.clamp(max=num_tokens - 1)).where(exists, IGNORE_INDEX)

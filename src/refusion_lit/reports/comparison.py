@@ -167,11 +167,11 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
     Args:
         runs: The runs.
         notes: Remarks for the reader.
-        baseline: Name of a row, or of a decoder: then each row is compared with that decoder of its own run. The
-            first row by default.
+        baseline: Name of a row, of a decoder (then each row is compared with that decoder of its own run), or of an
+            argument (then with its decoder of the same name). The first row by default.
 
     Raises:
-        ValueError: If no row or decoder has the baseline's name.
+        ValueError: If no row, decoder or argument has the baseline's name.
     """
     rows = _rows(runs)
     for index in pareto_front([(row.tokens_per_forward.estimate, row.score.estimate) for row in rows]):
@@ -228,7 +228,9 @@ def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
     exact = [other for other in rows if other.label == name]
     same_decoder = [other for other in rows if name in (other.decoder, other.method)]
     same_run = [other for other in same_decoder if other.run is row.run]
-    found = exact or same_run or same_decoder
+    same_source = [other for other in rows if f"/{name.rstrip('/')}".endswith(f"/{other.run.source}")]
+    same_source.sort(key=lambda other: other.decoder != row.decoder)
+    found = exact or same_run or same_decoder or same_source
     if not found:
         names = list(dict.fromkeys([*(other.decoder for other in rows), *(other.label for other in rows)]))
         raise ValueError(f"baseline: expected one of {', '.join(names)}; got {name!r}. Choose one of these names.")

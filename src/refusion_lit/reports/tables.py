@@ -156,6 +156,7 @@ def _caption(comparison: Comparison) -> str:
                 f" {difference.row.label} and {difference.baseline.label} have different prompts or references under "
                 f"{difference.num_differing} ids, which are left out."
             )
+    text += "".join(f" {note}" for note in comparison.notes)
     marked = rf" \*: {MISMATCH}." if any(row.mismatches for row in comparison.rows) else ""
     return _escaped(text) + marked
 

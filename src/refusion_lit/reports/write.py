@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ def write_report(
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     comparison = compare(*read_runs(paths), baseline)
+    sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
     directory = Path(output) if output is not None else _default_output(paths)
     return _write(comparison, directory, formats)
 

@@ -30,4 +30,5 @@ class Limits:
     def __post_init__(self) -> None:
         """Check the ranges."""
         for each in fields(self):
-            require_at_least(each.name, getattr(self, each.name), 0.0 if each.type == "float" else 0)
+            least = 0.0 if each.type == "float" else 0 if each.name == "max_waiting" else 1
+            require_at_least(each.name, getattr(self, each.name), least)

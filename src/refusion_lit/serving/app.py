@@ -26,6 +26,8 @@ from refusion_lit.serving.service import Service
 
 API_KEY = "REFUSION_LIT_API_KEY"
 """Environment variable with the key that clients must send."""
+_GRACE_SECONDS = 5.0
+"""How long a call of the model may outlast the time to drain; then the process ends without it."""
 LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _PAGE_POLICY = (
@@ -51,7 +53,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
         worker.thread.start()
         yield
         worker.drain(0.0)
-        await asyncio.to_thread(worker.thread.join)
+        await asyncio.to_thread(worker.thread.join, _GRACE_SECONDS)
 
     # The framework's own pages load scripts from elsewhere.
     handlers: dict[Any, Any] = dict.fromkeys((HTTPException, RequestValidationError, Exception), _refuse)
@@ -154,6 +156,7 @@ class Server(uvicorn.Server):
         self.worker.drain(self.worker.limits.drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop when the engine's thread has ended: everything is drained, or it has failed for good."""
-        self.should_exit = self.should_exit or not self.worker.thread.is_alive()
+        """Stop when the engine's thread has ended, drained or failed for good, or hangs in a call of the model."""
+        is_over = not self.worker.thread.is_alive() or self.worker.is_overdue(_GRACE_SECONDS)
+        self.should_exit = self.should_exit or is_over
         return await super().on_tick(counter)

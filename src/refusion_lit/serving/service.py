@@ -23,7 +23,7 @@ from refusion_lit.data.schemas import Schemas
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
-from refusion_lit.serving.worker import Job, Update, Worker
+from refusion_lit.serving.worker import TOO_LATE, Job, Update, Worker
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -197,7 +197,7 @@ class Service:
         has_text = False
         try:
             while not all(job.ended for job in run.jobs):
-                job, event = await run.news.get()
+                job, event = await self._next(run)
                 if isinstance(event, HTTPException):
                     outcome = "failed"
                     raise event
@@ -216,6 +216,14 @@ class Service:
                 self._counts.labels(kind).inc(run.usage[kind])
             log.info("%s %s %s", run.id, outcome, json.dumps(run.usage))
             log.debug("%s answered: %s", run.id, [job.ended.text for job in run.jobs if job.ended])
+
+    async def _next(self, run: Run) -> tuple[Job, Update | HTTPException]:
+        """Return what happens next; an error if that is nothing, as in a call of the model that hangs."""
+        left = run.started + self.worker.limits.max_seconds - time.monotonic()
+        try:
+            return await asyncio.wait_for(run.news.get(), left + 1)  # the worker looks between calls, and tells first
+        except TimeoutError:
+            return run.jobs[0], TOO_LATE
 
     async def _collect(self, run: Run) -> dict[str, Any]:
         """Return an answer's body."""

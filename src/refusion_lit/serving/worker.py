@@ -31,6 +31,7 @@ from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 
 log = logging.getLogger("refusion_lit.serving")
+TOO_LATE = HTTPException(504, "the time limit of a request is over")
 _STOPPING = HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
 
 
@@ -78,7 +79,7 @@ class Job:
         """Return whether it is too late, which is then told."""
         is_over = time.monotonic() > self.deadline
         if is_over:
-            self.tell((self, HTTPException(504, "the time limit of a request is over")))
+            self.tell((self, TOO_LATE))
         return is_over
 
 
@@ -142,6 +143,10 @@ class Worker:
             self.is_draining = True
             self._stop_at = min(self._stop_at, time.monotonic() + seconds)
             self._news.notify()
+
+    def is_overdue(self, seconds: float) -> bool:
+        """Return whether the thread should have ended some seconds ago."""
+        return time.monotonic() > self._stop_at + seconds
 
     @property
     def num_active(self) -> int:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, tail
 from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
-from refusion_lit.utils.files import acquire_lock, read_object, write_atomically, write_json_atomically
+from refusion_lit.utils.files import acquire_lock, digest, read_object, write_atomically, write_json_atomically
 
 TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
@@ -76,8 +76,18 @@ def run(
 
 
 def is_finished(directory: Path, point: Point) -> bool:
-    """Return whether a point has results."""
-    return read_object(_folder(directory, point) / OUTCOME).get("status") == "finished"
+    """Return whether a point has results, of the checkpoint that stands where its config says."""
+    folder = _folder(directory, point)
+    now = _checkpoint_state(point)
+    is_current = read_object(folder / POINT).get("checkpoint", now) == now
+    return is_current and read_object(folder / OUTCOME).get("status") == "finished"
+
+
+def _checkpoint_state(point: Point) -> str:
+    """Return a digest of names, sizes and times of the files of the checkpoints that a point starts from."""
+    paths = [Path(config["ckpt_path"]) for config in point.configs.values() if config.get("ckpt_path")]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    return digest(sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
 def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
@@ -139,6 +149,7 @@ def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
         write_atomically(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
     own = commands(directory, point, command)
     values = {"id": point.id, "options": point.options, "seed": point.seed, "commands": own}
+    values["checkpoint"] = _checkpoint_state(point)
     write_json_atomically(folder / POINT, values)
 
 

@@ -147,18 +147,22 @@ def trace_statistics(trace: Trace) -> dict[str, str]:
     none. Drafts are counted every time.
     """
     history = timeline(trace)
-    accepted = [[change.index for change in changes if change.status == "accepted"] for changes in history.changes]
+    length = len(trace.token_ids)  # what lies after an EOS token does not count
+    accepted = [
+        [change.index for change in changes if change.status == "accepted" and change.index < length]
+        for changes in history.changes
+    ]
     accepted = [indices for indices in accepted if indices]
     slots = [{index // trace.slot_size for index in indices} for indices in accepted]
     last = history.after(trace.num_forwards)
     num_drafts = [change.num_drafts for change in last if change is not None and change.num_drafts]
-    num_slots, num_out_of_order = _count_slots(history.final_forwards(), trace.slot_size)
+    num_slots, num_out_of_order = _count_slots(history.final_forwards()[:length], trace.slot_size)
     share = 100 * num_out_of_order / max(num_slots, 1)
     has_slots = trace.slot_size > 1
     return {
-        "tokens": str(len(trace.token_ids)),
+        "tokens": str(length),
         "forwards": str(trace.num_forwards),
-        "tokens per forward": f"{len(trace.token_ids) / max(trace.num_forwards, 1):.2f}",
+        "tokens per forward": f"{length / max(trace.num_forwards, 1):.2f}",
         "tokens accepted at a time": f"{sum(map(len, accepted)) / max(len(accepted), 1):.2f}",
         **({"slots filled at a time": f"{sum(map(len, slots)) / max(len(slots), 1):.2f}"} if has_slots else {}),
         f"{'slots' if has_slots else 'tokens'} out of order": f"{num_out_of_order} of {num_slots} ({share:.0f} %)",

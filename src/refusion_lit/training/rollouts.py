@@ -301,12 +301,16 @@ def _checked_rewards(
 
     def call() -> None:
         try:
-            values = list(reward.rewards(examples, responses))
+            values = reward.rewards(examples, responses)
+            if isinstance(values, Mapping):
+                raise ValueError("a mapping, not a list")
             for value in values:
                 if isinstance(value, str | bytes):  # float() would read numerals
                     raise ValueError(f"{value!r} is text")
+                if math.isinf(value):
+                    raise ValueError(f"{value} is not finite; NaN drops an answer")
             found["values"] = [float(value) for value in values]
-        except Exception as error:
+        except BaseException as error:  # whatever ends the thread
             found["error"] = error
 
     # A daemon, as a thread that hangs cannot be ended and must not keep the process.

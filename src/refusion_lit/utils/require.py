@@ -98,6 +98,8 @@ def _allowed(kind: type[DataclassInstance]) -> dict[str, tuple[tuple[object, ...
         hints = {}
     ranges = {name: limit for each in reversed(kind.__mro__) for name, limit in vars(each).get("ranges", {}).items()}
     found = {}
+    unknown = sorted(ranges.keys() - {field.name for field in fields(kind)})
+    require(not unknown, "ranges", f"names of options of {kind.__name__}", unknown, "correct them")
     for name in [field.name for field in fields(kind)]:
         kinds = (hints.get(name), *get_args(hints.get(name)))
         literals = tuple(value for each in kinds if get_origin(each) is Literal for value in get_args(each))
