@@ -206,7 +206,7 @@ class A(Decoder):
             "own.A",
             "expected a class that can be imported, got own.A (RuntimeError: no)",
         ),
-        ("", "os.path", "expected a subclass of {}, got 'os.path'; name such a class"),
+        ("", "os.path", "expected a subclass of {}, got 'os.path'; "),
         (NO_STEP, "own.A", "expected a class with step, got own.A; define what it lacks"),
     ],
 )

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
-from refusion_lit.cli.run_directory import with_resume
+from refusion_lit.cli.run_directory import claim, with_resume
 from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.utils.files import acquire_lock, release_lock
 
@@ -173,6 +174,13 @@ def test_a_directory_holds_one_run(runs: Path, capsys: pytest.CaptureFixture[str
     assert "run_version: expected a new run, got" in error
     assert "add --resume to continue it, or choose another name" in error
     assert sorted(runs.rglob("*")) == before
+
+
+def test_only_the_first_process_claims_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning knows its number, under srun too."""
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert claim(tmp_path / "run") is None
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

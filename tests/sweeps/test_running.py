@@ -185,6 +185,15 @@ def test_a_worker_that_dies_without_a_result_is_a_failure(tmp_path: Path, journa
     assert "last words" in rows[0]["error"]
 
 
+def test_a_point_is_not_told_that_its_job_is_one_task(
+    tmp_path: Path, journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning would start no further processes for its devices."""
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    command = [sys.executable, "-c", "import os, sys; sys.exit(4 if 'SLURM_NTASKS' in os.environ else 3)"]
+    assert "exit code 3" in _run(tmp_path, command, journal, options={"x": 1})[0]["error"]
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_each_point_that_ends_has_a_line(tmp_path: Path, command: list[str], journal: Path, is_terminal: bool) -> None:
     shown = io.StringIO()

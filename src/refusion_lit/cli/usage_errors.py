@@ -221,7 +221,7 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
         expected = "expected options, which start with -- as in --config FILE"
         return ValueError(f"{expected}, got {found[1]!r}; remove it or write --NAME before it.")
     refusal = _Refusal(parser, given, message)
-    if problem := refusal.of_an_own_class():
+    if not _NO_CLASS.search(message) and (problem := refusal.of_an_own_class()):
         return ValueError(problem)
     if (found := re.search(r'Parser key "([^"]+)"', message)) and "is abstract" in message:
         return ValueError(f"{found[1]}: expected a class before its options, got none; give --{found[1]} CLASS first.")

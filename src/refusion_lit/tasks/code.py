@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,11 +75,7 @@ class CodeTask(Task):
         """Return 1 if the response's program passes the tests, else 0; ``None`` if running it is not allowed."""
         if self.allow_code_execution:
             return float(self.run(example, response).passed)
-        warnings.warn(
-            f"{type(self).__name__}: generated code is not run without allow_code_execution; scores are missing (0 in "
-            "tables) until `refusion-lit score` computes them.",
-            stacklevel=2,
-        )
+        _ = self._unscored_notice
         return None
 
     def run(self, example: Example, response: str) -> Outcome:
@@ -100,6 +95,16 @@ class CodeTask(Task):
         sandbox = Sandbox(limits=self.limits, minimum=self.minimum_isolation)
         sys.stderr.write(f"isolation of generated code: {sandbox.describe()}\n")
         return sandbox
+
+    @cached_property
+    def _unscored_notice(self) -> str:
+        """The notice that scores are missing; printed on first access, so once per task."""
+        notice = (
+            f"{type(self).__name__}: generated code is not run without allow_code_execution; scores are missing (0 in "
+            "tables) until `refusion-lit score` computes them.\n"
+        )
+        sys.stderr.write(notice)
+        return notice
 
     @cached_property
     def _problems(self) -> Mapping[Split, list[Example]]:
