@@ -4,10 +4,10 @@ usage: python experiments/refusion_pays/further.py --questions GSM8K_TRAIN.jsonl
            [--num_questions 288] [--num_decoded 224] [--num_positions 90000] [--only NAME ...] [--dtype float32]
            [--work_dir DIR] [--output FILE]
 
-``first`` and ``adapters`` train SmolLM2-135M-Instruct in windows on its own answers. Three trainings start from the
-model of ``first``: on these answers again (``twice as long``), and on what it answers itself with ReFusion, in windows
-(``second round``) and in the states that the decoder went through (``trajectories``). All compute the same number of
-positions. A training resumes; what is finished is kept. ``--only`` runs some.
+``first`` trains SmolLM2-135M-Instruct in windows on its own answers. Three trainings start from its model: on these
+answers again (``twice as long``), and on what it answers itself with ReFusion, in windows (``second round``) and in the
+states that the decoder went through (``trajectories``). All compute the same number of positions. A training resumes;
+what is finished is kept. ``--only`` runs some.
 """
 
 from __future__ import annotations
@@ -43,13 +43,11 @@ STATES = (
 """A row is a sample: a state is of one decode."""
 RECIPES: dict[str, tuple[str, ...]] = {
     "first": (WINDOWS,),
-    "adapters": (WINDOWS, "--model.backbone.lora.rank=16", "--model.optimizer.init_args.lr=1e-3"),
     "twice as long": (WINDOWS,),
     "second round": (WINDOWS,),
     "trajectories": STATES,
 }
 """Options of a training."""
-FROM_BASE = ("first", "adapters")
 OWN = ("second round", "trajectories")
 """Recipes on the first model's answers."""
 
@@ -95,7 +93,7 @@ def one_recipe(name: str, args: argparse.Namespace) -> dict[str, Any]:
     work, options = args.work_dir, [*RECIPES[name], "--trainer.precision=32-true"]
     figures: dict[str, Any] = {}
     data = answer(args.questions, args.num_questions, work, args.dtype)
-    start = exported(work / "first") if name not in FROM_BASE else BASE
+    start = exported(work / "first") if name != "first" else BASE
     options += ["--model.backbone.source", str(start)]
     if name in OWN:
         own = work / "decoded"
