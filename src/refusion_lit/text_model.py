@@ -7,7 +7,6 @@ from functools import cached_property, partial
 from operator import index
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_prompt
@@ -75,13 +74,6 @@ class TextModel:
         require(fits, "decoder", expected, type(decoder).__name__, "name it, or leave the drafter out")
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
         self.backbone.config.refusion_lit = {**stored, "decoder": class_and_options(decoder)}
-
-    def to(self, device: str | torch.device) -> TextModel:
-        """Move the weights to a device."""
-        self.backbone.to(device)
-        if self.verifier is not None:
-            self.verifier.to(device)
-        return self
 
     @cached_property
     def schemas(self) -> Schemas:

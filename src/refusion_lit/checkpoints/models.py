@@ -193,7 +193,9 @@ def load(
         model = _from_checkpoint(source, options, device)
     else:
         model = _from_directory(source, replace(options, source=source, **code), device)
-        draft = draft or own_draft(source, vars(model.backbone.config), revision)
+        stored = getattr(model.backbone.config, "refusion_lit", None) or {}
+        if draft is None and stored.get(HAS_DRAFTER):
+            draft = own_draft(source, revision)
     if draft is not None:
         model.backbone.attach(load_drafter(model.backbone.body, draft))
     model.backbone.to(device).eval()
@@ -206,16 +208,8 @@ def load(
     return model
 
 
-def own_draft(source: str, config: Mapping[str, Any], revision: str | None) -> str | None:
-    """Return the directory of the drafter that a directory or a hub id holds beside the model; ``None`` if it has none.
-
-    Args:
-        source: The directory or id.
-        config: The content of its ``config.json``.
-        revision: Pinned revision of a hub id.
-    """
-    if not (config.get("refusion_lit") or {}).get(HAS_DRAFTER):
-        return None
+def own_draft(source: str, revision: str | None) -> str:
+    """Return the directory of the drafter that a directory or a revision of a hub id holds beside its model."""
     files = [cached_file(source, name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
     return str(Path(str(files[0])).parent)
 

@@ -41,6 +41,7 @@ from refusion_lit.cli.usage_errors import (
 )
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.architecture import check_source, stored_config
+from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.reports.results import ENVIRONMENT, environment, read_config, read_environment, shortened
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
@@ -412,7 +413,9 @@ def _use_source(config: Namespace, source: str) -> None:
     backbone.config = {}
     backbone.lora = None
     backbone.drafter = None
-    backbone.draft = backbone.draft or own_draft(source, stored_config(source, backbone.revision), backbone.revision)
+    stored = stored_config(source, backbone.revision).get("refusion_lit") or {}
+    if backbone.draft is None and stored.get(HAS_DRAFTER):
+        backbone.draft = own_draft(source, backbone.revision)
     config.ckpt_path = None
 
 

@@ -280,10 +280,9 @@ class Decoder(ABC):
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model; with ``shifted``, shifted predictions."""
-        name = type(self).__name__
-        example = 'requires = ModelRequirements(attention="causal", predictions=("mask",))'
-        has_some = hasattr(self, "requires")
-        require(has_some, "decoder", f"what {name} needs of a model", "no class attribute requires", f"add {example}")
+        what = f"what {type(self).__name__} needs of a model"
+        fix = 'add requires = ModelRequirements(attention="causal", predictions=("mask",))'
+        require(hasattr(self, "requires"), "decoder", what, "no class attribute requires", fix)
         if not self.shifted:
             return self.requires
         own = self.requires.predictions

@@ -64,8 +64,7 @@ class InFlight:
     def pending(self) -> Forward:
         """The pending request, which must be a forward."""
         if not isinstance(self.request, Forward):
-            expected = "expected a step to yield a Forward or MoreDrafts"
-            raise ValueError(f"decoder: {expected}, got {self.request!r:.60}; see docs/extending.md.")
+            raise ValueError(f"decoder: expected a step to yield a Forward or MoreDrafts, got {self.request!r:.60}.")
         return self.request
 
     @property

@@ -63,10 +63,9 @@ class Objective(ABC):
     @property
     def traits(self) -> ModelTraits:
         """What a model trained with this objective can do: ``trained``, unless it depends on options."""
-        name = type(self).__name__
-        example = 'trained = ModelTraits(attention="causal", predictions=("mask",))'
-        has_some = hasattr(self, "trained")
-        require(has_some, "objective", f"what {name} trains", "no class attribute trained", f"add {example}")
+        what = f"what {type(self).__name__} trains"
+        fix = 'add trained = ModelTraits(attention="causal", predictions=("mask",))'
+        require(hasattr(self, "trained"), "objective", what, "no class attribute trained", fix)
         return self.trained
 
     @property
