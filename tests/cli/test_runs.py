@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
@@ -176,9 +175,11 @@ def test_a_directory_holds_one_run(runs: Path, capsys: pytest.CaptureFixture[str
     assert sorted(runs.rglob("*")) == before
 
 
-def test_only_the_first_process_claims_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning knows its number, under srun too."""
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
+@pytest.mark.parametrize("launcher", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+def test_only_the_first_process_claims_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.setenv(launcher, "1")
     assert claim(tmp_path / "run") is None
     assert not (tmp_path / "run").exists()
 

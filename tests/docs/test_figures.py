@@ -387,7 +387,7 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
     counts = recipes["trajectories"]["answers"]
     _says(
         "experiments/refusion_pays/README.md",
-        f"{counts['num_decoded']} questions, {counts['num_ended']} answers end, and {counts['num_trained_on']} of them",
+        f"of {counts['num_decoded']} questions, {counts['num_ended']} answers end, and {counts['num_trained_on']} of",
         f"`mask` infill makes {trajectories[mask]} tokens per forward in place of {longer[mask]}",
         f"({first[mask]} before)",
         f"{first[drafts]} to {longer[drafts]} with `SelfSpeculative`, {first[long_slots]} to {longer[long_slots]} and "
@@ -396,111 +396,6 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
     )
     rows = [recipes[name]["decoders"][drafts] for name in ("second round", "twice as long")]
     own, others = (f"{row['perplexity_under_base']:.2f}" for row in rows)
-    _says(
-        "docs/convert.md",
-        (
-            f"makes {bonus['tokens_per_forward']:.2f} tokens per forward pass, "
-            f"{bonus['speed_over_autoregressive']:.2f} times the tokens/s of `Autoregressive` on the base and "
-            f"{bonus['speed_over_generate']:.2f} times those of transformers' `generate`; `SelfSpeculative` makes "
-            f"{one_slot['tokens_per_forward']:.2f}, at {one_slot['speed_over_autoregressive']:.2f} times"
-        ),
-        (
-            f"answers gave {longer['refusion_8_t60']['tokens_per_forward']:.2f} and "
-            f"{longer['self_speculative_8']['tokens_per_forward']:.2f} tokens"
-        ),
-        f"makes {_range((decoder['tokens_per_forward'] for decoder in out_of_order), 2)} tokens per forward",
-        f"{_range(ratios, 2)} times the tokens/s of `generate`, where our `Autoregressive` makes "
-        f"{speed['autoregressive/autoregressive']['ratio']:.2f} times",
-        f"{out_of_order[0]['annotations_right'][0]:.0f} % of its annotations are right "
-        f"({out_of_order[1]['annotations_right'][0]:.0f} % after three times the training), below the next-token "
-        f"model's {usual[1]:.0f} to {usual[2]:.0f} %",
-        f"measured | {_range(rates, 0)} | 3 to 4.5 hours |",
-        "the six trainings of SmolLM2-135M-Instruct",
-    )
-    hours = [1_500_000 / rate / 3600 for rate in rates]  # an epoch with `Hybrid`, as the page says
-    assert [round(2 * hour) / 2 for hour in (min(hours), max(hours))] == [3, 4.5]
-
-
-def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
-    from docs.figures import of_benchmarks  # pyright: ignore[reportMissingImports]
-
-    cases = registry.read("benchmarks/results/forwards.json")["cases"]
-    times: dict[str, list[float]] = {}
-    for case in cases:
-        times.setdefault(case["body"], []).extend(case[f"milliseconds_{rows}"] for rows in ("1_row", "16_rows"))
-    forward = [a / b for a, b in zip(times["transformers' body"], times["the fused body"], strict=True)]
-    ratios = [
-        case["ratios"][of_benchmarks.FUSED] / case["ratios"][of_benchmarks.UNFUSED]
-        for case in registry.read("benchmarks/results/decode.json")["cases"]
-        if case["case"].startswith("additions-clean, setting") and case["case"].endswith(", batch 1")
-    ]
-    lossless = _lossless(registry)
-    slower = [
-        lossless["bfloat16", prompts, "speed"][name]["speed_over_generate"] / figures["speed_over_generate"]
-        for prompts in ("GSM8K", "own.jsonl")
-        for name, figures in lossless["bfloat16, batch-invariant", prompts, "speed"].items()
-        if "identical" in figures
-    ]
-    assert len(forward) == len(cases)
-    _says(
-        "docs/speed.md",
-        f"A forward pass of the small model is {_range(forward, 1)} times as fast",
-        f"a decode with ReFusion {_range(ratios, 1)} times",
-        f"takes {_range(slower, 1)} times as long",
-    )
-
-
-def test_figures_in_sentences_of_refusion_pays(registry: ModuleType) -> None:
-    lossless, trained = _lossless(registry), registry.read("experiments/refusion_pays/training.json")["runs"]
-    default, rounded = (lossless[dtype, "GSM8K", "speed"]["auto"] for dtype in ("float32", "bfloat16"))
-    first, second, resumed = (trained[name]["minutes"] for name in ("cut answers", "finished", "finished, resumed"))
-    _says(
-        "experiments/refusion_pays/README.md",
-        (
-            f"makes {default['tokens_per_forward']:.2f} tokens per forward at "
-            f"{default['speed_over_autoregressive']:.2f} times in float32, with unchanged text, and "
-            f"{rounded['tokens_per_forward']:.2f} at {rounded['speed_over_autoregressive']:.2f} times in bfloat16"
-        ),
-        f"{first} and {second} minutes, and {resumed} minutes from step 160 to 360",
-    )
-    recipes = registry.read("experiments/refusion_pays/levers.json")["recipes"]
-    names = ("SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4")
-    windows, hybrid, human_windows, human, soft = (
-        [f"{recipes[recipe]['decoders'][name]['tokens_per_forward']:.2f}" for name in names] for recipe in recipes
-    )
-    _says(
-        "experiments/refusion_pays/README.md",
-        f"`MaskWindows` makes {windows[0]} tokens per forward with `SelfSpeculative` and {windows[1]} with bonus "
-        f"tokens, `Hybrid` {hybrid[0]} and {hybrid[1]}; on human answers {human_windows[0]} and {human_windows[1]}, "
-        f"and {human[0]} and {human[1]}",
-        f"({human_windows[2]} for {windows[2]}, {human[2]} for {hybrid[2]})",
-        ", ".join(f"{one} for {other}" for one, other in zip(soft, windows, strict=True)),
-    )
-
-
-def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) -> None:
-    recipes = registry.read("experiments/refusion_pays/further.json")["recipes"]
-    first, longer, trajectories, second = (
-        {name: f"{each['tokens_per_forward']:.2f}" for name, each in recipes[recipe]["decoders"].items()}
-        for recipe in ("first", "twice as long", "trajectories", "second round")
-    )
-    mask, drafts, long_slots, slots = (
-        "ReFusion mask 8x4", "SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion bonus 8x4",
-    )  # fmt: skip
-    counts = recipes["trajectories"]["answers"]
-    _says(
-        "experiments/refusion_pays/README.md",
-        f"{counts['num_decoded']} questions, {counts['num_ended']} answers end, and {counts['num_trained_on']} of them",
-        f"`mask` infill makes {trajectories[mask]} tokens per forward in place of {longer[mask]}",
-        f"({first[mask]} before)",
-        f"{first[drafts]} to {longer[drafts]} with `SelfSpeculative`, {first[long_slots]} to {longer[long_slots]} and "
-        f"{first[slots]} to {longer[slots]} with bonus tokens",
-        f"{second[drafts]}, {second[long_slots]} and {second[slots]} tokens per forward, and {second[mask]} with",
-    )
-    own, others = (
-        f"{recipes[name]['decoders'][drafts]['perplexity_under_base']:.2f}"
-        for name in ("second round", "twice as long")
-    )
     _says(
         "docs/convert.md",
         f"{second[drafts]} tokens per forward pass with `SelfSpeculative` in place of {longer[drafts]}",

@@ -85,7 +85,8 @@ def claim(directory: Path) -> Claim | None:
     Raises:
         ValueError: If nothing can be written there, or another run is writing there.
     """
-    if rank_zero_only.rank > 0:  # pyright: ignore[reportFunctionMemberAccess]
+    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
+    if int(rank) > 0:
         return None
     is_new = not directory.exists()
     fix = "wait for it, or choose another name"
