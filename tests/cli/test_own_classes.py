@@ -15,7 +15,7 @@ import pytest
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
-from refusion_lit.decoding import Decoder, ModelRequirements, RowState
+from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, RowState
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.tasks import Additions, Task
 from refusion_lit.tasks.base import Split, examples_of, score_of
@@ -169,6 +169,34 @@ def test_a_step_that_yields_nothing_is_named() -> None:
     model = refusion_lit.load(MODEL)
     with pytest.raises(ValueError, match=r"^NoYield\.step: expected a generator of requests, got None; yield a"):
         model.generate(["1+2>"], decoder=NoYield(), max_new_tokens=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class YieldsOther(NoYield):
+    """Yields what is no request, or a forward without tokens."""
+
+    branches: tuple[Branch, ...] | None = None
+
+    def step(self, state: RowState) -> Any:
+        yield "tokens" if self.branches is None else Forward(phase="x", branches=self.branches, draw=draw_of(state))
+
+
+def draw_of(state: RowState) -> Draw:
+    """Return the options of a draw."""
+    return Draw(sampling=state.sampling)
+
+
+@pytest.mark.parametrize(
+    ("branches", "message"),
+    [
+        (None, "decoder: expected a step to yield a Forward or MoreDrafts, got 'tokens'."),
+        ((Branch(tokens=[], positions=[]),), "decoder: expected a Forward of branches with tokens, got none; see"),
+    ],
+)
+def test_a_step_that_yields_no_request_is_named(branches: tuple[Branch, ...] | None, message: str) -> None:
+    model = refusion_lit.load(MODEL)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.generate(["1+2>"], decoder=YieldsOther(branches=branches), max_new_tokens=4)
 
 
 def test_the_default_decoder_fits_a_model_of_masks_alone() -> None:

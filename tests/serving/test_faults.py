@@ -394,6 +394,7 @@ def test_the_command_serves_a_run_of_fit_and_logs_prompts_if_asked(
         ),
         (["--port", "70000"], "port: expected a number below 65536, got 70000; use 8000, say."),
         (["--max_waiting", "-1"], "max_waiting: expected an integer of at least 0, got -1"),
+        (["--max_answer_tokens", "0"], "max_answer_tokens: expected an integer of at least 1, got 0"),
     ],
 )
 def test_wrong_options_are_refused(
