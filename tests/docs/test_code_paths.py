@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_582,
+    "command to text: lines": 4_584,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_167,
+    "token ids to text: lines": 4_169,
     "examples to loss: files": 17,
     "examples to loss: lines": 3_226,
     "test: files": 58,
-    "test: lines": 12_217,
+    "test: lines": 12_220,
     "package: files": 170,
-    "package: lines": 27_443,
-    "package: lines of code": 17_299,
+    "package: lines": 27_446,
+    "package: lines of code": 17_302,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -191,7 +191,9 @@ class RowState:
             places: Indices into the canvas (position minus prompt length), all masked.
             tokens: Their tokens.
         """
-        if self.special_tokens.mask_token_id in tokens or min(places, default=0) < 0:
+        known = self.special_tokens
+        is_masked = known.mask_token_id in tokens and known.mask_token_id not in known.eos_token_ids
+        if is_masked or min(places, default=0) < 0:
             raise ValueError(
                 f"decoder: expected tokens other than the mask token at places from 0, got tokens {list(tokens)} at "
                 f"{list(places)}; commit what was drawn."
