@@ -110,8 +110,8 @@ def test_the_final_left_part() -> None:
     assert not state.prefix_ends
     state.commit([1, 2], [5, EOS])
     assert state.final_prefix() == []
-    state.commit([0], [MASK])  # an id says nothing about what is final
-    assert state.final_prefix() == [MASK, 5, EOS]
+    state.commit([0], [4])
+    assert state.final_prefix() == [4, 5, EOS]
     assert state.prefix_ends
     assert state.num_committed == 3
     state = Scripted(script=()).begin(prompts_of(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)

@@ -205,7 +205,7 @@ def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel, m
     assert (params.stop, params.max_new_tokens, params.temperature, params.top_p) == (("x",), 3, 0.5, 0.9)
     assert ask(until=[], do_sample=False, temperature=0.7, max_gen_toks=8).temperature == 0
     assert ask(do_sample=True).temperature == 1
-    assert ask(temperature=0.3, top_k=7, seed=5) == SamplingParams(max_new_tokens=24, temperature=0.3, top_k=7, seed=5)
+    assert ask(temperature=0.3, top_k=7, seed=5) == SamplingParams(max_new_tokens=256, temperature=0.3, top_k=7, seed=5)
     with pytest.raises(ValueError, match=r"generation_kwargs: .* got num_beams"):
         ask(num_beams=4)
 
