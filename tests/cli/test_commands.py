@@ -14,6 +14,7 @@ import torch
 import refusion_lit
 from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
+from refusion_lit.cli.lightning import _use_source, parse_only
 from refusion_lit.decoding import ReFusion, read_trajectories
 from refusion_lit.text_model import TextModel
 
@@ -74,6 +75,15 @@ def test_a_checkpoint_or_a_directory_brings_the_model(
     answers = model.generate([line["prompt"] for line in lines], decoder=decoder, max_new_tokens=48, ids=ids)
     assert [line["response_ids"] for line in lines] == [answer.token_ids for answer in answers]
     assert "ar (ReFusion)" in capsys.readouterr().out, "a name that does not say its class"
+
+
+def test_a_directorys_tokenizer_is_read_as_its_weights_are() -> None:
+    cli = parse_only("test")
+    read_as = ["--model.backbone.revision=v1.0", "--model.backbone.checkpoint_format=refusion"]
+    config = cli.parsers["test"].parse_args(["--config", QUICKSTART, *read_as])
+    _use_source(config, str(MODEL))
+    options = config.data.tokenizer.init_args
+    assert (options.source, options.revision, options.checkpoint_format) == (str(MODEL), "v1.0", "refusion")
 
 
 def test_random_weights_are_told_of(tmp_path: Path) -> None:

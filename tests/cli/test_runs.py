@@ -301,6 +301,21 @@ def test_a_validation_is_not_resumed_as_a_test(runs: Path, checkpoint: str, caps
     capsys.readouterr()
     assert main(["test", *args, "--resume"]) == 0
     assert "predictions_refusion.jsonl is complete" in capsys.readouterr().err
+    validation = runs / "quickstart" / "version_2"
+    assert main(["test", f"--resume={validation}"]) == 2
+    expected = f"resume: expected a run of test, got '{validation}, which is one of validate'; name a run of test."
+    assert expected in capsys.readouterr().err
+
+
+def test_a_fit_goes_on_beside_predictions(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Earlier versions wrote those of a test into the directory of its training."""
+    run = runs / "quickstart" / "version_0"
+    (run / "predictions_refusion.jsonl").write_text('{"id": "0"}\n')
+    assert main(["fit", f"--resume={run}", "--trainer.max_steps=6"]) == 0
+    assert steps(run / "checkpoints" / "last.ckpt") == 6
+    assert main(["validate", "--config", QUICKSTART, *TINY_TEST, f"--runs_dir={runs}", "--run_version=version_0"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "--resume" not in line, "a validation cannot be resumed"
 
 
 def test_a_named_trainings_config_leads_a_test_to_a_directory_of_its_own(tmp_path: Path) -> None:

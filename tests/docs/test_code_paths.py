@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 17,
     "examples to loss: lines": 3_226,
     "test: files": 58,
-    "test: lines": 12_220,
+    "test: lines": 12_233,
     "package: files": 170,
-    "package: lines": 27_446,
-    "package: lines of code": 17_302,
+    "package: lines": 27_476,
+    "package: lines of code": 17_322,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

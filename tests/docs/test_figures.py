@@ -385,6 +385,14 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
         "ReFusion mask 8x4", "SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion bonus 8x4",
     )  # fmt: skip
     counts = recipes["trajectories"]["answers"]
+
+    def gains(recipe: str) -> str:
+        others = recipes[recipe]["decoders"]
+        names = (mask, drafts, long_slots, slots)
+        own = recipes["second round"]["decoders"]
+        ratios = [own[name]["tokens_per_forward"] / others[name]["tokens_per_forward"] for name in names]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
     _says(
         "experiments/refusion_pays/README.md",
         f"of {counts['num_decoded']} questions, {counts['num_ended']} answers end, and {counts['num_trained_on']} of",
@@ -393,6 +401,7 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
         f"{first[drafts]} to {longer[drafts]} with `SelfSpeculative`, {first[long_slots]} to {longer[long_slots]} and "
         f"{first[slots]} to {longer[slots]} with bonus tokens",
         f"{second[drafts]}, {second[long_slots]} and {second[slots]} tokens per forward, and {second[mask]} with",
+        f"That is {gains('first')} times the first model's, and {gains('twice as long')} times what as many positions",
     )
     rows = [recipes[name]["decoders"][drafts] for name in ("second round", "twice as long")]
     own, others = (f"{row['perplexity_under_base']:.2f}" for row in rows)

@@ -168,7 +168,7 @@ def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel
 
         def hanging(ids: torch.Tensor, *args: Any) -> torch.Tensor:
             if worker.is_ready:
-                goes_on.wait(60)
+                goes_on.wait(180)  # longer than the client waits, and than the server may take to end
             return body(ids, *args)
 
         worker.checked.runner = lambda: hanging

@@ -107,6 +107,7 @@ def test_a_finished_point_is_run_again_if_its_checkpoint_has_changed(
     checkpoint = tmp_path / "model" / "last.ckpt"
     checkpoint.parent.mkdir()
     for content, expected in (("one", ["1"]), ("one", ["1"]), ("other", ["1", "1"])):
+        (checkpoint.parent / "report.html").write_text(f"changes no result: {expected}")
         if not checkpoint.exists() or checkpoint.read_text() != content:
             checkpoint.write_text(content)
         options = {"x": 1, "ckpt_path": str(checkpoint.parent)}

@@ -291,13 +291,14 @@ class RefusionCLI(LightningCLI):
             return
         folder = Path(config.runs_dir) / config.run_name
         directory = folder / (config.run_version or run_directory.next_version(folder))
-        resumes = {"checkpoints": self.subcommand == "fit" and _continues(config, directory)}
-        resumes["predictions"] = self.subcommand in ("test", "predict") and config.model.resume
+        goes_on = self.subcommand == "fit" and _continues(config, directory)
+        resumes = {"checkpoints": goes_on, "predictions": goes_on or config.get("model.resume", False)}
         for results, pattern in (("checkpoints", "*.ckpt"), ("predictions", "predictions*.jsonl")):
             holds = not self.subcommand or resumes[results] or not any(directory.rglob(pattern))
-            fix = "add --resume to continue it, or choose another name"
+            is_own = self.subcommand != "validate" and (results == "checkpoints") == (self.subcommand == "fit")
+            fix = "add --resume to continue it, or choose another name" if is_own else "choose another name"
             require(holds, "run_version", "a new run", f"{directory}, which holds {results}", fix)
-        if not _continues(config, directory):
+        if not goes_on:
             self._first_step = 0
         RefusionCLI.claim = run_directory.claim(directory) if self.subcommand else None
         RefusionCLI.run_directory = directory

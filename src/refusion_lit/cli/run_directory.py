@@ -85,6 +85,7 @@ def claim(directory: Path) -> Claim | None:
     Raises:
         ValueError: If nothing can be written there, or another run is writing there.
     """
+    # Lightning reads them once, on import: a forked process would have its parent's.
     rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
     if int(rank) > 0:
         return None
@@ -146,15 +147,18 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
 def _newest_run(folder: Path, command: str) -> Path | None:
     """Return the directory of the newest run of a command in a folder of runs."""
     runs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
-    if command == "test":  # a validation's config is as a test's
-        runs = [path for path in runs if any(path.parent.glob("predictions_*.jsonl"))]
     return next((path.parent for path in runs if _command_of(path) == command), None)
 
 
 def _command_of(config: Path) -> str:
-    """Return the command that wrote a run's config: each has options that the others lack; of a test or validation."""
+    """Return the command that wrote a run's config: a validation's is as a test's, which logs no validation loss."""
     values = read_yaml(config, "resume")
-    return "predict" if "return_predictions" in values else "test" if "verbose" in values else "fit"
+    if "return_predictions" in values:
+        return "predict"
+    if "verbose" not in values:
+        return "fit"
+    metrics = config.with_name("metrics.csv")
+    return "validate" if metrics.is_file() and ",val/" in metrics.read_text(encoding="utf-8") else "test"
 
 
 def last_checkpoint(config: Namespace, command: str) -> Path | None:

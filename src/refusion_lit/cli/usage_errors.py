@@ -89,7 +89,8 @@ A key is the end of an option's dotted name after its command (``backbone.compil
 replacement if there is one.
 """
 
-PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, SyntaxError, ImportError, NameError)
+_MODULE_ERRORS = (SyntaxError, ImportError, NameError)
+PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, *_MODULE_ERRORS)
 """What a parser raises for wrong arguments and for modules that it imports; PyYAML lets conversion errors through."""
 
 _LEAST_SIMILAR = 0.75
@@ -232,8 +233,15 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
         return ValueError(refusal.of_a_class(found))
     if refusal.expected:
         return ValueError(refusal.of_a_value())
+    return _unexplained(error)
+
+
+def _unexplained(error: Exception) -> ValueError:
+    """Return the line for an error that names no option; raise that of a module, which is no fault of the options."""
+    if isinstance(error, _MODULE_ERRORS):
+        raise error
     if isinstance(error, ValueError):
-        return ValueError(brief(message))
+        return ValueError(brief(str(error)))
     return ValueError(f"expected options that can be parsed, got {type(error).__name__}: {error}; check the config.")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
-from refusion_lit.utils.require import require_at_least
+from refusion_lit.utils.require import Ranges, check_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,14 @@ class Limits:
         drain_seconds: Time that answers in flight may still take after SIGTERM or Ctrl-C; the rest then gets 503.
     """
 
+    ranges: ClassVar[Ranges] = {
+        "max_prompt_tokens": 1,
+        "max_answer_tokens": 1,
+        "max_seconds": 0.0,
+        "max_waiting": 0,
+        "max_body_bytes": 1,
+        "drain_seconds": 0.0,
+    }
     max_prompt_tokens: int = 4096
     max_answer_tokens: int = 1024
     max_seconds: float = 300.0
@@ -29,6 +38,4 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for each in fields(self):
-            least = 0.0 if each.type == "float" else 0 if each.name == "max_waiting" else 1
-            require_at_least(each.name, getattr(self, each.name), least)
+        check_options(self)

@@ -23,7 +23,7 @@ from refusion_lit.data.schemas import Schemas
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
-from refusion_lit.serving.worker import TOO_LATE, Job, Update, Worker
+from refusion_lit.serving.worker import Job, Update, Worker, too_late
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -223,7 +223,7 @@ class Service:
         try:
             return await asyncio.wait_for(run.news.get(), left + 1)  # the worker looks between calls, and tells first
         except TimeoutError:
-            return run.jobs[0], TOO_LATE
+            return run.jobs[0], too_late()
 
     async def _collect(self, run: Run) -> dict[str, Any]:
         """Return an answer's body."""

@@ -31,8 +31,15 @@ from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 
 log = logging.getLogger("refusion_lit.serving")
-TOO_LATE = HTTPException(504, "the time limit of a request is over")
-_STOPPING = HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
+
+
+def too_late() -> HTTPException:
+    """Return how a request ends that takes too long; a new error, as each one that is raised collects tracebacks."""
+    return HTTPException(504, "the time limit of a request is over")
+
+
+def _stopping() -> HTTPException:
+    return HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Job:
         """Return whether it is too late, which is then told."""
         is_over = time.monotonic() > self.deadline
         if is_over:
-            self.tell((self, TOO_LATE))
+            self.tell((self, too_late()))
         return is_over
 
 
@@ -129,7 +136,7 @@ class Worker:
         """
         with self._news:
             if self.is_draining:
-                raise _STOPPING
+                raise _stopping()
             num_jobs = self.num_active + self.num_waiting + len(jobs)
             if num_jobs > self.options.batch_size + self.limits.max_waiting:
                 wait = {"Retry-After": str(1 + self.num_waiting // self.options.batch_size)}
@@ -161,7 +168,7 @@ class Worker:
     def _run(self, num_threads: int) -> None:
         """Run jobs until the worker is stopped; in any case every job ends with a generation or an error."""
         torch.set_num_threads(num_threads)  # which torch keeps by thread
-        end = _STOPPING
+        end: Callable[[], HTTPException] = _stopping
         try:
             self._renew()
             prompt = Prompt(token_ids=self.checked.special_tokens.eos_token_ids[:1], id="0")
@@ -174,10 +181,10 @@ class Worker:
         except Exception as error:
             log.exception("the engine has stopped")
             self.has_failed = True
-            end = _failure(error)
+            end = partial(_failure, error)
         self.drain(0.0)  # submit refuses jobs from here on: nothing would answer them
         for job in (*self._active.values(), *self._waiting):
-            job.tell((job, end))
+            job.tell((job, end()))
         self._active, self._waiting = {}, deque()
 
     def _renew(self) -> None:

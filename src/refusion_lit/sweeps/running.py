@@ -22,6 +22,8 @@ from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
 from refusion_lit.utils.files import acquire_lock, digest, read_object, write_atomically, write_json_atomically
 
 TableRow = dict[str, Any]
+_WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
+"""Endings of files of weights: a report or a card beside them changes no result."""
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 
 
@@ -84,9 +86,10 @@ def is_finished(directory: Path, point: Point) -> bool:
 
 
 def _checkpoint_state(point: Point) -> str:
-    """Return a digest of names, sizes and times of the files of the checkpoints that a point starts from."""
+    """Return a digest of names, sizes and times of the files of weights that a point starts from."""
     paths = [Path(config["ckpt_path"]) for config in point.configs.values() if config.get("ckpt_path")]
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
+    files = [file for file in files if file.suffix in _WEIGHTS and file.is_file()]
     return digest(sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
