@@ -3,9 +3,10 @@
 usage: python experiments/refusion_pays/convert.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@8
            [--num_questions 1000] [--max_steps N] [--work_dir DIR]
 
-Lets the base answer the questions, keeps the answers that ended, trains by windows.yaml, from there by shorter.yaml,
-and measures. Each part continues where it was interrupted; what is finished is kept. `--num_questions 64 --max_steps 4
---prompts FILE@1` in a --work_dir of its own is a trial of minutes.
+Lets the base answer the questions, keeps the answers that ended, trains by windows.yaml, and from there by
+shorter.yaml. The model that comes out answers as many further questions with ReFusion, and a second round trains it by
+shorter.yaml on these. Both models are measured. Each part continues where it was interrupted; what is finished is kept.
+`--num_questions 64 --max_steps 4 --prompts FILE@1` in a --work_dir of its own is a trial of minutes.
 """
 
 from __future__ import annotations
@@ -30,22 +31,51 @@ EOS = 2
 """SmolLM2's. A model trained on an answer that was cut at the length limit learns to stop anywhere."""
 
 
-def answer(questions: Path, num_questions: int, work_dir: Path, dtype: str = "bfloat16") -> Path:
-    """Let the base answer the questions; return the file of the answers that ended."""
-    rows = read_json_lines(questions, "--questions", texts=("question",))[:num_questions]
-    lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows)]
+DECODER = (
+    "--decoder", "ReFusion", "--decoder.slot_size", "32", "--decoder.num_serial_blocks", "8",
+    "--decoder.infill", "bonus", "--decoder.num_drafts", "3",
+)  # fmt: skip
+"""That of the exported models, which answers in the second round."""
+
+
+def answer(
+    questions: Path, num_questions: int, work_dir: Path, dtype: str = "bfloat16", model: Path = BASE, first: int = 0
+) -> Path:
+    """Let a model answer questions, the base one token at a time; return the file of the answers that ended.
+
+    Args:
+        questions: GSM8K's file.
+        num_questions: Number of questions.
+        work_dir: Where questions and answers are written.
+        dtype: Of the decode.
+        model: What answers: the base, or an exported model with the decoder that its directory names.
+        first: Index of the first question.
+    """
+    work_dir.mkdir(parents=True, exist_ok=True)
+    rows = read_json_lines(questions, "--questions", texts=("question",))[first : first + num_questions]
+    lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows, start=first)]
     prompts, answers, finished = (work_dir / f"{name}.jsonl" for name in ("questions", "answers", "finished"))
     prompts.write_text("\n".join([*lines, ""]), encoding="utf-8")
     command(
-        "generate", "--ckpt_path", str(BASE), "--dtype", dtype, "--decoder", "Autoregressive",
-        "--batch_size", "64", "--max_new_tokens", str(MAX_NEW_TOKENS), "--prompts", str(prompts),
-        "--output", str(answers), "--resume",
+        "generate", "--ckpt_path", str(model), "--dtype", dtype, "--batch_size", "64",
+        "--max_new_tokens", str(MAX_NEW_TOKENS), "--prompts", str(prompts), "--output", str(answers), "--resume",
+        *(("--decoder", "Autoregressive") if model == BASE else ()),
     )  # fmt: skip
     rows = {row["id"]: row for row in read_json_lines(answers, "answers", texts=("id", "response"))}
     kept = [json.dumps(row) for row in rows.values() if row["response"] and row["response_ids"][-1] == EOS]
     print(f"{len(kept)} of {len(rows)} answers ended: {finished}", flush=True)
     finished.write_text("\n".join([*kept, ""]), encoding="utf-8")
     return finished
+
+
+def trained(folder: Path, start: Path, data: Path, *options: str) -> Path:
+    """Train a model further on answers; return the exported model's directory."""
+    own = ("--model.backbone.source", str(start), "--data.task.init_args.train", str(data))
+    checkpoint = train(folder / "fit", *options, *own)
+    exported = folder / "exported"
+    if not (exported / "config.json").exists():
+        command("export", "--ckpt_path", str(checkpoint), "--output", str(exported), *DECODER)
+    return exported
 
 
 def main() -> None:
@@ -57,20 +87,20 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=None, help="of the training; for a trial")
     parser.add_argument("--work_dir", type=Path, default=Path("runs/refusion_pays"))
     args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
-    finished = answer(args.questions, args.num_questions, args.work_dir)
     stages = [HERE / "own_answers.yaml", HERE / "windows.yaml"]
-    options = ["--data.task.init_args.train", str(finished)]
+    shorter = [*stages, HERE / "shorter.yaml"]
+    options = []
     if args.max_steps is not None:  # of a trial's few answers, enough are held out to validate with
         options += ["--trainer.max_steps", str(args.max_steps), "--data.task.init_args.validation_fraction", "0.25"]
-    checkpoint = train(args.work_dir / "windows" / "fit", *configs(*stages), *options)
-    exported = args.work_dir / "windows" / "exported"
-    if not (exported / "config.json").exists():
-        command("export", "--ckpt_path", str(checkpoint), "--output", str(exported))
-    options += ["--model.backbone.source", str(exported)]
-    checkpoint = train(args.work_dir / "shorter" / "fit", *configs(*stages, HERE / "shorter.yaml"), *options)
-    measured = [sys.executable, HERE / "real_model.py", f"shorter={checkpoint}", "--prompts", args.prompts]
-    subprocess.run([*measured, "--output", args.work_dir / "real_model.json"], check=True)
+    work, questions, count = args.work_dir, args.questions, args.num_questions
+    finished = answer(questions, count, work)
+    model = trained(work / "windows", BASE, finished, *configs(*stages), *options)
+    model = trained(work / "shorter", model, finished, *configs(*shorter), *options)
+    own = answer(questions, count, work / "second_round", model=model, first=count)
+    last = trained(work / "second_round", model, own, *configs(*shorter), *options)
+    models = [f"shorter={model}", f"second round={last}"]
+    measured = [sys.executable, HERE / "real_model.py", *models, "--prompts", args.prompts]
+    subprocess.run([*measured, "--output", work / "real_model.json"], check=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def write_counter(path: Path) -> None:
     ids = {"vocab_size": len(TOKENS), "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
     other = {"tie_word_embeddings": False, "max_position_embeddings": 512}
     model = Qwen3ForCausalLM(Qwen3Config(**TINY_QWEN | other | ids))
-    following = [2, 2, 2, *range(4, len(TOKENS)), 2]
+    following = [3, 3, 3, *range(4, len(TOKENS)), 2]  # a mask, of the mean embedding, is a 0
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -47,21 +47,26 @@ def command(*args: str) -> None:
     assert main([*args, *threads]) == 0
 
 
-def test_a_trial_of_the_conversion_trains_twice_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_the_conversion_trains_three_times_and_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_counter(tmp_path / "runs" / "smollm2" / "base")
     questions = tmp_path / "questions.jsonl"
-    texts = [f"{i:0120}"[::-1] + str(i % 10) for i in range(16)]  # long, as rows are packed; one is answered by nothing
+    texts = [f"{i:0120}"[::-1] + str(i % 10) for i in range(32)]  # long, as rows are packed
     questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
     monkeypatch.chdir(tmp_path)
     options = ["--questions", str(questions), "--prompts", f"{questions}@1", "--work_dir", "trial"]
     for module in (common, convert):
         monkeypatch.setattr(module, "command", command)
-    monkeypatch.setattr(sys, "argv", ["convert.py", *options, "--max_steps", "2"])
+    monkeypatch.setattr(sys, "argv", ["convert.py", *options, "--num_questions", "16", "--max_steps", "2"])
     convert.main()
     answers = [json.loads(line) for line in Path("trial/finished.jsonl").read_text().splitlines()]
     assert {each["prompt"]: each["response"] for each in answers}[texts[5]] == "6789"
-    assert [text for text in texts if text not in {each["prompt"] for each in answers}] == [texts[9]]
-    [(name, run)] = json.loads(Path("trial/real_model.json").read_text())["runs"].items()
-    assert name == "shorter"
-    assert run["decoders"]["base, Autoregressive"]["texts"] == ["123456789<eos>"]
-    assert run["decoders"]["ReFusion bonus 32x1"]["tokens_per_forward"] > 0
+    assert [text for text in texts[:16] if text not in {each["prompt"] for each in answers}] == [texts[9]], "nothing"
+    further = Path("trial/second_round/questions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in further] == texts[16:]
+    first, second = json.loads(Path("trial/real_model.json").read_text())["runs"].items()
+    assert [name for name, _ in (first, second)] == ["shorter", "second round"]
+    for _, run in (first, second):
+        assert run["decoders"]["base, Autoregressive"]["texts"] == ["123456789<eos>"]
+        assert run["decoders"]["ReFusion bonus 32x1"]["tokens_per_forward"] > 0
