@@ -47,7 +47,7 @@ def test_fit_then_test_with_a_point_that_fails(
         patch.setitem(run.__kwdefaults__, "command", command)
         assert main(arguments) == 1
     said = capsys.readouterr()
-    assert "1 points failed" in said.err
+    assert "1 of 2 points failed" in said.err
     assert "out: 3 rows" in said.out
     assert "llada *" in said.out
     assert "refusion *" not in said.out

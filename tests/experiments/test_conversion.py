@@ -52,7 +52,7 @@ def test_a_trial_of_the_conversion_trains_three_times_and_measures(
 ) -> None:
     write_counter(tmp_path / "runs" / "smollm2" / "base")
     questions = tmp_path / "questions.jsonl"
-    texts = [f"{i:0120}"[::-1] + str(i % 10) for i in range(32)]  # long, as rows are packed
+    texts = [f"{i:0120}"[::-1] + str(i % 10) for i in range(24)]  # long, as rows are packed
     questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
     monkeypatch.chdir(tmp_path)
     options = ["--questions", str(questions), "--prompts", f"{questions}@1", "--work_dir", "trial"]

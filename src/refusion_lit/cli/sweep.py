@@ -66,8 +66,9 @@ def run(args: list[str]) -> int:
     _report(directory)
     failed = list(dict.fromkeys(row["point"] for row in rows if row["status"] != "finished"))
     if failed:
+        num_points = len({row["point"] for row in rows})
         print(
-            f"{len(failed)} points failed: {', '.join(failed)}; their logs are in "
+            f"{len(failed)} of {num_points} points failed: {', '.join(failed)}; their logs are in "
             f"{directory}/points/ID/log.txt. To run them again: refusion-lit sweep {_again(args)}",
             file=sys.stderr,
         )
