@@ -18,12 +18,12 @@ BOUNDS = {
     "token ids to text: files": 20,
     "token ids to text: lines": 4_169,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_226,
+    "examples to loss: lines": 3_227,
     "test: files": 58,
-    "test: lines": 12_233,
+    "test: lines": 12_235,
     "package: files": 170,
-    "package: lines": 27_476,
-    "package: lines of code": 17_322,
+    "package: lines": 27_481,
+    "package: lines of code": 17_326,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

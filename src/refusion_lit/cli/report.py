@@ -15,7 +15,9 @@ def run(args: list[str]) -> int:
     """
     parser = OneLineParser(prog="refusion-lit report", description="Compare the decoders of finished tests.")
     parser.add_argument("runs", nargs="+", metavar="RUN_OR_SWEEP", help="folder of a run or a sweep")
-    parser.add_argument("--output", type=str | None, default=None, help="folder; RUN_OR_SWEEP/report by default")
+    parser.add_argument(
+        "--output", type=str | None, default=None, help="folder; RUN_OR_SWEEP/report by default, ./report for several"
+    )
     parser.add_argument("--baseline", type=str | None, default=None, help="row or decoder the others are compared with")
     parser.add_argument("--format", type=str, default="html", help="html, markdown, or all")
     options = parser.parse(args)

@@ -23,7 +23,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--name", type=str | None, default=None, help="name in the API; by default the directory's")
     parser.add_argument("--log_prompts", type=bool, default=False, help="write prompts and answers into the log")
     parser.add_class_arguments(Limits)
-    add_model_options(parser, max_new_tokens=256)
+    add_model_options(parser, max_new_tokens=256, with_seed=False)
     add_decoding_options(parser, "batch_size", "max_tokens_per_forward", "share_prefixes", "allow_mismatch")
     return parser
 

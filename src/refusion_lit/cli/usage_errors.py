@@ -74,6 +74,7 @@ REMOVED = {
     "seconds_per_forward": "the animation shows each forward for 0.4 seconds; leave it out",
     "selection.capped": "set top_k, or leave selection and k out",
     "shuffled": "FirstHitting decodes places in text order; leave it out",
+    "serve.seed": "a sampled request names its seed, or gets one of its own",
     "sweep.num_workers": "set launcher.num_workers in the sweep's file",
     "task.num_samples": "pass@k is gone; leave it out",
     "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",

@@ -51,7 +51,8 @@ class InstructionDataModule(L.LightningDataModule):
             samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
             rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
             and little with 'flex_attention'. ``None``: one sample per row.
-        malformed: What to do with a sample that cannot be encoded: stop with an ``error``, or ``skip`` and count it.
+        malformed: What to do with a sample of training or validation that cannot be encoded: stop with an ``error``, or
+            ``skip`` and count it.
         num_workers: Worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.

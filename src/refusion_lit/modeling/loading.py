@@ -55,8 +55,8 @@ class BackboneConfig:
             gives the same hidden states up to rounding, about twice as fast on small models. Training and checkpoints
             do not depend on it.
         batch_invariant: Decode so that a token's logits are bitwise identical alone and in a batch, one by one and
-            together with drafts, in every type. For CPUs and the architectures of ``fused_body``; slower (see Speed in
-            the documentation).
+            together with drafts, in every type. For CPUs, the architectures of ``fused_body`` with widths that are
+            multiples of 32, and ``attn_implementation: sdpa``; slower (see Speed in the documentation).
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora: Train low-rank adapters instead of all weights.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.

@@ -25,7 +25,7 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class MaskWindows(Objective):
-    """Predicts windows of masks from all text before them, and each response token from the one before it.
+    """Predicts windows of masks from all text before them, and each later response token from the one before it.
 
     A row holds prompt and response in text order, then masks for each response token, cut into windows. A mask sees the
     text before its window and the masks before it in the window: what ReFusion's decoder shows a mask when it plans
