@@ -43,7 +43,7 @@ def write(directory: Path) -> None:
     for up in drafter.up.values():
         torch.nn.init.normal_(up, std=0.05)
     (directory / "draft").mkdir()
-    save_drafter(drafter, model.backbone.body, directory / "draft")
+    save_drafter(drafter, model.backbone.body, directory / "draft", vocab_size=len(model.tokenizer))
 
 
 def decode(directory: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_drafter_fits_a_base_to_which_we_add_a_mask_token(tmp_path: Path) -> N
     assert model.get_input_embeddings().num_embeddings == library.get_input_embeddings().num_embeddings + 1
     (tmp_path / "draft").mkdir()
     drafter = Drafter(model.get_decoder(), DrafterOptions(num_masks=2, rank=2), str(base))
-    save_drafter(drafter, model.get_decoder(), tmp_path / "draft")
+    save_drafter(drafter, model.get_decoder(), tmp_path / "draft", vocab_size=16)
     check_alone(base, tmp_path / "draft", tmp_path)
 
 

@@ -145,6 +145,16 @@ def drawn(
     return model.tokenizer.decode(tokens[:-1])
 
 
+def test_a_draft_after_which_no_end_is_found_settles_as_it_is(model: TextModel) -> None:
+    """It is rejected: the place before it settles as another token."""
+    quote, a, b, c = (model.encode(character)[0] for character in '"abc')
+    state = constraint_of(model, {"type": "string", "pattern": "^(a|b+c)$"}).begin(40)
+    assert state.settle(1, [quote], b) == a
+    assert state.settle(2, [quote, b], b) == b
+    assert state.settle(1, [quote], a) == a
+    assert state.settle(2, [quote, a], c) == quote
+
+
 def is_accepted(model: TextModel, constraint: Constraint, text: str) -> bool:
     state = constraint.begin(400)
     tokens: list[int] = []

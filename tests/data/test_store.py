@@ -70,3 +70,13 @@ def test_a_lazy_task_with_too_long_samples_is_refused() -> None:
         ValueError, match=r"data\.max_length: expected at most 10 tokens in the sample train-\d+, got \d+"
     ):
         next(iter(data.train_dataloader()))
+
+
+def test_the_context_of_one_model_does_not_limit_the_samples_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_file, "_LAZY_ABOVE", 3)
+    data = InstructionDataModule(Additions(num_train=8, num_validation=8, num_test=2), CharacterTokenizer())
+    data.check_context(4)
+    with pytest.raises(ValueError, match=r"data.max_length: expected at most 4 tokens in the sample"):
+        data._encoded("train")[0]
+    data.check_context(256)
+    assert len(data._encoded("train")[0]) > 4

@@ -29,6 +29,12 @@ def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end() -> No
     assert stream.rest("xEyEN") == "EN"
 
 
+def test_the_beginning_of_a_stop_string_is_held_back_while_its_next_character_is_half_written() -> None:
+    for stop, text in (("Q€", "12Q€"), ("\n答", "42\n答")):
+        stream = TextStream(decoded, (stop,))
+        assert "".join(streamed(stream, text.encode())) == text.removesuffix(stop)
+
+
 def test_a_tokenizer_that_changes_earlier_text_loses_nothing() -> None:
     """As with `clean_up_tokenization_spaces`, where a space goes once punctuation follows."""
 

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_584,
+    "command to text: lines": 4_588,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_169,
+    "token ids to text: lines": 4_173,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_227,
+    "examples to loss: lines": 3_241,
     "test: files": 58,
-    "test: lines": 12_235,
+    "test: lines": 12_253,
     "package: files": 170,
-    "package: lines": 27_481,
-    "package: lines of code": 17_326,
+    "package: lines": 27_508,
+    "package: lines of code": 17_342,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

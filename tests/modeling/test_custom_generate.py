@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import refusion_lit
-from refusion_lit.decoding import ReFusion
+from refusion_lit.decoding import ReFusion, SelfSpeculative
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, save_drafter
 from refusion_lit.modeling.exporting import prompt_code
@@ -243,7 +243,9 @@ def test_a_streamer_is_given_the_prompt_and_then_what_is_final(decoder: ModuleTy
     library: Any = model.backbone.model
     library.generation_config.refusion = {"slot_size": 2, "slot_threshold": 0.99999}
     body = library.get_decoder()
-    save_drafter(Drafter(body, DrafterOptions(num_masks=2, rank=2), "base"), body, tmp_path)
+    save_drafter(
+        Drafter(body, DrafterOptions(num_masks=2, rank=2), "base"), body, tmp_path, vocab_size=len(model.tokenizer)
+    )
     own = {"draft": str(tmp_path), "eos_token_id": -1} if decoder is self_speculative else {}  # it ends at once
     streamer = Recorded()
     output = decoder.generate(ids, model=library, streamer=streamer, max_new_tokens=48, **own)
@@ -252,6 +254,34 @@ def test_a_streamer_is_given_the_prompt_and_then_what_is_final(decoder: ModuleTy
     assert [token for part in parts for token in part] == output[0, ids.shape[1] :].tolist()
     assert len(parts) > 1
     assert streamer.has_ended
+
+
+@pytest.mark.parametrize("decoder", [refusion, self_speculative])
+def test_rows_of_no_token_change_what_is_certain_and_are_never_drawn(decoder: ModuleType, tmp_path: Path) -> None:
+    """Probabilities are over all rows, as the engine's; tokens are those of the tokenizer."""
+    model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+    library: Any = model.backbone.model
+    num_rows = model.backbone.special_tokens.vocab_size
+    library.resize_token_embeddings(num_rows + 32, mean_resizing=False)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        for weight in {library.get_input_embeddings().weight, library.get_output_embeddings().weight}:
+            weight[num_rows:] = torch.randn(32, weight.shape[1]) * 3 * weight[:num_rows].std()
+    model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    if decoder is self_speculative:
+        model.backbone.traits = ModelTraits(attention="causal", predictions=("next_token",))
+        model.backbone.attach(Drafter(model.backbone.body, DrafterOptions(num_masks=2, rank=2), "base"))
+    save_model(model.backbone, model.tokenizer, tmp_path / "model")
+    model = refusion_lit.load(tmp_path / "model")
+    exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    own = {"draft": str(tmp_path / "model")} if decoder is self_speculative else {}
+    own_decoder = SelfSpeculative() if decoder is self_speculative else ReFusion()
+    queries = ("12+34,56+78>", "11+21,90+10>", "55+31,47+80,12+99>", "21+70>")
+    for query in queries:
+        ids = torch.tensor([model.encode(query)])
+        expected = model.generate([query], decoder=own_decoder, max_new_tokens=40)[0].token_ids
+        found = decoder.generate(ids, model=exported, max_new_tokens=40, **own)[0, ids.shape[1] :].tolist()
+        assert found == expected
 
 
 @pytest.mark.parametrize("options", [{"slot_size": 0}, {"num_serial_blocks": 0}, {"slot_sizes": 4}])

@@ -32,7 +32,8 @@ from refusion_lit.policy import GroupPolicy, LeftToRight, Reward
 from refusion_lit.tasks import Additions, InstructionFiles, Task
 from refusion_lit.tasks.base import Split
 from refusion_lit.training.progress import TrainingProgress
-from refusion_lit.types import Example
+from refusion_lit.training.rollouts import Rollouts
+from refusion_lit.types import Example, Prompt
 from tiny import TINY_QWEN
 
 
@@ -212,6 +213,38 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_upda
     assert_equal(found, expected)
     stored = torch.load(tmp_path / "whole" / "step=2.ckpt", weights_only=True)["state_dict"]
     assert any(not torch.equal(stored[f"backbone.{name}"], value) for name, value in expected.items())
+
+
+def test_a_second_fit_rolls_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one ends with updates left on its answers, to another task's questions."""
+    module, _ = fitted(tmp_path, replace(OBJECTIVE, num_updates=4), steps=1)
+    assert module.rollouts is not None
+    assert module.rollouts.pending
+    decoded: list[str] = []
+    decode = Rollouts._decoded
+
+    def recorded(self: Rollouts, prompts: Sequence[Prompt], number: int) -> Any:
+        decoded.extend(prompt.id for prompt in prompts)
+        return decode(self, prompts, number)
+
+    monkeypatch.setattr(Rollouts, "_decoded", recorded)
+    task = InstructionFiles(train=str(written(tmp_path / "other.jsonl", 16)), validation_fraction=0.5)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, limit_val_batches=0, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, precision="64-true",
+    )  # fmt: skip
+    trainer.fit(module, InstructionDataModule(task, CharacterTokenizer(), 4))
+    assert len(decoded) == 4
+
+
+def written(path: Path, num_rows: int) -> Path:
+    path.write_text("".join(json.dumps({"query": f"{i}+1", "response": str(i + 1)}) + "\n" for i in range(num_rows)))
+    return path
+
+
+def test_dropout_is_refused_as_it_changes_likelihoods(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.backbone.lora.dropout: expected no dropout, .* got 0.3; set it to 0"):
+        fitted(tmp_path, lora=LoraOptions(rank=2, alpha=4.0, dropout=0.3))
 
 
 @pytest.mark.parametrize(

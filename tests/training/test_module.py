@@ -16,11 +16,13 @@ from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
+from refusion_lit.evaluation.loop import EvaluationOptions
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective, SoftTail
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups
 from refusion_lit.types import SamplingParams
+from refusion_lit.utils.files import acquire_lock, release_lock
 from tiny import TINY_QWEN
 
 
@@ -219,3 +221,38 @@ def test_gradient_checkpointing_trains_the_same_weights(tmp_path: Path) -> None:
         weights.append({name: value.clone() for name, value in module.model.state_dict().items()})
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("when", ["on_test_start", "on_test_batch_start"])
+def test_a_test_that_is_interrupted_resumes_in_the_same_process(tmp_path: Path, when: str) -> None:
+    """As in a notebook, which keeps the first module: its predictions files are free again."""
+
+    class Interrupted(L.Callback):
+        def on_test_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
+            if when == "on_test_batch_start" and args[1] == 1:
+                raise RuntimeError("interrupted")
+
+    data = InstructionDataModule(Additions(num_train=4, num_validation=4, num_test=4), CharacterTokenizer(), 2, 2)
+    options = {"decoders": {"a": ReFusion(), "b": ReFusion(slot_size=4)}, "sampling": SamplingParams(max_new_tokens=8)}
+    modules = []
+    for resume in (False, True):
+        module = SlotDiffusionModule(
+            BackboneConfig(config=TINY_QWEN), data.built_tokenizer, resume=resume,
+            decoding=EvaluationOptions(allow_mismatch=True), **options,
+        )  # fmt: skip
+        modules.append(module)
+        trainer = L.Trainer(
+            accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[] if resume else [Interrupted()],
+        )  # fmt: skip
+        other = None
+        if when == "on_test_start" and not resume:  # the second decoder's file is in use
+            other = acquire_lock(tmp_path / ".predictions_b.jsonl.lock", "run_version", "other", "wait")
+        if resume:
+            trainer.test(module, data)
+        else:
+            with pytest.raises((RuntimeError, ValueError), match=r"interrupted|other"):
+                trainer.test(module, data)
+        if other is not None:
+            release_lock(other)
+    assert len((tmp_path / "predictions_b.jsonl").read_text().splitlines()) == 4

@@ -63,7 +63,8 @@ def run(args: list[str]) -> int:
     card = _card(options, model)
     with _filled(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
-            save_drafter(backbone.drafter, backbone.body, directory)
+            vocab_size = backbone.special_tokens.vocab_size
+            save_drafter(backbone.drafter, backbone.body, directory, vocab_size=vocab_size)
         elif options.adapter_only:
             save_adapters(backbone, model.tokenizer, directory)
         else:

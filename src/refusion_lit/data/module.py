@@ -124,7 +124,7 @@ class InstructionDataModule(L.LightningDataModule):
         for split in splits:
             samples = self._encoded(split)
             if isinstance(samples, EncodedOnRead):
-                samples.max_length = min(samples.max_length, max_positions)
+                samples.max_length = min(self.max_length, max_positions)
                 continue
             longest = max(map(len, samples))
             expected = f"samples of at most {max_positions} tokens, the model's context (max_position_embeddings)"

@@ -167,4 +167,6 @@ class InFlight:
             entry.tokens += reading.tokens
             entry.probabilities += reading.probabilities
             entry.scores += reading.scores
+            if not isinstance(answered, MoreDrafts):
+                entry.scored += [branch.positions[offset] + 1 for offset, _ in branch.score_at]
         entry.accepted += [start + place for place in committed]

@@ -31,7 +31,8 @@ class TraceRound:
         positions: Text positions of the drafted tokens.
         tokens: The drafts.
         probabilities: Their probabilities.
-        scores: Probabilities that a verification gave to tokens.
+        scored: Text positions of verified tokens.
+        scores: Probabilities that the verification gave to them.
         accepted: Positions committed before the next forward.
     """
 
@@ -40,6 +41,7 @@ class TraceRound:
     positions: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -133,10 +135,10 @@ class TextStream:
 
     def piece(self, tokens: list[int]) -> str:
         """Return the text that is new in the final tokens so far."""
-        text = cut_at_stop(self._detokenize(tokens), self._stop)
+        text = cut_at_stop(self._detokenize(tokens), self._stop).rstrip("\N{REPLACEMENT CHARACTER}")
         starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
         held = max((len(start) for start in starts if text.endswith(start)), default=0)
-        stable = text[: len(text) - held].rstrip("\N{REPLACEMENT CHARACTER}")
+        stable = text[: len(text) - held]
         return self.rest(stable) if len(stable) > len(self._told) else ""  # shorter where a request starts again
 
     def rest(self, text: str) -> str:

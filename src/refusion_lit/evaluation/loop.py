@@ -208,16 +208,16 @@ class Evaluation:
         """Decode the prompts of a batch that are not done yet with every decoder; return the new predictions."""
         lines = []
         watch = getattr(self._trainer.progress_bar_callback, "watch", None)
-        try:
-            for name, state in self._running.items():
-                callbacks = watch(name, self._num_prompts, state.num_resumed) if watch else ()
-                lines += self._decode_missing(state, batch, callbacks)
-        except BaseException:
-            for state in self._running.values():
-                with suppress(OSError):  # of a full disk, whose error is on its way already
-                    state.file.close()
-            raise
+        for name, state in self._running.items():
+            callbacks = watch(name, self._num_prompts, state.num_resumed) if watch else ()
+            lines += self._decode_missing(state, batch, callbacks)
         return lines
+
+    def abort(self) -> None:
+        """Give the predictions files free after an error."""
+        for state in self._running.values():
+            with suppress(OSError):  # of a full disk, whose error is on its way already
+                state.file.close()
 
     def _decode_missing(
         self, state: _DecoderState, batch: PromptBatch, callbacks: Sequence[GenerationCallback]

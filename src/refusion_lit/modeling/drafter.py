@@ -178,15 +178,17 @@ def draft_states(
     return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
 
-def save_drafter(drafter: Drafter, body: nn.Module, directory: Path) -> None:
+def save_drafter(drafter: Drafter, body: nn.Module, directory: Path, *, vocab_size: int) -> None:
     """Write a drafter without its model: options, the model's name and digest, weights in bfloat16, and its decoder.
 
     Args:
         drafter: The drafter.
         body: The body of the model that it was trained for.
         directory: An existing directory.
+        vocab_size: Number of the tokenizer's tokens; the model may have more rows.
     """
     values = {"format": _FORMAT, **asdict(drafter.origin), "base_weights": weights_digest(body.get_submodule("layers"))}
+    values["vocab_size"] = vocab_size
     write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)

@@ -57,7 +57,7 @@ def save_model(
     if drafter is not None:
         model.config.refusion_lit[HAS_DRAFTER] = True
         path.mkdir(parents=True, exist_ok=True)
-        save_drafter(drafter, body_of(model), path)
+        save_drafter(drafter, body_of(model), path, vocab_size=backbone.special_tokens.vocab_size)
     elif has_own_decoder(backbone.traits):
         model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
         model.generation_config._from_model_config = False  # otherwise loading derives it from the config

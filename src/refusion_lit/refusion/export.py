@@ -98,7 +98,7 @@ class _Decoding:
             past_key_values=self.cache,
             use_cache=True,
         )
-        logits = output.logits[0, :, : self.vocab_size].float()
+        logits = output.logits[0].float()
         self.forget(len(tokens) - keep)
         return logits
 
@@ -110,6 +110,7 @@ class _Decoding:
     def best(self, logits: torch.Tensor) -> list[int]:
         logits = logits.clone()
         logits[:, self.banned] = -torch.inf
+        logits[:, self.vocab_size :] = -torch.inf  # rows of no token
         return logits.argmax(-1).tolist()
 
     def places(self, slots: list[int]) -> list[int]:

@@ -217,9 +217,7 @@ class Worker:
                 text = job.stream.piece(row.state.final_prefix()) if has_committed else ""
                 # The drafts of the last forward may not be complete.
                 trace = row.result.trace[: -1 if isinstance(row.request, MoreDrafts) else None]
-                branches = row.forward.branches if row.forward else ()
-                scored = [branch.positions[offset] + 1 for branch in branches for offset, _ in branch.score_at]
-                rounds = self._rounds(job, trace, scored)
+                rounds = self._rounds(job, trace)
                 if text or rounds:
                     job.tell((job, Update(text, rounds)))
         except Exception as error:
@@ -229,12 +227,12 @@ class Worker:
             job = self._active.pop(number)
             job.tell((job, Update(job.stream.rest(generation.text), self._rounds(job, generation.trace), generation)))
 
-    def _rounds(self, job: Job, trace: Sequence[TraceRound], verified: Sequence[int] = ()) -> list[dict[str, Any]]:
+    def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
         """Return what the forwards that are new to a watched job did, by place in the response."""
         start = len(job.prompt.token_ids)
         rounds = []
         for entry in trace[job.num_rounds :]:
-            found = {"drafted": entry.positions, "verified": verified, "committed": entry.accepted}
+            found = {"drafted": entry.positions, "verified": entry.scored, "committed": entry.accepted}
             places = {name: [position - start for position in positions] for name, positions in found.items()}
             rounds.append({"phase": entry.phase, "texts": [*map(self.model.piece, entry.tokens)], **places})
         job.num_rounds = max(job.num_rounds, len(trace))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -330,6 +330,20 @@ class SlotDiffusionModule(L.LightningModule):
     def on_predict_end(self) -> None:
         """Close the predictions file."""
         self.evaluation.finish()
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Return what gives predictions files free, wherever a test is interrupted."""
+        return [_OnException(self.evaluation.abort)]
+
+
+class _OnException(L.Callback):
+    """Calls a function if an error or Ctrl-C ends the trainer's work; a class of its own, as users' callbacks stay."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def on_exception(self, *_: object) -> None:
+        self._call()
 
 
 def corrupt_evenly(objective: Objective, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch:

@@ -75,6 +75,7 @@ class Rollouts:
             ValueError: Naming the option.
         """
         options = self.objective
+        self.pending, self._examples = [], {}  # of an earlier fit
         self._model = model
         self._data = data
         self._decoder = next(iter(self._evaluation.decoders(model).values()))
@@ -85,6 +86,9 @@ class Rollouts:
         has_reference = options.kl_weight == 0 or model.backbone.adapters is not None
         fix = "set model.backbone.lora.rank: the base under the adapters is the reference"
         require(has_reference, "objective.kl_weight", "0 without adapters", options.kl_weight, fix)
+        dropout = max((layer.p for layer in model.backbone.modules() if isinstance(layer, torch.nn.Dropout)), default=0)
+        expected = "no dropout, which changes the likelihood of an answer from forward to forward"
+        require(dropout == 0, "model.backbone.lora.dropout", expected, dropout, "set it to 0")
         self._rewards: Sequence[Reward | Task] = options.rewards or (data.task,)
         prompt = data.training_prompt()
         if model.backbone.traits.predictions is not None:
