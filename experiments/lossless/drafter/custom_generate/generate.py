@@ -148,6 +148,7 @@ class _Drafter:
             raise ValueError(f"draft: expected a drafter, got {directory}, which has none; pass draft=DIRECTORY.")
         description = json.loads(Path(str(files[0])).read_text(encoding="utf-8"))
         options = description["options"]
+        self.vocab_size = description.get("vocab_size", model.config.vocab_size)
         digest = description["base_weights"]
         is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
         if digest is not None and not is_rounded and digest != weights_digest(model.get_decoder().layers):
@@ -235,5 +236,6 @@ class _Decoding:
         )
         logits = output.logits[0].float()
         logits[:, self.banned] = -torch.inf
+        logits[:, self.drafter.vocab_size :] = -torch.inf  # rows of no token
         best = logits.argmax(-1).tolist()
         return best[: len(drafts) + 1], best[len(drafts) + 1 :]
