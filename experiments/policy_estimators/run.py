@@ -1,7 +1,7 @@
 """Train the same model on the same rewards with each likelihood: exact, coupled bound, mean field, trajectories.
 
 usage: python experiments/policy_estimators/run.py [--task additions] [--work_dir runs/policy_estimators]
-       [--output FILE] [--seeds 0 1 2] [--only NAME ...]
+       [--output FILE] [--seeds 0 1 2] [--only NAME ...] [--updates N]
 
 The start model of the additions is that of policy_additions. Finished parts are skipped, and a training resumes, so it
 can be killed.
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--num_prompts", type=int, default=500)
     parser.add_argument("--only", nargs="+", choices=ESTIMATORS + MORE, default=list(ESTIMATORS), help="with exact")
+    parser.add_argument("--updates", type=int, help="those of the task's config by default")
     args = parser.parse_args()
     setting = SETTINGS[args.task]
     is_first = args.task == "additions"
@@ -117,6 +118,8 @@ def main() -> None:
     def measure(model: Path) -> dict[str, Any]:
         return measured(model, args.num_prompts, setting.task, setting.decoders, setting.length)
 
+    lengths = ("trainer.max_steps", "trainer.val_check_interval") if args.updates else ()
+    updates = [f"--{name}={args.updates}" for name in lengths]
     before = kept(work / "before.json", measure, start)
     plain = {name: {key: value for key, value in each.items() if key != "scores"} for name, each in before.items()}
     results: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -124,7 +127,7 @@ def main() -> None:
     for seed in args.seeds:
         for name in args.only:
             run = work / f"{name}{seed}" / "fit"
-            last, seconds = trained(run, start, seed, *setting.options(name))
+            last, seconds = trained(run, start, seed, *setting.options(name), *updates)
             after = kept(work / f"{name}{seed}.json", measure, last)
             measurements[name].append(after)
             results[name][str(seed)] = {
@@ -133,6 +136,7 @@ def main() -> None:
                 "curve": curve(run, LOGGED),
             }
             config = {"task": args.task, "start_step": setting.step, "num_prompts": args.num_prompts}
+            config |= {"updates": args.updates} if args.updates else {}
             exact = measurements["exact"]
             means = {
                 key: against(before, mean_of(exact[: len(rows)]), mean_of(rows)) for key, rows in measurements.items()
