@@ -403,13 +403,15 @@ def test_drafting_is_tried_again_after_wrong_drafts() -> None:
     assert num_forwards < 100 + 32 + 300 * 2 / (len(DRAFTS) + 2) + 6
 
 
-@pytest.mark.parametrize("name", ["default", "default_epyc", "default_slow_before", "default_slow"])
+@pytest.mark.parametrize(
+    "name", ["default", "default_epyc_before", "default_epyc", "default_slow_before", "default_slow"]
+)
 def test_the_cost_that_the_rule_relies_on_is_there(name: str) -> None:
-    """On all machines, but for a tenth, by which fits on one machine differ."""
+    """On all machines, but for a tenth, by which fits on one machine differ (those of adapters by a quarter)."""
     found = json.loads((REPOSITORY / "experiments" / "lossless" / f"{name}.json").read_text(encoding="utf-8"))
     for measured in found["types"].values():
         assert _SURE_COST * tiny_backbone(NEXT).forward_cost < 1.1 * measured["forward_cost"]["positions"]
-        assert measured["forward_cost"].get("adapters", 0) < _ADAPTERS
+        assert measured["forward_cost"].get("adapters", 0) < 1.25 * _ADAPTERS
 
 
 def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
