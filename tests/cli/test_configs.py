@@ -12,7 +12,8 @@ import pytest
 import torch
 import yaml
 
-from cli.conftest import REPOSITORY
+from cli.conftest import QUICKSTART, REPOSITORY
+from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Decoder
@@ -226,3 +227,19 @@ def test_published_settings_fit_their_layout(path: Path, tmp_path: Path, monkeyp
     traits = ModelTraits() if name is None else FORMATS[name].traits({})
     assert decoder.requirements().mismatches(traits) == []
     assert f"configs/published/{path.name}" in (REPOSITORY / "docs" / "published.md").read_text()
+
+
+def test_a_seed_on_the_command_line_goes_before_those_of_a_runs_config(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("seed_everything: 0\nmodel: {seed: 0}\ndata: {seed: 0}\n")
+    cli = parse_only("fit")
+    args = ["fit", "--config", QUICKSTART, f"--config={config}"]
+
+    def seeds(*options: str) -> list[int]:
+        parsed = cli.parse(cli.parser, [*args, *options]).fit
+        return [parsed.seed_everything, parsed.model.seed, parsed.data.seed]
+
+    assert seeds() == [0, 0, 0]
+    assert seeds("--seed_everything=5") == [5, 5, 5]
+    assert seeds("--seed_everything=5", "--data.seed=7") == [5, 5, 7]
+    assert seeds("--data.seed=7") == [0, 0, 7]

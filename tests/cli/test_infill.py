@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from experiments.tasks import Holes
@@ -13,7 +14,8 @@ from experiments.tasks import Holes
 import refusion_lit
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.decoding import ReFusion
+from refusion_lit.data import templates
+from refusion_lit.decoding import Generation, GenerationCallback, ReFusion
 from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams
 
@@ -37,6 +39,32 @@ def test_generate_fills_a_template(
     (tmp_path / "t.txt").write_text(template + "\n")
     assert main([*GENERATE, "--prompt=12+34,56+78>", f"--template={tmp_path / 't.txt'}"]) == 0
     assert capsys.readouterr().out == expected + "\n"
+
+
+def test_responses_within_spans_of_several_lengths_are_told_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So an interrupted command has what was told."""
+    model = refusion_lit.load(MODEL)
+    events: list[object] = []
+
+    class Told(GenerationCallback):
+        def on_finished(self, index: int, generation: Generation) -> None:
+            events.append((index, generation.text))
+
+    decode = model.decode
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        events.append("decode")
+        return decode(*args, **options)
+
+    monkeypatch.setattr(model, "decode", recorded)
+    options: Any = {"decoder": ReFusion(), "max_new_tokens": 32, "templates": ["{{1-3}}+{{2}}{{...}}"] * 3}
+    queries = ["12+34,56+78>", "11+22,33+44>", "50+60,10+20>"]
+    together = [row.text for row in model.generate(queries, **options)]
+    events.clear()
+    monkeypatch.setattr(templates, "_NUM_TOGETHER", 2)
+    assert [row.text for row in model.generate(queries, callbacks=[Told()], **options)] == together
+    (first, second, third) = enumerate(together)
+    assert events == ["decode", "decode", first, second, "decode", "decode", third]
 
 
 def test_a_file_of_prompts_mixes_templates_and_none(tmp_path: Path) -> None:

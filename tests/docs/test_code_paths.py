@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 17,
     "examples to loss: lines": 3_241,
     "test: files": 58,
-    "test: lines": 12_253,
+    "test: lines": 12_310,
     "package: files": 170,
-    "package: lines": 27_508,
-    "package: lines of code": 17_342,
+    "package: lines": 27_576,
+    "package: lines of code": 17_389,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

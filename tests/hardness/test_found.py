@@ -69,6 +69,13 @@ def test_predictions_cut_inside_a_character_can_be_resumed(tmp_path: Path) -> No
     assert path.read_bytes() == whole
 
 
+def test_predictions_of_another_number_of_processes_are_not_called_complete(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    interrupted_predictions(path)
+    with pytest.raises(ValueError, match=r"resume: expected complete predictions in .*a\.jsonl"):
+        PredictionsFile(path, {"weights": "w"}, rank=0, num_ranks=2, resume=True)
+
+
 @pytest.mark.parametrize("content", [nested(100_000) + "\n", "", "3\n", '{"name": "é"}\n', "\xff\n"])
 def test_damaged_predictions_are_refused_and_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"

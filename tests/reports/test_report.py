@@ -14,12 +14,15 @@ from scipy.stats import binomtest
 from parsed_page import ParsedPage
 from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports.comparison import compare
+from refusion_lit.reports.model_card import model_card
 from refusion_lit.reports.plots import curves_plot, standalone
 from refusion_lit.reports.runs import read_runs, read_scores
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.reports.write import write_report, write_test_report
+from refusion_lit.types import ModelTraits
 from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
 
+TRAITS = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
 SVG = "{http://www.w3.org/2000/svg}"
 WILSON_20 = 100 * binomtest(20, 20).proportion_ci(method="wilson").low
 
@@ -335,3 +338,57 @@ def test_markdown_escapes_names(tmp_path: Path) -> None:
     row = markdown_table(comparison).splitlines()[2]
     assert r"a\_b\|50%&amp;&lt;x&gt;" in row
     assert len(re.findall(r"(?<!\\)\|", row)) == 10
+
+
+def rescored(run: Path, scores: list[float]) -> None:
+    """Write the scores of some predictions and their metric anew, as the command score does."""
+    lines = [{**line, "metrics": {"half": line["score"] / 2}} for line in predictions(scores)]
+    (run / "predictions_d.scored.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_later_scores_bring_their_metrics_along(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"d": predictions([0.0, 0.0])})
+    results = json.loads((run / "results.json").read_text())
+    results["metrics"] = ["half"]
+    results["results"]["d"]["half"] = 0.0
+    (run / "results.json").write_text(json.dumps(results))
+    rescored(run, [1.0, 0.0])
+    [found], _ = read_runs([run])
+    assert found.results["results"]["d"]["score"] == 0.5
+    assert found.results["results"]["d"]["half"] == 0.25
+    card = model_card("m", TRAITS, None, [run], prompt="ids")
+    assert "value: 0.5" in card
+    assert "| 0.250 |" in card
+
+
+def test_scores_of_some_predictions_only_are_left_out(tmp_path: Path) -> None:
+    """The test was resumed after it had been scored."""
+    run = write_run(tmp_path / "run", {"d": predictions([0.0, 0.0])})
+    rescored(run, [1.0])
+    [found], notes = read_runs([run])
+    assert [each.score for each in found.predictions["d"].values()] == [0.0, 0.0]
+    assert "predictions_d.scored.jsonl scores other predictions" in notes[0]
+
+
+def test_points_that_a_sweep_had_before_are_left_out(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "sweep")
+    (root / "sweep.json").write_text(json.dumps({"swept": [], "points": ["01", "00", "99"]}))
+    runs, _ = read_runs([root])
+    assert [run.name for run in runs] == ["points/01/test", "points/00/test"]
+
+
+def test_a_checkpoint_at_the_root_has_no_training(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"d": predictions([1.0])})
+    results = json.loads((run / "results.json").read_text())
+    results["config"]["ckpt_path"] = "/model.ckpt"
+    (run / "results.json").write_text(json.dumps(results))
+    assert write_report([run])[0].is_file()
+
+
+def test_a_score_that_is_no_number_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"d": predictions([1.0])})
+    results = json.loads((run / "results.json").read_text())
+    results["results"]["d"]["score"] = None
+    (run / "results.json").write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=r"results.d.score: expected a number, got None"):
+        read_runs([run])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from cli.conftest import QUICKSTART
 from forks import finished, start
 from refusion_lit import load
-from refusion_lit.checkpoints.files import _check_index, read_checkpoint
+from refusion_lit.checkpoints.files import _check_index, newest_checkpoint, read_checkpoint
 from refusion_lit.cli import main
 from robustness.conftest import torchrun
 
@@ -103,6 +103,10 @@ def test_a_torn_or_hostile_checkpoint_is_refused(sharded: Path, tmp_path: Path) 
     (torn / "meta.pt").unlink()
     with pytest.raises(ValueError, match=r"lacks meta\.pt"):
         read_checkpoint(torn)
+    (torn / "meta.pt").write_bytes((sharded / "meta.pt").read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"cannot be read as a checkpoint"):
+        read_checkpoint(torn)
+    assert newest_checkpoint([tmp_path], resumable=True) is None
 
     class Hostile:
         def __reduce__(self) -> tuple[object, tuple[str]]:

@@ -134,3 +134,19 @@ def test_wrong_points_are_refused_by_name(options: dict[str, Any], message: str,
 )
 def test_values_in_short(value: Any, text: str) -> None:
     assert short(value) == text
+
+
+def test_a_swept_seed_goes_before_those_of_the_base(tmp_path: Path) -> None:
+    """A run's own config names all options, and model.seed and data.seed would be the same in all points."""
+    (tmp_path / "base.yaml").write_text("seed_everything: 0\nmodel: {seed: 0, a: 1}\ndata: {seed: 0}\n")
+    seen: list[dict[str, Any]] = []
+
+    def recorded(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
+        seen.append(config)
+        return resolve(subcommand, {"seed_everything": config["seed_everything"]})
+
+    plan(Sweep(base=["base.yaml"], grid={"seed_everything": [1, 2]}), tmp_path, recorded)
+    plan(Sweep(base=["base.yaml"], options={"x": 1}), tmp_path, recorded)
+    assert [(config["seed_everything"], config["model"], config["data"]) for config in seen] == [
+        (1, {"a": 1}, {}), (2, {"a": 1}, {}), (0, {"seed": 0, "a": 1}, {"seed": 0}),
+    ]  # fmt: skip

@@ -106,13 +106,18 @@ def test_a_finished_point_is_run_again_if_its_checkpoint_has_changed(
 ) -> None:
     checkpoint = tmp_path / "model" / "last.ckpt"
     checkpoint.parent.mkdir()
+    options = {"x": 1, "ckpt_path": str(checkpoint.parent)}
     for content, expected in (("one", ["1"]), ("one", ["1"]), ("other", ["1", "1"])):
         (checkpoint.parent / "report.html").write_text(f"changes no result: {expected}")
         if not checkpoint.exists() or checkpoint.read_text() != content:
             checkpoint.write_text(content)
-        options = {"x": 1, "ckpt_path": str(checkpoint.parent)}
         _run(tmp_path, command, journal, resume=True, options=options)
         assert [line.split()[1] for line in journal.read_text().splitlines()] == expected
+    before = journal.read_text().splitlines()
+    checkpoint.unlink()  # or the disk is not mounted: what was found stays
+    rows = _run(tmp_path, command, journal, resume=True, options=options)
+    assert {row["status"] for row in rows} == {"finished"}
+    assert journal.read_text().splitlines() == before
 
 
 def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], journal: Path) -> None:

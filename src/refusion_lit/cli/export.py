@@ -102,7 +102,7 @@ def _card(options: Namespace, model: TextModel) -> str:
     backbone = model.backbone
     prompt = prompt_code(model.tokenizer, model.prompt_template)
     name = options.push_to_hub or options.output
-    run = Path(options.ckpt_path).parent.parent  # unless the checkpoint was moved out of it
+    run = Path(options.ckpt_path).absolute().parent.parent  # unless the checkpoint was moved out of it
     is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
     results = [Path(path) for path in as_list(options.results)]
     if results:

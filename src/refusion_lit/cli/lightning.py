@@ -215,7 +215,9 @@ class RefusionCLI(LightningCLI):
         except PARSER_ERRORS as error:
             raise explained(own, options, error, command) from error
         if command and type(config[command].seed_everything) is int:
-            for name in {"model.seed", "data.seed"} - {each.name for each in given}:
+            # On the command line it goes before the seeds of a file, such as a run's config, which names all options.
+            is_own = any(each.name == "seed_everything" and not each.file for each in given)
+            for name in {"model.seed", "data.seed"} - {each.name for each in given if not (is_own and each.file)}:
                 config[command][name] = config[command].seed_everything
         return config
 

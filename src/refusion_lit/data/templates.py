@@ -25,6 +25,8 @@ MAX_LENGTHS = 64
 MAX_SPAN = 1_000_000
 """Maximum number of tokens in a span."""
 
+_NUM_TOGETHER = 64
+"""Prompts with spans of several lengths that are decoded before the first one's response is told."""
 _LEAST = 1e-12
 """Probabilities are clamped to at least this value before the logarithm."""
 
@@ -139,11 +141,14 @@ def fill_templates(
     def run(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
         return decode(tried, sampling=how, trace=True, **options).rows
 
-    rows = choose_lengths(run, groups, sampling, SpecialTokens.of(tokenizer).eos_token_ids)
-    for number, row in enumerate(rows):
-        row.trace = row.trace if trace else []
-        for callback in callbacks:
-            callback.on_finished(number, row)
+    rows: list[Generation] = []
+    for start in range(0, len(groups), _NUM_TOGETHER):  # a response is told once all lengths of its slice are decoded
+        part = groups[start : start + _NUM_TOGETHER]
+        for row in choose_lengths(run, part, sampling, SpecialTokens.of(tokenizer).eos_token_ids):
+            row.trace = row.trace if trace else []
+            for callback in callbacks:
+                callback.on_finished(len(rows), row)
+            rows.append(row)
     return rows
 
 

@@ -283,6 +283,12 @@ class PredictionsFile:
         """Take over the lines that are done."""
         if not self.path.is_file():
             if self._whole.is_file():
+                meta = read_object(meta_path(self._whole))
+                fix = "resume with as many processes as wrote it, or start again without resume"
+                is_complete = bool(self._parts) and "progress" not in meta
+                require(
+                    is_complete, "resume", f"complete predictions in {self._whole}", "those of an interrupted run", fix
+                )
                 raise NothingToDoError(f"{self._whole} is complete; there is nothing left to do")
             return
         meta = read_object(meta_path(self.path))

@@ -17,6 +17,7 @@ from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import has_own_decoder
 from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
+from refusion_lit.reports.runs import with_scores
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.require import require
@@ -121,7 +122,7 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
 
 def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
     path = str(Path(__file__).with_name(template))
-    values |= {"name": name, "title": Path(name).name, "version": __version__, "quoted": repr}
+    values |= {"name": name, "title": Path(name).absolute().name, "version": __version__, "quoted": repr}
     return str(ModelCard.from_template(data, template_path=path, **values))
 
 
@@ -154,7 +155,9 @@ def _read_test(directory: Path) -> dict[str, Any]:
     results = read_results(path)
     expected = f"the results of `refusion-lit test` in {path}"
     require(results is not None, "results", expected, "another file", "test the model again")
-    return results or {}
+    assert results is not None
+    with_scores(directory, results, [])
+    return results
 
 
 def _figures(results: Mapping[str, Any]) -> tuple[str, str]:

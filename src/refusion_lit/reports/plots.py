@@ -132,7 +132,7 @@ def training_plots(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         checkpoint = (run.results.get("config") or {}).get("ckpt_path")
         if isinstance(checkpoint, str):
-            directory = Path(checkpoint).resolve().parents[1]
+            directory = Path(checkpoint).resolve().parent.parent
             files.setdefault(directory / "metrics.csv", f"{directory.parent.name}/{directory.name}")
     found = {name: _columns(path) for path, name in files.items() if path.is_file()}
     plots = []

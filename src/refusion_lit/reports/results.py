@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import is_number, require
 from refusion_lit.version import __version__
 
 RESULTS = "results.json"
@@ -39,8 +40,11 @@ def read_results(path: Path) -> dict[str, Any] | None:
     is_ours = (
         isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
     )
-    if not is_ours:
+    if not is_ours or figures is None:
         return None
+    for name, each in figures.items():
+        fix = "correct the field, or run `refusion-lit test` again"
+        require(is_number(each["score"], Real), f"{path}: results.{name}.score", "a number", each["score"], fix)
     wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
     is_list = isinstance(names := values.get("metrics") or [], list) and all(isinstance(name, str) for name in names)
     require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")

@@ -18,7 +18,7 @@ _SCORED = ".scored.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPrediction:
-    """One line of a predictions file, reduced to what a report shows. ``score`` is in [0, 1]."""
+    """One line of a predictions file, reduced to what a report shows. ``score`` is in [0, 1], as are ``metrics``."""
 
     prompt: str
     response: str
@@ -26,6 +26,7 @@ class ScoredPrediction:
     score: float
     num_tokens: int
     num_forwards: int
+    metrics: Mapping[str, float]
 
     @property
     def example(self) -> tuple[str, str | None]:
@@ -107,7 +108,10 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
 
 
 def _result_files(folder: Path) -> list[Path]:
-    """Return the results below a directory in the order of their paths; the points of a sweep are in its own order."""
+    """Return the results below a directory in the order of their paths, those of a sweep in the order of its points.
+
+    Points of other options that the sweep had before are left out.
+    """
     numbers = {
         path.parent / "points" / str(identity): f"{number:09d}"
         for path in folder.rglob("sweep.json")
@@ -117,13 +121,15 @@ def _result_files(folder: Path) -> list[Path]:
     def key(path: Path) -> list[str]:
         return [numbers.get(parent, parent.name) for parent in reversed(path.parents)]
 
-    return sorted(folder.rglob(RESULTS), key=key)
+    swept = {parent.parent for parent in map(Path, numbers)}
+    files = [path for path in folder.rglob(RESULTS) if numbers.keys() >= {p for p in path.parents if p.parent in swept}]
+    return sorted(files, key=key)
 
 
 def _run(folder: Path, argument: Path, source: str, results: dict[str, Any], notes: list[str]) -> Run:
     relative = folder.relative_to(argument)
     name = str(relative) if relative.parts else argument.resolve().name
-    predictions = {decoder: read_scores(folder, decoder, notes) for decoder in results["results"]}
+    predictions = with_scores(folder, results, notes)
     for decoder, found in predictions.items():
         expected = results["results"][decoder].get("num_prompts", 0)
         if not found:
@@ -167,6 +173,26 @@ def _failed_points(argument: Path) -> list[str]:
     return notes
 
 
+def with_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict[str, dict[str, ScoredPrediction]]:
+    """Return the predictions of a run's decoders; where all are there, their scores replace those of the results.
+
+    So ``refusion-lit score`` decides, which may have run after the test.
+
+    Args:
+        folder: The run's directory.
+        results: The content of its ``results.json``, which is changed.
+        notes: Remarks for the reader are appended here.
+    """
+    predictions = {}
+    for decoder, figures in results["results"].items():
+        found = predictions[decoder] = read_scores(folder, decoder, notes)
+        if found and len(found) >= figures.get("num_prompts", 0):
+            figures["score"] = sum(each.score for each in found.values()) / len(found)
+            for name in results.get("metrics") or ():
+                figures[name] = sum(each.metrics.get(name, 0.0) for each in found.values()) / len(found)
+    return predictions
+
+
 def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:
     """Return a decoder's predictions by prompt id, from the files of all processes.
 
@@ -179,24 +205,33 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
         notes: Remarks for the reader are appended here: rescored files, lines that are not predictions.
     """
     pattern = re.compile(rf"predictions_{re.escape(decoder)}(_rank\d+)?(\.scored)?\.jsonl")
-    paths = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
+    paths = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+    files = {path: _predictions(path, notes) for path in paths}
     predictions: dict[str, ScoredPrediction] = {}
-    for path in sorted(paths, key=lambda path: (not path.name.endswith(_SCORED), path.name)):
+    for path in sorted(files, key=lambda path: not path.name.endswith(_SCORED)):
         if path.name.endswith(_SCORED):
             original = path.with_name(path.name.removesuffix(_SCORED) + ".jsonl")
-            if original.exists() and (read_fingerprint(original) or {}) != (read_fingerprint(path) or {}):
+            is_same = (read_fingerprint(original) or {}) == (read_fingerprint(path) or {})
+            if original in files and not (is_same and files[original].keys() == files[path].keys()):
                 notes.append(f"{path.name} scores other predictions than those of {original.name} and was left out.")
                 continue
             notes.append(f"{path.name}: the scores of {decoder} are those written by `refusion-lit score`.")
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    identity, prediction = _parse(json.loads(line))
-                except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-                    notes.append(f"{path.name}, line {number}: not a prediction, left out.")
-                    continue
-                predictions.setdefault(identity, prediction)
+        predictions = {**files[path], **predictions}
     return predictions
+
+
+def _predictions(path: Path, notes: list[str]) -> dict[str, ScoredPrediction]:
+    """Return the predictions of a file by prompt id; a repeated one counts once."""
+    found: dict[str, ScoredPrediction] = {}
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                identity, prediction = _parse(json.loads(line))
+            except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+                notes.append(f"{path.name}, line {number}: not a prediction, left out.")
+                continue
+            found.setdefault(identity, prediction)
+    return found
 
 
 def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:
@@ -217,4 +252,5 @@ def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:
         score=score,
         num_tokens=num_tokens,
         num_forwards=num_forwards,
+        metrics={name: float(value) for name, value in (values.get("metrics") or {}).items()},
     )

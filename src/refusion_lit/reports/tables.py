@@ -131,7 +131,7 @@ def _with_metrics(shown: Sequence[tuple[str, str, str]], metrics: Sequence[str])
 
 
 def _cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:
-    return [template.format(figures[key]) for key, _, template in shown]
+    return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in shown]
 
 
 def _estimate(row: Row, value: Interval, spec: str) -> str:

@@ -129,6 +129,9 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
     configs = {}
     for subcommand in sweep.subcommands:
         config = copy.deepcopy(base)
+        if "seed_everything" in {**sweep.options, **options}:  # a run's config as the base names the others, too
+            for group in ("model", "data"):
+                config.get(group, {}).pop("seed", None)
         for name, value in sorted({**sweep.options, **options}.items(), key=lambda item: _depth(item[0])):
             scope, _, rest = name.partition(".")
             if scope in ("fit", "test"):

@@ -78,10 +78,10 @@ def run(
 
 
 def is_finished(directory: Path, point: Point) -> bool:
-    """Return whether a point has results, of the checkpoint that stands where its config says."""
+    """Return whether a point has results, of the checkpoint that stands where its config says, if one does."""
     folder = _folder(directory, point)
     now = _checkpoint_state(point)
-    is_current = read_object(folder / POINT).get("checkpoint", now) == now
+    is_current = read_object(folder / POINT).get("checkpoint", now) == now or now == digest([])
     return is_current and read_object(folder / OUTCOME).get("status") == "finished"
 
 

@@ -16,9 +16,7 @@ from refusion_lit.tasks.readers import Row, text_field, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_choice
 
-_FENCED = re.compile(
-    r"```[ \t]*+(?:python|py|python3)?[ \t]*+\r?\n(.*?)(?:\r?\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE
-)
+_FENCED = re.compile(r"```([^\n`]*+)\n(.*?)(?:\r?\n[ \t]*+```|\Z)", re.DOTALL)
 # Start of a top-level statement: a model that continues the function's body has finished it here.
 _END_OF_BODY = re.compile(r"\n(?=class\s|def\s|async def\s|@|#|if\s|print\b|assert\s|```|<\|)")
 
@@ -208,5 +206,7 @@ class Mbpp(CodeTask):
 
 def extract_code(response: str) -> str:
     """Return the longest fenced block of a response that is marked as Python or unmarked; else the whole response."""
-    blocks = [match[1] for match in _FENCED.finditer(response)]
+    blocks = [
+        code for name, code in _FENCED.findall(response) if name.strip().lower() in ("", "python", "py", "python3")
+    ]
     return max(blocks, key=len) if blocks else response

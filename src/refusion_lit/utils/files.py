@@ -74,7 +74,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     Raises:
         OSError: If it cannot be created.
     """
-    target = Path(path).absolute()
+    target = Path(path).resolve()
     unfinished = target.with_name(f".{target.name}.unfinished")
     missing = [parent for parent in target.parents if not parent.exists()]
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
@@ -86,7 +86,12 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         for file in unfinished.rglob("*"):
             if file.is_file():
                 file.chmod(0o666 & ~mask)  # some libraries write for the owner alone
-        unfinished.replace(target)
+        if target.is_dir():  # perhaps somebody's working directory, or a mounted one
+            for file in unfinished.iterdir():
+                shutil.move(file, target)
+            unfinished.rmdir()
+        else:
+            unfinished.replace(target)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         for parent in missing:
