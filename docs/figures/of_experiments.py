@@ -166,6 +166,7 @@ def _round(figures: Result, *, is_start: bool) -> str:
 
 
 @table("refusion_pays real model", _path("refusion_pays", "real_model.json"))
+@table("refusion_pays convert", _path("refusion_pays", "convert.json"))
 def _real_model(found: Result) -> str:
     titles = (
         "training", "decoder", "prompts", "tokens/forward", "positions/token", "tokens/s, times `Autoregressive`",
@@ -370,6 +371,11 @@ def _policy_curves(results: Result) -> policy.Curves:
 
 @table("policy_estimators", _path("policy_estimators"))
 def _policy_estimators(results: Result) -> str:
+    return _estimators(results)
+
+
+@table("policy_estimators longer", _path("policy_estimators", "longer.json"))
+def _policy_longer(results: Result) -> str:
     return _estimators(results)
 
 

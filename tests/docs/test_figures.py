@@ -412,6 +412,35 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
     )
 
 
+def test_sentences_on_the_chain_with_a_second_round(registry: ModuleType) -> None:
+    runs = registry.read("experiments/refusion_pays/convert.json")["runs"]
+    before, after = (runs[name]["decoders"] for name in ("shorter", "second round"))
+    long_slots, drafts, mask = "ReFusion bonus 32x1", "SelfSpeculative, one slot", "ReFusion mask 8x4"
+
+    def of(name: str, figure: str = "tokens_per_forward") -> tuple[float, float]:
+        return before[name][figure], after[name][figure]
+
+    slots, ratio = of(long_slots), of(long_slots, "speed_over_autoregressive")
+    interval = after[long_slots]["speed_over_autoregressive_95"]
+    perplexity = of(long_slots, "perplexity_under_base")
+    _says(
+        "experiments/refusion_pays/README.md",
+        f"gives {slots[1] / slots[0]:.2f} times the tokens per forward: {slots[1]:.2f} with ReFusion's decoder in "
+        f"slots of 32, from {slots[0]:.2f}**, and {of(drafts)[1]:.2f} with `SelfSpeculative`, from {of(drafts)[0]:.2f}",
+        f"a perplexity of {perplexity[1]} under the base, from {perplexity[0]}",
+        f"for the first time on this model**: {of(mask)[1]:.2f}, from {of(mask)[0]:.2f}",
+        f"{ratio[1]:.2f} times the tokens/s of `Autoregressive` ({interval[0]:.2f} to {interval[1]:.2f})",
+        f"from {ratio[0]:.2f} times**",
+        f"{after[long_slots]['speed_over_generate']:.2f} times those of `generate`",
+    )
+    _says(
+        "docs/convert.md",
+        f"from {slots[0]:.2f} to {slots[1]:.2f} tokens per forward pass",
+        f"from {ratio[0]:.2f} to {ratio[1]:.2f} times the tokens/s",
+        f"reached {slots[1]:.2f} tokens per forward pass after 1.02 million positions",
+    )
+
+
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_report_of_an_experiment_is_of_its_results(name: str) -> None:
     folder = ROOT / "experiments" / name
@@ -491,6 +520,25 @@ def test_figures_in_sentences_on_the_other_start(registry: ModuleType) -> None:
         "experiments/policy_estimators/README.md",
         f"The exact likelihood loses {lost:.1f} points left to right ({high:.1f} to {low:.1f})",
         "its three seeds end at {:.1f}, {:.1f} and {:.1f} %".format(*seeds),
+    )
+    found = registry.read("experiments/policy_estimators/longer.json")["means"]
+    gains = {n: {way: e["difference_in_points"][0] for way, e in mean["after"].items()} for n, mean in found.items()}
+    behind = {n: {way: [-v for v in e] for way, e in mean["against_exact"].items()} for n, mean in found.items()}
+    left, thresholds = ([gains[n][way] for n in found] for way in ("left to right", "thresholds"))
+    mean_field, coupled = behind["mean_field"], behind["coupled"]["thresholds"]
+    _says(
+        "experiments/policy_estimators/README.md",
+        "{:.1f}, {:.1f} and {:.1f} points more left to right, {:.1f}, {:.1f} and {:.1f} by thresh".format(
+            *left, *thresholds
+        ),
+        "{0:.1f} points less than the exact likelihood left to right ({2:.1f} to {1:.1f})".format(
+            *mean_field["left to right"]
+        ),
+        "{0:.1f} by thresholds ({2:.1f} to {1:.1f})".format(*mean_field["thresholds"]),
+        "({:.1f} points less, {:.1f} to {:+.1f})".format(
+            behind["coupled"]["left to right"][0], *found["coupled"]["against_exact"]["left to right"][1:]
+        ),
+        "ends {0:.1f} points lower by thresholds ({2:.1f} to {1:.1f})".format(*coupled),
     )
     longer = registry.read("experiments/policy_additions/other_start.json")
     before, after = longer["before"], longer["results"]["0"]["after"]
