@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 58,
     "test: lines": 12_310,
     "package: files": 170,
-    "package: lines": 27_576,
-    "package: lines of code": 17_389,
+    "package: lines": 27_577,
+    "package: lines of code": 17_390,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

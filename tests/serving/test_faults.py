@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -238,6 +239,22 @@ def test_a_client_that_leaves_frees_its_row(model: TextModel, stream: bool) -> N
         wait_for(lambda: worker.num_active == 0)
         assert complete(server, "2+2").choices[0].text == alone(model, Autoregressive(), "2+2", 16)
         assert b'{outcome="gone"} 2.0' in get_metrics(server)
+
+
+def test_a_client_that_leaves_just_as_something_happens_has_left() -> None:
+    """Waiting must not swallow the cancellation, or the answer would be decoded to its end."""
+
+    async def leave() -> bool:
+        run: Any = SimpleNamespace(news=asyncio.Queue(), started=time.monotonic(), jobs=[])
+        service: Any = SimpleNamespace(worker=SimpleNamespace(limits=Limits()))
+        task = asyncio.create_task(Service._next(service, run))
+        await asyncio.sleep(0.01)
+        run.news.put_nowait("an update")
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(leave())
 
 
 def test_a_slow_reader_holds_nobody_up(model: TextModel) -> None:

@@ -221,7 +221,8 @@ class Service:
         """Return what happens next; an error if that is nothing, as in a call of the model that hangs."""
         left = run.started + self.worker.limits.max_seconds - time.monotonic()
         try:
-            return await asyncio.wait_for(run.news.get(), left + 1)  # the worker looks between calls, and tells first
+            async with asyncio.timeout(left + 1):  # the worker looks between calls, and tells first
+                return await run.news.get()
         except TimeoutError:
             return run.jobs[0], too_late()
 
