@@ -126,9 +126,10 @@ def main() -> None:
     measurements: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for seed in args.seeds:
         for name in args.only:
-            run = work / f"{name}{seed}" / "fit"
+            part = f"{name}{seed}_{args.updates}" if args.updates else f"{name}{seed}"
+            run = work / part / "fit"
             last, seconds = trained(run, start, seed, *setting.options(name), *updates)
-            after = kept(work / f"{name}{seed}.json", measure, last)
+            after = kept(work / f"{part}.json", measure, last)
             measurements[name].append(after)
             results[name][str(seed)] = {
                 "seconds": round(seconds),
@@ -142,7 +143,8 @@ def main() -> None:
                 key: against(before, mean_of(exact[: len(rows)]), mean_of(rows)) for key, rows in measurements.items()
             }
             found = {"before": plain, "results": results, "means": means}
-            about = environment(0, ["python", "experiments/policy_estimators/run.py", "--task", args.task])
+            given = ["--task", args.task, *(["--updates", str(args.updates)] if args.updates else [])]
+            about = environment(0, ["python", "experiments/policy_estimators/run.py", *given])
             write_json(output, {"config": {**config, "seeds": args.seeds}, **found, "environment": about})
 
 

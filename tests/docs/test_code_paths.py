@@ -18,11 +18,11 @@ BOUNDS = {
     "token ids to text: files": 20,
     "token ids to text: lines": 4_173,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_241,
+    "examples to loss: lines": 3_239,
     "test: files": 58,
-    "test: lines": 12_310,
+    "test: lines": 12_306,
     "package: files": 170,
-    "package: lines": 27_577,
+    "package: lines": 27_574,
     "package: lines of code": 17_390,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.

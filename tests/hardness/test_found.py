@@ -14,6 +14,7 @@ from refusion_lit.cli.answers import read_prompts
 from refusion_lit.cli.usage_errors import options_given
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.reports.runs import read_runs
+from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import meta_path, read_yaml
 
 
@@ -74,6 +75,13 @@ def test_predictions_of_another_number_of_processes_are_not_called_complete(tmp_
     interrupted_predictions(path)
     with pytest.raises(ValueError, match=r"resume: expected complete predictions in .*a\.jsonl"):
         PredictionsFile(path, {"weights": "w"}, rank=0, num_ranks=2, resume=True)
+    file = PredictionsFile(path, {"weights": "w"}, resume=True)
+    file.close()
+    file.complete()
+    with pytest.raises(NothingToDoError):
+        PredictionsFile(path, {"weights": "w"}, rank=0, num_ranks=2, resume=True)
+    with pytest.raises(ValueError, match="weights"):
+        PredictionsFile(path, {"weights": "other"}, rank=0, num_ranks=2, resume=True)
 
 
 @pytest.mark.parametrize("content", [nested(100_000) + "\n", "", "3\n", '{"name": "é"}\n', "\xff\n"])

@@ -145,8 +145,15 @@ def test_a_swept_seed_goes_before_those_of_the_base(tmp_path: Path) -> None:
         seen.append(config)
         return resolve(subcommand, {"seed_everything": config["seed_everything"]})
 
+    groups = {"model": {"a": 1}, "data": {}}
+
     plan(Sweep(base=["base.yaml"], grid={"seed_everything": [1, 2]}), tmp_path, recorded)
+    of_test = {"test.seed_everything": 3, "data.seed": 4}
+    plan(Sweep(base=["base.yaml"], options=of_test), tmp_path, recorded)
     plan(Sweep(base=["base.yaml"], options={"x": 1}), tmp_path, recorded)
-    assert [(config["seed_everything"], config["model"], config["data"]) for config in seen] == [
-        (1, {"a": 1}, {}), (2, {"a": 1}, {}), (0, {"seed": 0, "a": 1}, {"seed": 0}),
-    ]  # fmt: skip
+    assert seen == [
+        {"seed_everything": 1, **groups},
+        {"seed_everything": 2, **groups},
+        {"seed_everything": 3, "model": {"a": 1}, "data": {"seed": 4}},
+        {"seed_everything": 0, "model": {"seed": 0, "a": 1}, "data": {"seed": 0}, "x": 1},
+    ]

@@ -101,12 +101,13 @@ def test_a_finished_point_is_never_run_twice(tmp_path: Path, command: list[str],
     assert [row["x"] for row in grown] == [1, 1, 2, 2, 4, 4]
 
 
+@pytest.mark.parametrize("name", ["last.ckpt", "weights"])
 def test_a_finished_point_is_run_again_if_its_checkpoint_has_changed(
-    tmp_path: Path, command: list[str], journal: Path
+    tmp_path: Path, command: list[str], journal: Path, name: str
 ) -> None:
-    checkpoint = tmp_path / "model" / "last.ckpt"
+    checkpoint = tmp_path / "model" / name
     checkpoint.parent.mkdir()
-    options = {"x": 1, "ckpt_path": str(checkpoint.parent)}
+    options = {"x": 1, "ckpt_path": str(checkpoint.parent if name == "last.ckpt" else checkpoint)}
     for content, expected in (("one", ["1"]), ("one", ["1"]), ("other", ["1", "1"])):
         (checkpoint.parent / "report.html").write_text(f"changes no result: {expected}")
         if not checkpoint.exists() or checkpoint.read_text() != content:

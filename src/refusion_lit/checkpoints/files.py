@@ -118,17 +118,15 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
         got = f"{path}, which lacks {_PLAIN_VALUES}, written last"
         require(is_complete_sharded(path), "ckpt_path", "a complete checkpoint", got, "use an earlier one")
         _check_index(Path(path) / _INDEX)
-        return _loaded(Path(path) / _PLAIN_VALUES, mmap=False)
-    expected = "a checkpoint file"
-    fix = "a Hugging Face directory to start from goes into model.backbone.source"
-    require(not Path(path).is_dir(), "ckpt_path", expected, f"the directory {path}", fix)
-    require(Path(path).is_file(), "ckpt_path", expected, f"{path}, which does not exist", "check the path")
-    return _loaded(Path(path), mmap=mmap)
-
-
-def _loaded(path: Path, *, mmap: bool) -> dict[str, Any]:
+        file = Path(path) / _PLAIN_VALUES
+    else:
+        file = Path(path)
+        expected = "a checkpoint file"
+        fix = "a Hugging Face directory to start from goes into model.backbone.source"
+        require(not file.is_dir(), "ckpt_path", expected, f"the directory {path}", fix)
+        require(file.is_file(), "ckpt_path", expected, f"{path}, which does not exist", "check the path")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise ValueError(
             f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}). Give an older one."
@@ -194,10 +192,8 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def _is_readable(path: Path, *, resumable: bool) -> bool:
-    if path.is_dir() and not is_complete_sharded(path):
-        return False
     try:
-        content = _loaded(path / _PLAIN_VALUES if path.is_dir() else path, mmap=path.is_file())
+        content = read_checkpoint(path, mmap=True)
     except ValueError:
         return False
     return path.is_dir() or not resumable or "optimizer_states" in content

@@ -294,7 +294,8 @@ class RefusionCLI(LightningCLI):
         folder = Path(config.runs_dir) / config.run_name
         directory = folder / (config.run_version or run_directory.next_version(folder))
         goes_on = self.subcommand == "fit" and _continues(config, directory)
-        resumes = {"checkpoints": goes_on, "predictions": goes_on or config.get("model.resume", False)}
+        resumes = {"checkpoints": goes_on}
+        resumes["predictions"] = goes_on or (self.subcommand in ("test", "predict") and config.model.resume)
         for results, pattern in (("checkpoints", "*.ckpt"), ("predictions", "predictions*.jsonl")):
             holds = not self.subcommand or resumes[results] or not any(directory.rglob(pattern))
             is_own = self.subcommand != "validate" and (results == "checkpoints") == (self.subcommand == "fit")

@@ -285,10 +285,10 @@ class PredictionsFile:
             if self._whole.is_file():
                 meta = read_object(meta_path(self._whole))
                 fix = "resume with as many processes as wrote it, or start again without resume"
-                is_complete = bool(self._parts) and "progress" not in meta
-                require(
-                    is_complete, "resume", f"complete predictions in {self._whole}", "those of an interrupted run", fix
-                )
+                expected = f"complete predictions in {self._whole}"
+                require("progress" not in meta, "resume", expected, "those of an interrupted run", fix)
+                recorded = {**(meta.get("fingerprint") or {}), "num_processes": self._fingerprint["num_processes"]}
+                check_fingerprint("resume", str(self._whole), recorded, self._fingerprint, fix=fix)
                 raise NothingToDoError(f"{self._whole} is complete; there is nothing left to do")
             return
         meta = read_object(meta_path(self.path))

@@ -18,7 +18,7 @@ _SCORED = ".scored.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPrediction:
-    """One line of a predictions file, reduced to what a report shows. ``score`` is in [0, 1], as are ``metrics``."""
+    """One line of a predictions file, reduced to what a report shows. ``score`` is in [0, 1]."""
 
     prompt: str
     response: str
@@ -216,7 +216,8 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
                 notes.append(f"{path.name} scores other predictions than those of {original.name} and was left out.")
                 continue
             notes.append(f"{path.name}: the scores of {decoder} are those written by `refusion-lit score`.")
-        predictions = {**files[path], **predictions}
+        for identity, prediction in files[path].items():
+            predictions.setdefault(identity, prediction)
     return predictions
 
 

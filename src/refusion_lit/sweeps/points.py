@@ -129,9 +129,6 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
     configs = {}
     for subcommand in sweep.subcommands:
         config = copy.deepcopy(base)
-        if "seed_everything" in {**sweep.options, **options}:  # a run's config as the base names the others, too
-            for group in ("model", "data"):
-                config.get(group, {}).pop("seed", None)
         for name, value in sorted({**sweep.options, **options}.items(), key=lambda item: _depth(item[0])):
             scope, _, rest = name.partition(".")
             if scope in ("fit", "test"):
@@ -141,6 +138,10 @@ def _point(sweep: Sweep, base: Config, options: Config, directory: Path, resolve
                 if scope != subcommand:
                     continue
                 name = rest
+            if name == "seed_everything":  # goes before those of the base: a run's config names all options
+                for group in (config.get("model"), config.get("data")):
+                    if isinstance(group, dict):
+                        group.pop("seed", None)
             set_option(config, name, _resolve_path(value, directory))
         resolved = resolve(subcommand, config)
         configs[subcommand] = {name: value for name, value in resolved.items() if name not in _LOCATIONS}

@@ -88,8 +88,8 @@ def is_finished(directory: Path, point: Point) -> bool:
 def _checkpoint_state(point: Point) -> str:
     """Return a digest of names, sizes and times of the files of weights that a point starts from."""
     paths = [Path(config["ckpt_path"]) for config in point.configs.values() if config.get("ckpt_path")]
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
-    files = [file for file in files if file.suffix in _WEIGHTS and file.is_file()]
+    files = [path for path in paths if path.is_file()]
+    files += [file for path in paths for file in path.rglob("*") if file.suffix in _WEIGHTS and file.is_file()]
     return digest(sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -333,17 +333,15 @@ class SlotDiffusionModule(L.LightningModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Return what gives predictions files free, wherever a test is interrupted."""
-        return [_OnException(self.evaluation.abort)]
+        return [_FreesPredictions()]
 
 
-class _OnException(L.Callback):
-    """Calls a function if an error or Ctrl-C ends the trainer's work; a class of its own, as users' callbacks stay."""
+class _FreesPredictions(L.Callback):
+    """Closes predictions files if an error or Ctrl-C ends the trainer's work."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def on_exception(self, *_: object) -> None:
-        self._call()
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        assert isinstance(pl_module, SlotDiffusionModule)
+        pl_module.evaluation.abort()
 
 
 def corrupt_evenly(objective: Objective, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch:
