@@ -3,10 +3,10 @@
 usage: python experiments/refusion_pays/convert.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@8
            [--num_questions 1000] [--max_steps N] [--work_dir DIR]
 
-Lets the base answer the questions, keeps the answers that ended, trains by windows.yaml, and from there by
-shorter.yaml. The model that comes out answers half as many further questions with ReFusion, and a second round trains
-it on these, half as long. Both models are measured. Each part continues where it was interrupted; what is finished is
-kept. `--num_questions 64 --max_steps 4 --prompts FILE@1` in a --work_dir of its own is a trial of minutes.
+Lets the base answer the questions, keeps the answers that ended, and trains by windows.yaml. The model that comes out
+answers half as many further questions with ReFusion, and a second round trains it on these. Both models are measured.
+Each part continues where it was interrupted; what is finished is kept. `--num_questions 64 --max_steps 4 --prompts
+FILE@1` in a --work_dir of its own is a trial of minutes.
 """
 
 from __future__ import annotations
@@ -88,17 +88,15 @@ def main() -> None:
     parser.add_argument("--work_dir", type=Path, default=Path("runs/refusion_pays"))
     args = parser.parse_args()
     stages = [HERE / "own_answers.yaml", HERE / "windows.yaml"]
-    shorter = [*stages, HERE / "shorter.yaml"]
     options = []
     if args.max_steps is not None:  # of a trial's few answers, enough are held out to validate with
         options += ["--trainer.max_steps", str(args.max_steps), "--data.task.init_args.validation_fraction", "0.25"]
     work, questions, count = args.work_dir, args.questions, args.num_questions
     finished = answer(questions, count, work)
     model = trained(work / "windows", BASE, finished, *configs(*stages), *options)
-    model = trained(work / "shorter", model, finished, *configs(*shorter), *options)
     own = answer(questions, count // 2, work / "second_round", model=model, first=count)
-    last = trained(work / "second_round", model, own, *configs(*shorter, HERE / "second_round.yaml"), *options)
-    models = [f"shorter={model}", f"second round={last}"]
+    last = trained(work / "second_round", model, own, *configs(*stages, HERE / "second_round.yaml"), *options)
+    models = [f"windows={model}", f"second round={last}"]
     measured = [sys.executable, HERE / "real_model.py", *models, "--prompts", args.prompts]
     subprocess.run([*measured, "--output", work / "real_model.json"], check=True)
 

@@ -47,7 +47,7 @@ def command(*args: str) -> None:
     assert main([*args, *threads]) == 0
 
 
-def test_a_trial_of_the_conversion_trains_three_times_and_measures(
+def test_a_trial_of_the_conversion_trains_twice_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_counter(tmp_path / "runs" / "smollm2" / "base")
@@ -66,7 +66,7 @@ def test_a_trial_of_the_conversion_trains_three_times_and_measures(
     further = Path("trial/second_round/questions.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt"] for line in further] == texts[16:]
     first, second = json.loads(Path("trial/real_model.json").read_text())["runs"].items()
-    assert [name for name, _ in (first, second)] == ["shorter", "second round"]
+    assert [name for name, _ in (first, second)] == ["windows", "second round"]
     for _, run in (first, second):
         assert run["decoders"]["base, Autoregressive"]["texts"] == ["123456789<eos>"]
         assert run["decoders"]["ReFusion bonus 32x1"]["tokens_per_forward"] > 0
