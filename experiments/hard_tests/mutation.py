@@ -152,7 +152,7 @@ def prepare(work: Path) -> Path:
     """Copy the sources and tests to ``work/tree``, in place of an earlier copy."""
     tree = work / "tree"
     shutil.rmtree(tree, ignore_errors=True)
-    for name in ("src", "tests", "configs"):
+    for name in ("src", "tests", "configs", "experiments", "benchmarks"):  # tests import from all of them
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(ROOT / "pyproject.toml", tree)
     return tree
