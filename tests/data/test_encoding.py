@@ -110,6 +110,13 @@ def test_half_a_surrogate_pair_is_refused(chat: PreTrainedTokenizerBase) -> None
         encode_text(chat, "a\ud800")
 
 
+def test_turns_without_a_chat_template_are_not_dropped(plain: PreTrainedTokenizerBase) -> None:
+    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "the cat"}]
+    with pytest.raises(ValueError, match="messages: expected one turn, .* got 'turns of system, user'; give"):
+        encode_prompt(plain, "the cat", messages=turns)
+    assert encode_prompt(plain, "the cat", messages=turns[1:]) == encode_prompt(plain, "the cat")
+
+
 def test_unknown_characters_of_a_template_are_named() -> None:
     tokenizer = CharacterTokenizer(characters="abc").build(None)
     with pytest.raises(ValueError, match="no token for ':', 'Q'"):

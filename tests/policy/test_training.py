@@ -29,11 +29,12 @@ from refusion_lit.evaluation.loop import EvaluationOptions
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.policy import GroupPolicy, LeftToRight, Reward
-from refusion_lit.tasks import Additions, InstructionFiles, Task
+from refusion_lit.tasks import Additions, InstructionFiles, Mbpp, Task
 from refusion_lit.tasks.base import Split
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.rollouts import Rollouts
 from refusion_lit.types import Example, Prompt
+from tasks.samples import MBPP, write_jsonl
 from tiny import TINY_QWEN
 
 
@@ -245,6 +246,13 @@ def written(path: Path, num_rows: int) -> Path:
 def test_dropout_is_refused_as_it_changes_likelihoods(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.backbone.lora.dropout: expected no dropout, .* got 0.3; set it to 0"):
         fitted(tmp_path, lora=LoraOptions(rank=2, alpha=4.0, dropout=0.3))
+
+
+def test_code_that_may_not_run_is_no_reward(tmp_path: Path) -> None:
+    rows = [MBPP | {"task_id": number} for number in (11, 511, *range(601, 609))]
+    task = Mbpp(files=write_jsonl(tmp_path / "mbpp.jsonl", rows))
+    with pytest.raises(ValueError, match=r"data.task.allow_code_execution: expected true with GroupPolicy, got False"):
+        fitted(tmp_path / "run", replace(OBJECTIVE, rewards=()), task=task)
 
 
 @pytest.mark.parametrize(

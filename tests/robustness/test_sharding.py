@@ -117,6 +117,12 @@ def test_a_torn_or_hostile_checkpoint_is_refused(sharded: Path, tmp_path: Path) 
     (hostile / ".metadata").write_bytes(pickle.dumps(Hostile()))
     with pytest.raises(ValueError, match="cannot be read safely"):
         load(hostile)
+    # An allowed module imports others, which a dotted name would reach.
+    parts = [part.encode() for part in ("torch.distributed.checkpoint.metadata", "os.mkdir", f"{tmp_path}/executed")]
+    module, name, argument = (b"\x8c" + bytes([len(part)]) + part for part in parts)
+    (hostile / ".metadata").write_bytes(b"\x80\x04" + module + name + b"\x93" + argument + b"\x85R.")
+    with pytest.raises(ValueError, match=r"names torch.distributed.checkpoint.metadata.os.mkdir"):
+        load(hostile)
     assert not (tmp_path / "executed").exists()
 
 

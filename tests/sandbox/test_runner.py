@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -188,6 +189,31 @@ def test_there_is_no_network(sandbox: Sandbox) -> None:
             assert sandbox.run(f"import socket\n{attempt}", "").status == "failed", attempt
         with pytest.raises(TimeoutError):
             server.accept()
+
+
+def test_datagrams_reach_no_socket_outside(sandbox: Sandbox, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "log"))
+        send = f"a.sendto(b'out', {str(tmp_path / 'log')!r})"
+        program = f"import socket\na, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n{send}"
+        assert "Operation not permitted" in sandbox.run(program, "").message
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.recv(8)
+
+
+def test_files_send_no_signals(sandbox: Sandbox) -> None:
+    start = "import fcntl, socket, struct\na, b = socket.socketpair()\n"
+    for call in ("fcntl.F_SETOWN, 1", "10, 9", "15, struct.pack('ii', 1, 1)"):
+        assert "Operation not permitted" in sandbox.run(f"{start}fcntl.fcntl(a, {call})", "").message
+    for request in (0x8901, 0x8902):
+        message = sandbox.run(f"{start}fcntl.ioctl(a, {request}, struct.pack('i', 1))", "").message
+        assert "Operation not permitted" in message
+    assert sandbox.run(f"{start}fcntl.fcntl(a, fcntl.F_GETFL)", "").passed
+
+
+def test_annotations_are_evaluated(sandbox: Sandbox) -> None:
+    assert "name 'List' is not defined" in sandbox.run("def f(x: List[int]): return x", "assert f(1)").message
 
 
 def test_other_processes_cannot_be_killed_or_slowed_down(sandbox: Sandbox) -> None:

@@ -34,6 +34,7 @@ runs_code = pytest.mark.skipif(not _isolated(), reason="this machine offers no f
         ("```\nx\n```", "x"),
         ("```py\na\n```\n```python\nlonger\n```", "longer"),
         ("```python\ncut off", "cut off"),
+        ("```python\n```\nSorry, here:\n```python\nx = 3\n```\n", "x = 3"),
         ("```bash\npip install x\n```\nHere it is:\n```python\ny = 2\n```\n", "y = 2"),
         ("```text\na longer text than the program\n```", "```text\na longer text than the program\n```"),
         ("```" + " " * 200_000, "```" + " " * 200_000),

@@ -216,6 +216,8 @@ def test_gradient_checkpointing_trains_the_same_weights(tmp_path: Path) -> None:
     for checkpointing in (False, True):
         module, data = _parts()
         module.backbone_config = replace(module.backbone_config, gradient_checkpointing=checkpointing)
+        built = module.backbone_config.build(data.built_tokenizer)
+        assert built.make_fused_body() is not None, "what roll-outs and tests decode with"
         data.pack_length = 512  # an explicit mask as well
         _trainer(tmp_path, precision="64-true", limit_val_batches=0).fit(module, data)
         weights.append({name: value.clone() for name, value in module.model.state_dict().items()})

@@ -20,7 +20,7 @@ from refusion_lit.utils.require import require
 _INDEX = ".metadata"
 _PLAIN_VALUES = "meta.pt"
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
-# Modules and names that torch writes into the index, which is a pickle; None allows all names of a module.
+# Modules and names that torch writes into the index, which is a pickle; None allows all classes of a module.
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -78,8 +78,12 @@ class _IndexUnpickler(pickle.Unpickler):
             return _member
         names = _ALLOWED.get(module, set())
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
-        if is_type or names is None or name in names:
+        if is_type or name in (names or ()):
             return super().find_class(module, name)
+        if names is None and "." not in name:  # a dotted name reaches what the module imports
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 

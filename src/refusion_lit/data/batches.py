@@ -85,6 +85,10 @@ class BatchDataset(Dataset[Any]):
         return self._collate([self._samples[i] for i in index])
 
 
+_SORTED_BATCHES = 16
+"""Global batches whose samples are sorted by length together."""
+
+
 class LengthGroupedBatches(DistributedSampler[list[int]]):
     """Shuffles samples, sorts them by length within groups of batches, and shuffles the batches.
 
@@ -101,7 +105,7 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         seed: Seeds the order.
         rank: Index of this process.
         num_ranks: Number of processes.
-        group_batches: Number of global batches that are sorted together.
+        pack_length: If samples are packed rows: their number of tokens, on which it depends what a row holds.
 
     Attributes:
         start: Number of this rank's batches that the next pass skips; reset to zero by it.
@@ -116,21 +120,23 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         seed: int,
         rank: int = 0,
         num_ranks: int = 1,
-        group_batches: int = 16,
+        pack_length: int | None = None,
     ) -> None:
         super().__init__(range(num_samples), num_replicas=num_ranks, rank=rank, seed=seed)  # type: ignore[arg-type]
         self.batch_size = batch_size
         self._num_samples = num_samples
         self._length_of = length_of
-        self._group = group_batches * batch_size * num_ranks
+        self._group = _SORTED_BATCHES * batch_size * num_ranks
+        self._pack_length = pack_length
         self.start = 0
         expected = f"at most {num_samples // num_ranks} ({num_samples} samples over {num_ranks} processes)"
         require(len(self) > 0, "data.batch_size", expected, batch_size, "make it smaller")
 
     @property
-    def order(self) -> dict[str, int]:
+    def order(self) -> dict[str, int | None]:
         """What the order of an epoch depends on, by the option that sets it."""
         return {
+            "data.pack_length": self._pack_length,
             "data.task": self._num_samples,
             "data.batch_size": self.batch_size,
             "data.seed": self.seed,

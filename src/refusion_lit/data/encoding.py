@@ -49,6 +49,9 @@ def encode_prompt(
     if tokenizer.chat_template:
         rendered = _render(tokenizer, [{name: guard.guarded(text) for name, text in turn.items()} for turn in turns])
     else:
+        expected = "one turn, as the tokenizer has no chat template"
+        got = f"turns of {', '.join(turn['role'] for turn in turns)}"
+        require(len(turns) == 1, "messages", expected, got, "give the tokenizer one, or leave out the other turns")
         rendered = prompt_template.replace("{query}", guard.guarded(query))
     ids = [token for text, special in guard.parts(rendered) for token in _encode(tokenizer, text, special=special)]
     if not ids:

@@ -148,7 +148,9 @@ class InstructionDataModule(L.LightningDataModule):
                 assert not isinstance(data, EncodedOnRead), "samples are encoded beforehand where they are packed"
                 rows = self._packed(data, self.pack_length)
                 batches = BatchDataset(rows, partial(collate_packed, samples=data, **self._collate.keywords))
-                order = LengthGroupedBatches(len(rows), self.batch_size, None, seed=self.seed, **share)
+                order = LengthGroupedBatches(
+                    len(rows), self.batch_size, None, seed=self.seed, pack_length=self.pack_length, **share
+                )
             workers: dict[str, Any] = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
             loader = TrainingLoader(batches, sampler=order, batch_size=None, **workers)
         loader.trainer = self.trainer

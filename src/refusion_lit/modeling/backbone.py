@@ -207,7 +207,10 @@ class Backbone(nn.Module, LanguageModel):
         # On a GPU the host would have to wait for this check.
         if self.drafter is not None and input_ids.device.type == "cpu":
             has_masks = bool((input_ids >= self.special_tokens.draft_token_ids[0]).any())
-            require(not has_masks, "drafter", "decoding without autocast", "autocast", "set precision: 32-true")
+            is_autocast = torch.is_autocast_enabled(input_ids.device.type)
+            got = "autocast" if is_autocast else f"a {type(self.body).__name__} that is wrapped, hooked or sharded"
+            fix = "set precision: 32-true" if is_autocast else "export the checkpoint, and decode the directory"
+            require(not has_masks, "drafter", "decoding by the fused backbone", got, fix)
         output = self.body(
             input_ids=input_ids,
             position_ids=position_ids,

@@ -94,6 +94,9 @@ class BackboneConfig:
         trained = [name for name in ("lora", "drafter", "draft") if getattr(self, name) is not None]
         expected = "one of lora, drafter (a new one) and draft (an exported one)"
         require(len(trained) <= 1, "backbone", expected, " and ".join(trained), "train one of them")
+        fits = not self.gradient_checkpointing or trained not in (["drafter"], ["draft"])
+        fix = "set it to false: the frozen model's forward keeps no gradients"
+        require(fits, "backbone.gradient_checkpointing", "false with a drafter", self.gradient_checkpointing, fix)
 
     def build(self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None) -> Backbone:
         """Build the backbone for a tokenizer.
@@ -259,6 +262,8 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         enable()
+    # It also hooks the embedding, for reentrant checkpointing, and the fused backbone takes no hooked body.
+    model.disable_input_require_grads()
 
 
 def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

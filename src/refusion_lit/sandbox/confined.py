@@ -47,9 +47,7 @@ _DENIED = {
     "io_uring, bpf, perf, keys, userfaultfd": (425, 426, 427, 321, 248, 249, 250, 298, 323),
     "priorities of other processes": (141, 142, 144, 203, 251, 314),
 }  # fmt: skip
-_CLONE = 56
 _CLONE3 = 435
-_PRLIMIT64 = 302
 
 
 def main() -> None:
@@ -76,7 +74,7 @@ def run(program: str, tests: str) -> str | None:
     sys.argv[:] = ["solution"]
     for part, source in (("program", program), ("tests", tests)):
         try:
-            exec(compile(source, f"<{part}>", "exec"), module.__dict__)
+            exec(compile(source, f"<{part}>", "exec", dont_inherit=True), module.__dict__)  # not this file's imports
         except BaseException as error:
             return f"{part}: {type(error).__name__}: {error}"[:500]
     return None
@@ -162,17 +160,19 @@ def _apply_seccomp(libc: Any) -> bool:  # noqa: ANN401
         (answer, 0, 0, kill),
         (equal, 0, 1, _CLONE3),  # filters cannot read its flags through a pointer; on ENOSYS libraries use clone
         (answer, 0, 0, 0x00050000 | _ENOSYS),
-        (equal, 0, 4, _CLONE),
-        (load, 0, 0, 16),
-        (any_bit, 0, 1, 0x10000),  # CLONE_THREAD
-        (answer, 0, 0, allow),
-        (answer, 0, 0, deny),
-        (equal, 0, 4, _PRLIMIT64),
-        (load, 0, 0, 16),
-        (equal, 0, 1, 0),  # the process's own limits
-        (answer, 0, 0, allow),
-        (answer, 0, 0, deny),
     ]
+    first, second = 16, 24  # where the low half of an argument lies
+    for number, argument, tests, hit, other in (
+        (56, first, ((any_bit, 0x10000),), allow, deny),  # clone with CLONE_THREAD
+        (302, first, ((equal, 0),), allow, deny),  # prlimit64 of the process itself
+        (53, second, ((any_bit, 6),), deny, allow),  # socketpair of datagrams, which go to any socket of the machine
+        (72, second, ((equal, 8), (equal, 10), (equal, 15)), deny, allow),  # fcntl that lets a file send signals
+        (16, second, ((equal, 0x8901), (equal, 0x8902)), deny, allow),  # ioctl, the same
+    ):
+        program += [(equal, 0, 2 * len(tests) + 2, number), (load, 0, 0, argument)]
+        for kind, value in tests:
+            program += [(kind, 0, 1, value), (answer, 0, 0, hit)]
+        program.append((answer, 0, 0, other))
     for number in sorted({number for numbers in _DENIED.values() for number in numbers}):
         program += [(equal, 0, 1, number), (answer, 0, 0, deny)]
     program.append((answer, 0, 0, allow))

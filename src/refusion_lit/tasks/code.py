@@ -16,7 +16,7 @@ from refusion_lit.tasks.readers import Row, text_field, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_choice
 
-_FENCED = re.compile(r"```([^\n`]*+)\n(.*?)(?:\r?\n[ \t]*+```|\Z)", re.DOTALL)
+_FENCED = re.compile(r"```([^\n`]*+)\n(.*?)(?:(?:(?<=\n)|\r?\n)[ \t]*+```|\Z)", re.DOTALL)
 # Start of a top-level statement: a model that continues the function's body has finished it here.
 _END_OF_BODY = re.compile(r"\n(?=class\s|def\s|async def\s|@|#|if\s|print\b|assert\s|```|<\|)")
 

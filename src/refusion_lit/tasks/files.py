@@ -161,8 +161,9 @@ class InstructionFiles(Task):
         if self.preset == "messages":
             return _from_messages(row, identity, self.query_field or "messages")
         query_field, response_field = _FIELDS[self.preset]
-        query = text_field(row, self.query_field or query_field)
-        response = text_field(row, self.response_field or response_field)
+        hint = "add it, or set task.preset"
+        query = text_field(row, self.query_field or query_field, hint)
+        response = text_field(row, self.response_field or response_field, hint)
         if self.preset == "instruction" and values.get("input"):
             query = f"{query}\n\n{text_field(row, 'input')}"
         fix = "remove it, or set malformed: skip in the task"

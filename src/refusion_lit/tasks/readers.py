@@ -77,7 +77,7 @@ def values_of(row: Row, fix: str = "correct the line") -> Mapping[str, Any]:
     return row.values
 
 
-def text_field(row: Row, field: str, fix: str = "add it, or set task.preset") -> str:
+def text_field(row: Row, field: str, fix: str = "add it") -> str:
     """Return the text in a field of a row; ``fix`` says what to do where it is missing.
 
     Raises:

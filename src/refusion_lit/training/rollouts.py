@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.data.batches import EncodedExample, collate_responses
 from refusion_lit.data.module import InstructionDataModule
@@ -83,6 +84,8 @@ class Rollouts:
         self._sampling = replace(sampling, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
         options.check(self._decoder, self._sampling)
         self._decoder.check(self._sampling)
+        expected = "a strategy that keeps whole weights, as roll-outs need them"
+        require(not isinstance(model.backbone, FSDPModule), "trainer.strategy", expected, "FSDP2", "use ddp")
         has_reference = options.kl_weight == 0 or model.backbone.adapters is not None
         fix = "set model.backbone.lora.rank: the base under the adapters is the reference"
         require(has_reference, "objective.kl_weight", "0 without adapters", options.kl_weight, fix)
@@ -90,6 +93,10 @@ class Rollouts:
         expected = "no dropout, which changes the likelihood of an answer from forward to forward"
         require(dropout == 0, "model.backbone.lora.dropout", expected, dropout, "set it to 0")
         self._rewards: Sequence[Reward | Task] = options.rewards or (data.task,)
+        for reward in self._rewards:
+            may_run = getattr(reward, "allow_code_execution", True)
+            fix = "set it: the reward is what generated code does"
+            require(may_run, "data.task.allow_code_execution", "true with GroupPolicy", may_run, fix)
         prompt = data.training_prompt()
         if model.backbone.traits.predictions is not None:
             model.check_decoder(self._decoder)
@@ -186,7 +193,7 @@ class Rollouts:
         return found
 
     def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
-        """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit."""
+        """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit; NaN drops one."""
         examples = [self._example(prompt.id) for prompt in prompts]
         texts = [row.text for row in rows]
         totals = [0.0] * len(rows)
@@ -199,7 +206,8 @@ class Rollouts:
                 warnings.warn(f"{name}.rewards: all of a roll-out are {what}; such answers teach nothing", stacklevel=2)
             weight = reward.weight if isinstance(reward, Reward) else 1.0
             totals = [total + weight * value for total, value in zip(totals, values, strict=True)]
-        return [0.0 if row.finish_reason == "length" else total for row, total in zip(rows, totals, strict=True)]
+        is_overlong = [row.finish_reason == "length" for row in rows]
+        return [0.0 if cut and not math.isnan(total) else total for cut, total in zip(is_overlong, totals, strict=True)]
 
     def _example(self, name: str) -> Example:
         """Return the example of the training split with an id; the ids of most tasks end with the index."""
@@ -308,6 +316,7 @@ def _checked_rewards(
             values = reward.rewards(examples, responses)
             if isinstance(values, Mapping):
                 raise ValueError("a mapping, not a list")
+            values = list(values)
             for value in values:
                 if isinstance(value, str | bytes):  # float() would read numerals
                     raise ValueError(f"{value!r} is text")
