@@ -17,8 +17,17 @@ from unittest import mock
 
 import torch
 from benchmarks.attention_calls import SMOLLM2
-from benchmarks.common import SMALL, VOCABULARY_HEAVY, Work, decoded, interleaved, random_model, random_prompts
-from benchmarks.common import time_ratio, write
+from benchmarks.common import (
+    SMALL,
+    VOCABULARY_HEAVY,
+    Work,
+    decoded,
+    interleaved,
+    random_model,
+    random_prompts,
+    time_ratio,
+    write,
+)
 from jsonargparse import auto_cli
 from torch import Tensor
 from torch.nn import functional as F
@@ -74,9 +83,11 @@ PLAIN: dict[str, Callable[[], Any]] = {
 @contextmanager
 def adapters_one_by_one() -> Iterator[None]:
     """Replace the joint product of adapters."""
-    with mock.patch.object(drafts.DraftMasks, "_stacked", unstacked):
-        with mock.patch.object(drafts.DraftGate, "add", add_one_by_one):
-            yield
+    with (
+        mock.patch.object(drafts.DraftMasks, "_stacked", unstacked),
+        mock.patch.object(drafts.DraftGate, "add", add_one_by_one),
+    ):
+        yield
 
 
 ADAPTERS = {"adapters in one product": adapters_one_by_one}

@@ -293,6 +293,7 @@ class SamplingParams:
         holds = isinstance(self.stop, list | tuple) and all(isinstance(text, str) and text for text in self.stop)
         require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
         object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "seed", int(self.seed))  # keys of noise name the type
         require_at_least("entropy_window", self.entropy_window, 2)
         most = math.log(self.entropy_window)
         least = self.min_entropy

@@ -142,7 +142,7 @@ def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.
         tokens=[0] * 8,
         is_masked=[True] * 8,
     )
-    stream = Stream(lambda ids: "".join(map(chr, ids)), (" STOP",), "ReFusion")
+    stream = Stream(lambda ids: "".join(map(chr, ids)), state.sampling, "ReFusion")
     printed = ""
     for place, character in enumerate(text):
         state.commit([place], [ord(character)])

@@ -25,7 +25,10 @@ def _lines(path: Path, rows: list[dict[str, object]]) -> str:
 @pytest.fixture
 def gsm8k(tmp_path: Path) -> list[str]:
     data = _lines(tmp_path / "test.jsonl", [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(4)])
-    rows = [{"id": f"test:test.jsonl:{i + 1}", "response": f"#### {i % 2}", "score": 0.0, "x": i} for i in range(3)]
+    rows = [
+        {"id": f"test:test.jsonl:{i + 1}", "response": f"#### {i % 2}", "score": 0.0, "metrics": {"old": 1.0}, "x": i}
+        for i in range(3)
+    ]
     return ["score", _lines(tmp_path / "p.jsonl", rows), "--task=Gsm8k", f"--task.test={data}"]
 
 
@@ -40,6 +43,7 @@ def test_scores_are_overwritten_and_the_rest_is_kept(
     rows = [json.loads(line) for line in (tmp_path / "p.scored.jsonl").read_text().splitlines()]
     assert [row["score"] for row in rows] == [1.0, 1.0, 0.0]
     assert [row["x"] for row in rows] == [0, 1, 2]
+    assert not any("metrics" in row for row in rows), "the task has none, so those were of another one"
     assert (tmp_path / "p.jsonl").read_text() == before
 
 

@@ -190,6 +190,23 @@ def test_a_removed_option_is_named_with_its_reason(
     )
 
 
+@pytest.mark.parametrize(
+    ("decoder", "option", "reason"),
+    [
+        ("ReFusion", "certainty: first", "'model.decoders.x.certainty': it was removed; its name is slot_confidence."),
+        ("LLaDA", "eps: 0.1", "'model.decoders.x.eps': it was removed; Dream's time schedule ends at 0.001; leave it"),
+        (
+            "ReFusion",
+            "fused: auto",
+            "model.decoders.x.fused: expected true or false, got 'auto', which was removed; set",
+        ),
+    ],
+)
+def test_removed_options_of_a_configs_decoder_are_named(cli: RefusionCLI, decoder: str, option: str, reason: str):
+    value = f"{{class_path: {decoder}, init_args: {{{option}}}}}"
+    assert reason in refusal(cli, "fit", "--config", QUICKSTART, f"--model.decoders.x={value}")
+
+
 def test_removed_names_are_ends_of_dotted_names() -> None:
     assert removal_of("model.backbone.config") is None
     for name, reason in REMOVED.items():

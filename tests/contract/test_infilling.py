@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from decoder_cases import (
     weighs_rows,
 )
 from effort import examples
-from fakes import EOS, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
+from fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.data.schema_templates import Filling
 from refusion_lit.decoding import (
     APD,
@@ -228,6 +229,25 @@ def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
             assert any(all(row.token_ids[start + i] in each for i, each in enumerate(one)) for one in span)
         [alone] = decode(make(decoder), decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("seed", [13, 16, 17])
+def test_drafts_that_other_prompts_make_dearer_leave_a_span_as_it_is(seed: int) -> None:
+    """Bonus infill makes fewer plans where many rows share a forward's cost, and each draw narrows a span."""
+    rng = random.Random(seed)
+    ids = range(3, VOCAB)
+    num = rng.choice([8, 12, 16])
+    alternatives = [[torch.tensor(sorted(rng.sample(ids, rng.randint(7, 10)))) for _ in range(num)] for _ in range(400)]
+    prompt_ids = tuple(rng.randrange(3, VOCAB) for _ in range(4))
+    given = (5, *[None] * num, 6, EOS)
+    prompt = Prompt(token_ids=prompt_ids, id="p", given=given, constraint=Filling(VOCAB, {1: alternatives}))
+    size = rng.choice([4, 6, 8])
+    decoder = ReFusion(slot_size=size, num_serial_blocks=1, slot_threshold=0.5, token_threshold=0.5, infill="bonus")
+    sampling = SamplingParams(max_new_tokens=16)
+    others = [replace(prompt, id=f"q{i}") for i in range(7)]
+    model = HashModel(seed, traits=HYBRID)
+    [alone] = decode(model, decoder, [prompt], sampling).rows
+    assert decode(model, decoder, [prompt, *others], sampling, batch_size=8).rows[0].token_ids == alone.token_ids
 
 
 @keepers

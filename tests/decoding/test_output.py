@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from refusion_lit.engine.output import TextStream
+from refusion_lit.types import SamplingParams
 
 
 def decoded(tokens: list[int]) -> str:
@@ -17,21 +18,21 @@ def streamed(stream: TextStream, text: bytes) -> list[str]:
 
 def test_a_response_that_ends_within_a_character_is_streamed_whole() -> None:
     text = "a€".encode()[:-1]  # cut by the length limit
-    stream = TextStream(decoded, ())
+    stream = TextStream(decoded, SamplingParams())
     pieces = streamed(stream, text)
     assert "".join(pieces) == "a", "the last character may still be completed"
     assert "".join([*pieces, stream.rest(decoded([*text]))]) == decoded([*text]) == "a\N{REPLACEMENT CHARACTER}"
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end() -> None:
-    stream = TextStream(decoded, ("END", "\n"))
+    stream = TextStream(decoded, SamplingParams(stop=("END", "\n")))
     assert streamed(stream, b"xEyEN") == ["", "x", "", "Ey", "", ""]
     assert stream.rest("xEyEN") == "EN"
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_while_its_next_character_is_half_written() -> None:
     for stop, text in (("Q€", "12Q€"), ("\n答", "42\n答")):
-        stream = TextStream(decoded, (stop,))
+        stream = TextStream(decoded, SamplingParams(stop=(stop,)))
         assert "".join(streamed(stream, text.encode())) == text.removesuffix(stop)
 
 
@@ -41,14 +42,14 @@ def test_a_tokenizer_that_changes_earlier_text_loses_nothing() -> None:
     def cleaned(tokens: list[int]) -> str:
         return decoded(tokens).replace(" .", ".")
 
-    stream = TextStream(cleaned, ())
+    stream = TextStream(cleaned, SamplingParams())
     assert streamed(stream, b"a . b") == ["", "a", " ", "", ". ", "b"]
-    stream = TextStream(cleaned, ())
+    stream = TextStream(cleaned, SamplingParams())
     assert [*streamed(stream, b"a ."), stream.rest("a.")] == ["", "a", " ", "", "."]
 
 
 def test_a_request_that_starts_again_tells_nothing_twice() -> None:
-    stream = TextStream(decoded, ())
+    stream = TextStream(decoded, SamplingParams())
     assert "".join(streamed(stream, b"abc")) == "abc"
     assert streamed(stream, b"abcd") == ["", "", "", "", "d"]
     assert stream.rest("abcd") == ""
@@ -64,6 +65,12 @@ def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
             Counted.num_slices += 1
             return super().__getitem__(key)
 
-    stream = TextStream(decoded, (Counted("c" * 100_000),))
+    stream = TextStream(decoded, SamplingParams(stop=(Counted("c" * 100_000),)))
     assert "".join([*streamed(stream, b"abcc"), stream.rest("abcc")]) == "abcc"
     assert Counted.num_slices <= 1 + 2 + 3 + 4
+
+
+def test_what_a_low_entropy_may_leave_out_is_held_back() -> None:
+    stream = TextStream(decoded, SamplingParams(min_entropy=0.5, entropy_window=3))
+    assert "".join(streamed(stream, b"abcd")) == "a"
+    assert stream.rest("abcd") == "bcd"

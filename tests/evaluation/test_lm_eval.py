@@ -208,6 +208,8 @@ def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel, m
     assert ask(temperature=0.3, top_k=7, seed=5) == SamplingParams(max_new_tokens=256, temperature=0.3, top_k=7, seed=5)
     with pytest.raises(ValueError, match=r"generation_kwargs: .* got num_beams"):
         ask(num_beams=4)
+    with pytest.raises(ValueError, match=r"generation_kwargs: expected options of the harness, got .*'hot'"):
+        ask(temperature="hot")
 
 
 def test_bad_options(adapter: RefusionLitModel) -> None:

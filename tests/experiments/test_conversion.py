@@ -47,9 +47,7 @@ def command(*args: str) -> None:
     assert main([*args, *threads]) == 0
 
 
-def test_a_trial_of_the_conversion_trains_twice_and_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_of_the_conversion_trains_twice_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_counter(tmp_path / "runs" / "smollm2" / "base")
     questions = tmp_path / "questions.jsonl"
     texts = [f"{i:0120}"[::-1] + str(i % 10) for i in range(24)]  # long, as rows are packed

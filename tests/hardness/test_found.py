@@ -84,6 +84,21 @@ def test_predictions_of_another_number_of_processes_are_not_called_complete(tmp_
         PredictionsFile(path, {"weights": "other"}, rank=0, num_ranks=2, resume=True)
 
 
+def test_shares_of_several_processes_are_not_begun_anew_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for rank in range(2):
+        file = PredictionsFile(path, {"weights": "w"}, rank=rank, num_ranks=2)
+        file.write([{"id": str(rank)}])
+        file.close()
+    with pytest.raises(
+        ValueError, match="resume: expected the predictions of one process, got 'those of 2 processes in"
+    ):
+        PredictionsFile(path, {"weights": "w"}, resume=True)
+    again = PredictionsFile(path, {"weights": "w"}, rank=1, num_ranks=2, resume=True)
+    again.close()
+    assert again.done == {"1"}
+
+
 @pytest.mark.parametrize("content", [nested(100_000) + "\n", "", "3\n", '{"name": "é"}\n', "\xff\n"])
 def test_damaged_predictions_are_refused_and_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"

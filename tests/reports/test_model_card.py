@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from refusion_lit.decoding import ReFusion
+from refusion_lit.decoding import FastDLLM, ReFusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction
 from reports.samples import predictions, write_run
@@ -67,6 +67,14 @@ def test_a_card_has_the_results_of_tests(tmp_path: Path) -> None:
     card = model_card("out", ModelTraits(), None, [run])
     assert "On 1 prompt of the validation examples held out of the training files, decoded" in card
     assert "max_new_tokens 8, temperature 0.0; `a` is ReFusion(slot_size=4), `b` is LLaDA():" in card
+
+
+def test_a_card_writes_options_that_are_off_as_the_command_line_takes_them() -> None:
+    card = model_card(
+        "out", ModelTraits(attention="bidirectional"), None, [], decoder=FastDLLM(threshold=None, factor=1.0)
+    )
+    assert "--decoder FastDLLM --decoder.threshold null --decoder.factor 1.0" in card
+    assert "FastDLLM(threshold=None, factor=1.0)" in card
 
 
 def test_a_card_has_the_results_where_the_hub_looks_for_them(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -240,6 +241,15 @@ def test_a_tested_checkpoint_shows_its_training(tmp_path: Path) -> None:
         "policy/first: reward 0.04 at step 4",
     ]  # means of three
     assert sum("reward" in title for title in titles) == 41
+    other = tmp_path / "elsewhere" / "policy" / "first"
+    shutil.copytree(training, other)
+    results["config"]["ckpt_path"] = str(other / "checkpoints" / "last.ckpt")
+    again = write_run(tmp_path / "again", {"a": predictions([1.0])})
+    (again / "results.json").write_text(json.dumps(json.loads((again / "results.json").read_text()) | {
+        "config": results["config"]}))  # fmt: skip
+    page = write_report([*runs, again], tmp_path / "second")[0].read_text()
+    for path in (training, other):  # two trainings of one name, each with its curve
+        assert f"<title>{path}: reward 0.01 at step 1</title>" in page
     assert titles[41:] == [f"policy/first: validation loss 2.5 at step {step}" for step in (0, 50, 100)]
     assert "training loss" not in page
     assert "<h2>Training</h2>" not in write_report(runs[:1])[0].read_text()

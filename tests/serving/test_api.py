@@ -206,6 +206,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 4000}, "max_tokens: expected at most 1024, got 4000; lower it."),
     ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, got 0."),
     ({"temperature": -1}, "temperature: Input should be greater than or equal to 0, got -1."),
+    ({"extra_body": {"max_tokens": "5"}}, 'max_tokens: Input should be a valid integer, got "5".'),
+    ({"extra_body": {"seed": True}}, "seed: Input should be a valid integer, got true."),
+    ({"extra_body": {"n": "1"}}, 'n: Input should be a valid integer, got "1".'),
     ({"n": 17}, "n: Input should be less than or equal to 16, got 17."),
     ({"stop": ["a"] * 17}, "stop: Value should have at most 16 items after validation, not 17"),
     ({"stop": [3]}, "stop.0: Input should be a valid string, got 3."),
@@ -521,6 +524,10 @@ def test_figures_are_shown(server: Server, client: Any) -> None:
 def test_a_full_queue_says_when_to_come_again(model: TextModel) -> None:
     with serving(model, Autoregressive(), rows=1, max_waiting=1, prepare=lambda worker: slow(worker, 0.05)) as server:
         with openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(
+                openai.BadRequestError, match=r"n: expected at most 2 answers of a request, .* got 3; lower"
+            ):
+                client.completions.create(model=NAME, prompt="1+1", n=3)
             first = client.completions.create(model=NAME, prompt="1+1", max_tokens=450, stream=True)
             next(first)
             second = client.completions.create(model=NAME, prompt="1+2", max_tokens=2, stream=True)

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
-from refusion_lit.sweeps.points import Sweep, plan
-from refusion_lit.sweeps.running import TableRow, describe, run
+from refusion_lit.sweeps.points import Point, Sweep, plan
+from refusion_lit.sweeps.running import TableRow, _checkpoint_state, describe, run
 from refusion_lit.utils.files import acquire_lock
 from sweeps.conftest import resolve
 
@@ -119,6 +119,20 @@ def test_a_finished_point_is_run_again_if_its_checkpoint_has_changed(
     rows = _run(tmp_path, command, journal, resume=True, options=options)
     assert {row["status"] for row in rows} == {"finished"}
     assert journal.read_text().splitlines() == before
+
+
+@pytest.mark.parametrize("option", ["model.backbone.source", "model.backbone.draft", "model.decoding.verifier"])
+def test_all_weights_that_a_point_names_count(tmp_path: Path, option: str) -> None:
+    weights = tmp_path / "model.safetensors"
+    config: Any = str(tmp_path)
+    for name in reversed(option.split(".")):
+        config = {name: config}
+    point = Point(id="a", options={}, configs={"test": config})
+    states = []
+    for content in ("one", "other"):
+        weights.write_text(content)
+        states.append(_checkpoint_state(point))
+    assert states[0] != states[1]
 
 
 def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], journal: Path) -> None:

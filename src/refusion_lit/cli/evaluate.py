@@ -17,7 +17,7 @@ from refusion_lit.cli.parser import (
     load_model_of,
 )
 from refusion_lit.utils.files import require_free, write_atomically
-from refusion_lit.utils.require import require, require_number
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 
 def build_parser() -> OneLineParser:
@@ -60,6 +60,8 @@ def run(args: list[str]) -> int:
         require_free(output)
     if options.limit is not None:
         require_number("limit", options.limit, "(0, inf)", "leave it out for all examples")
+    if options.num_fewshot is not None:
+        require_at_least("num_fewshot", options.num_fewshot, 0)
     manager = TaskManager(include_path=options.include_path)
     tasks = as_list(options.tasks)
     unknown = [task for task in tasks if task not in manager.all_tasks]

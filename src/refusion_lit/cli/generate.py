@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from refusion_lit.cli.parser import (
     OneLineParser,
@@ -15,6 +15,7 @@ from refusion_lit.cli.parser import (
 )
 from refusion_lit.decoding import Generation, GenerationCallback, RowState
 from refusion_lit.engine.output import TextStream
+from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 
 
@@ -68,7 +69,7 @@ def run(args: list[str]) -> int:
         json_schema=schema,
         decoder=setup.decoder,
         sampling=setup.sampling,
-        callbacks=[Stream(setup.model.detokenize, setup.sampling.stop, type(setup.decoder).__name__)],
+        callbacks=[Stream(setup.model.detokenize, setup.sampling, type(setup.decoder).__name__)],
         **vars(setup.decoding),
     )
     return 0
@@ -79,12 +80,12 @@ class Stream(GenerationCallback):
 
     Args:
         detokenize: Turns tokens into text.
-        stop: Strings that end the response.
+        sampling: What ends the response.
         decoder: The decoder's name.
     """
 
-    def __init__(self, detokenize: Callable[[list[int]], str], stop: Sequence[str], decoder: str) -> None:
-        self._stream = TextStream(detokenize, stop)
+    def __init__(self, detokenize: Callable[[list[int]], str], sampling: SamplingParams, decoder: str) -> None:
+        self._stream = TextStream(detokenize, sampling)
         self._decoder = decoder
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002

@@ -64,7 +64,8 @@ def run(args: list[str]) -> int:
     with ThreadPoolExecutor(options.num_workers) as pool:
         found = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
     scored = (
-        {**line, "score": score, **({"metrics": metrics} if metrics else {})}
+        {key: value for key, value in line.items() if key != "metrics"}
+        | {"score": score, **({"metrics": metrics} if metrics else {})}
         for line, (score, metrics) in zip(lines, found, strict=True)
     )
     write_predictions(output, scored, read_fingerprint(source) or {})

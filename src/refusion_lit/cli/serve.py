@@ -38,6 +38,7 @@ def run(args: list[str]) -> int:
     limits = Limits(**{field.name: options[field.name] for field in fields(Limits)})
     require(0 <= options.port < 65536, "port", "a number below 65536", options.port, "use 8000, say")
     try:
+        from refusion_lit.engine.checks import check_context
         from refusion_lit.serving.app import API_KEY, LOCAL, Server, build_app
         from refusion_lit.serving.service import Service
         from refusion_lit.serving.worker import Worker
@@ -51,6 +52,7 @@ def run(args: list[str]) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("refusion_lit.serving").setLevel(logging.DEBUG if options.log_prompts else logging.INFO)
     setup = setup_of(options)
+    check_context(setup.model.model_for(setup.decoder), {"0": 1}, min(options.max_new_tokens, limits.max_answer_tokens))
     setup.model.check_decoder(setup.decoder, allow_mismatch=options.allow_mismatch)
     worker = Worker(setup.model, setup.decoder, setup.sampling, setup.decoding, limits)
     service = Service(worker, options.name or Path(options.ckpt_path).resolve().name)

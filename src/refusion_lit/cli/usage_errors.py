@@ -40,6 +40,8 @@ REMOVED = {
     "data.cache_dir": "every run encodes its files; leave it out",
     "data.length_grouped": "batches always have samples of similar lengths; leave it out",
     "decoder.certainty": "its name is slot_confidence",
+    "decoder.confidence": "SlotSearch takes the probability of the first token; leave it out",
+    "decoder.schedule": "FirstHitting draws the sizes; leave it out",
     "decoder.eps": "Dream's time schedule ends at 0.001; leave it out",
     "decoding.max_batch_size": "its name is batch_size",
     "decoding.num_logged_samples": "trainings log no decoded samples; leave it out",
@@ -49,6 +51,22 @@ REMOVED = {
     "chat.share_prefixes": "chat always keeps the cache of the last turn; leave it out",
     "chat.show_order": "chat always shows it; leave it out",
     "evaluate.model": "evaluate takes no name of a model class; leave it out",
+    "attn_implementation.flash_attention_2": "set sdpa, as decoders need masks",
+    "fused.auto": "set true or false",
+    "infill_layout.auto": "leave it out",
+    "infill_layout.single_forward": "leave it out",
+    "launcher.grace_seconds": "it is always 5 seconds; leave it out",
+    "launcher.partition": "set launcher.parameters to {slurm_partition: NAME}",
+    "layout.auto": "set null",
+    "mask_pattern.shuffled_groups": "set grouped",
+    "objective.denominator": "it is the sum of the weights; leave it out",
+    "sampling_rule.ancestral": "set threshold or first_hitting",
+    "score.k": "pass@1 is the score; leave it out",
+    "sweep.num_samples": "list the samples in entries",
+    "sweep.random": "list the samples in entries",
+    "sweep.test_checkpoint": "it is always the last one; leave it out",
+    "token_weights.harmonic_normalised": "set harmonic",
+    "tokenizer.layout": "its name is checkpoint_format",
     "exploration": "SlotSearch weighs the prior with 1; leave it out",
     "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
     "look_ahead": "WeDLM refills its window in the same forward; leave it out",
@@ -473,7 +491,7 @@ def removal_of(name: str) -> str | None:
     Args:
         name: Dotted name of an option, or name or import path of a class.
     """
-    parts = name.split(".")
+    parts = re.sub(r"\bdecoders\.[^.]+\.", "decoder.", name).split(".")  # as options of one decoder are named
     return next(filter(None, (REMOVED.get(".".join(parts[start:])) for start in range(len(parts)))), None)
 
 

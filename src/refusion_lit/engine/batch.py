@@ -75,6 +75,9 @@ class Batch:
                 rows += [row] * num_tokens
                 source += range(first + start, first + start + num_tokens)
                 num_keys = max(num_keys, first_key + num_tokens, *(stop for _, stop in branch.visible))
+        if len(tokens) != len(positions) or min(positions) < 0:
+            got = f"{len(tokens)} tokens and {len(positions)} positions from {min(positions, default=0)}"
+            raise ValueError(f"decoder: expected branches with a position from 0 for each token, got {got}.")
         shape = (len(self._rows), length)
         # One host-to-device copy for everything.
         self._sent = to_device(np.array([tokens, positions, targets, rows, source], dtype=np.int64), device)

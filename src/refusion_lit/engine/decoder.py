@@ -141,6 +141,14 @@ class RowState:
         return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
 
     @property
+    def uncached(self) -> list[tuple[int, int]]:
+        """Tokens and positions that the next forward stores: what is known, then what each forward committed."""
+        if self.num_forwards == 0:
+            return self.known[self.num_cached :]
+        num_stored = self.num_cached - self.prompt_length - self.prompt.num_given
+        return [(self.tokens[place], self.prompt_length + place) for place in self.committed[num_stored:]]
+
+    @property
     def num_committed(self) -> int:
         """Committed places of the canvas."""
         return len(self.committed)
@@ -192,14 +200,16 @@ class RowState:
             tokens: Their tokens.
         """
         known = self.special_tokens
-        is_masked = known.mask_token_id in tokens and known.mask_token_id not in known.eos_token_ids
-        if is_masked or min(places, default=0) < 0:
+        has_mask = known.mask_token_id in tokens and known.mask_token_id not in known.eos_token_ids
+        are_masked = len({*places}) == len(tokens) and all(
+            0 <= place < len(self.tokens) and self.is_masked[place] for place in places
+        )
+        if has_mask or not are_masked or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < known.vocab_size:
             raise ValueError(
-                f"decoder: expected tokens other than the mask token at places from 0, got tokens {list(tokens)} at "
-                f"{list(places)}; commit what was drawn."
+                f"decoder: expected ids below {known.vocab_size} other than the mask token, each at a masked place "
+                f"below {len(self.tokens)}, got tokens {list(tokens)} at {list(places)}; commit what was drawn, once."
             )
         for place, token in zip(places, tokens, strict=True):
-            assert self.is_masked[place], f"canvas place {place} committed twice"
             self.tokens[place] = token
             self.is_masked[place] = False
             self.committed.append(place)

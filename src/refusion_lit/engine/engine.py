@@ -17,7 +17,7 @@ from refusion_lit.engine.admission import Admission, KeptCache, Submission, grou
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
-from refusion_lit.engine.in_flight import InFlight
+from refusion_lit.engine.in_flight import InFlight, next_request
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop
 from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
@@ -212,6 +212,8 @@ class Engine:
     def _admit(self, admitted: Submission) -> InFlight:
         prompt = admitted.prompt
         state = self.decoder.begin(prompt, admitted.sampling, self.model.special_tokens)
+        name = f"{type(self.decoder).__name__}.begin"
+        require(isinstance(state, RowState), name, "a RowState", state, "return RowState.blank(...), say")
         state.forward_cost = self.forward_cost
         if admitted.num_shared:
             assert self.cache is not None
@@ -228,7 +230,7 @@ class Engine:
             storage=admitted.storage,
             state=state,
             steps=steps,
-            request=next(steps, None),
+            request=next_request(steps),
             result=Generation(id=prompt.id),
             spans_end=len(prompt.token_ids) + prompt.given_length if prompt.num_to_fill else 0,
             started=synchronised_time(self.device),
@@ -242,7 +244,9 @@ class Engine:
         """Chain the decoder's steps; raise an error if a step makes no progress."""
         name = type(self.decoder).__name__
         while not state.finished:
-            state.num_rows = self.num_sharing
+            # A template's spans depend on all that is drawn, drafts too, and so must not depend on other prompts.
+            constraint = state.prompt.constraint
+            state.num_rows = self.num_sharing if constraint is None or constraint.left_to_right else 1
             num_committed = state.num_committed
             num_steps = state.schedule_step
             steps = self.decoder.step(state)
@@ -333,6 +337,8 @@ class Engine:
         state = row.state
         result = row.result
         tokens = state.final_prefix()
+        if row.stopping is not None and row.stopped_at is None:
+            row.stopped_at = row.stopping.length(tokens)  # of a response that is given as a whole
         if row.stopped_at is not None:
             tokens = tokens[: row.stopped_at]
             result.finish_reason = "stop"

@@ -13,6 +13,9 @@ from refusion_lit.engine.output import Generation, TraceRound
 from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Read, Reading, Request, Steps
 from refusion_lit.engine.stopping import Stopping
 from refusion_lit.types import ConstraintState
+from refusion_lit.utils.require import require
+
+_FIX = "see docs/extending.md"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,8 +66,7 @@ class InFlight:
     @property
     def pending(self) -> Forward:
         """The pending request, which must be a forward."""
-        if not isinstance(self.request, Forward):
-            raise ValueError(f"decoder: expected a step to yield a Forward or MoreDrafts, got {self.request!r:.60}.")
+        assert isinstance(self.request, Forward)
         return self.request
 
     @property
@@ -110,6 +112,8 @@ class InFlight:
         for number, (branch, start) in enumerate(zip(self.forward.branches, self.starts, strict=True)):
             draft_at = branch.draft_at if more is None else more[number]
             score_at = branch.score_at if more is None else ()
+            _check_offsets(draft_at, len(branch.tokens), "draft_at")
+            _check_offsets([offset for offset, _ in score_at], len(branch.tokens), "score_at")
             read = Read(
                 draw=draw, branch=branch, start=first + start, draft_at=draft_at, score_at=score_at,
                 prompt_id=self.state.prompt.id, spans_end=self.spans_end,
@@ -142,10 +146,7 @@ class InFlight:
         """Send the decoder its readings and take its next request; return the places that it committed, sorted."""
         answered = self.request
         num_before = self.state.num_committed
-        try:
-            self.request = self.steps.send(readings)
-        except StopIteration:
-            self.request = None
+        self.request = next_request(self.steps, readings)
         committed = sorted(self.state.committed[num_before:])
         if self.trace:
             self._record(answered, readings, committed)
@@ -170,3 +171,25 @@ class InFlight:
             if not isinstance(answered, MoreDrafts):
                 entry.scored += [branch.positions[offset] + 1 for offset, _ in branch.score_at]
         entry.accepted += [start + place for place in committed]
+
+
+def next_request(steps: Steps[None], readings: list[Reading] | None = None) -> Request | None:
+    """Return the next request of a decoder's steps, which get their readings; ``None`` at their end.
+
+    Raises:
+        ValueError: If they yield something else.
+    """
+    try:
+        request = next(steps) if readings is None else steps.send(readings)
+    except StopIteration:
+        return None
+    require(isinstance(request, Request), "decoder", "steps that yield a Forward or MoreDrafts", request, _FIX)
+    return request
+
+
+def _check_offsets(offsets: Sequence[int], length: int, name: str) -> None:
+    """Refuse offsets beyond a branch, which would read another prompt's hidden states."""
+    if offsets and not 0 <= min(offsets) <= max(offsets) < length:
+        raise ValueError(
+            f"decoder: expected {name} from 0 to {length - 1} in a branch of {length} tokens, got {offsets}."
+        )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
+from refusion_lit.types import SamplingParams
+
 if TYPE_CHECKING:
     from refusion_lit.engine.decoder import RowState
 
@@ -125,16 +127,18 @@ class TextStream:
 
     Args:
         detokenize: Turns tokens into text.
-        stop: Strings that end the response.
+        sampling: Strings that end the response, and the window of tokens that a low entropy leaves out.
     """
 
-    def __init__(self, detokenize: Callable[[list[int]], str], stop: Sequence[str]) -> None:
+    def __init__(self, detokenize: Callable[[list[int]], str], sampling: SamplingParams) -> None:
         self._detokenize = detokenize
-        self._stop = stop
+        self._stop = sampling.stop
+        self._num_held = 0 if sampling.min_entropy is None else sampling.entropy_window
         self._told = ""
 
     def piece(self, tokens: list[int]) -> str:
         """Return the text that is new in the final tokens so far."""
+        tokens = tokens[: max(len(tokens) - self._num_held, 0)]
         text = cut_at_stop(self._detokenize(tokens), self._stop).rstrip("\N{REPLACEMENT CHARACTER}")
         starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
         held = max((len(start) for start in starts if text.endswith(start)), default=0)

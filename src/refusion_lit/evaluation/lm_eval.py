@@ -168,7 +168,13 @@ class RefusionLitModel(LM):
         }
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
-        values: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), default_max_gen_toks=_MAX_TOKENS))
+        try:
+            values: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), default_max_gen_toks=_MAX_TOKENS))
+        except (TypeError, ValueError) as error:
+            message = (
+                f"generation_kwargs: expected options of the harness, got {dict(options)} ({error}); correct them."
+            )
+            raise ValueError(message) from error
         strange = values.keys() - _OPTIONS
         if strange:
             raise ValueError(

@@ -255,11 +255,11 @@ class Evaluation:
             state.file.close()
         self._trainer.strategy.barrier("predictions written")
         if self._trainer.is_global_zero:
+            if self.results:
+                self._report()  # before the files count as complete: a kill in between can be resumed
             for state in self._running.values():
                 state.file.merge()
         self._trainer.strategy.barrier("predictions merged")
-        if self.results and self._trainer.is_global_zero:
-            self._report()
         for state in self._running.values():
             state.file.complete()
 

@@ -290,6 +290,10 @@ class PredictionsFile:
                 recorded = {**(meta.get("fingerprint") or {}), "num_processes": self._fingerprint["num_processes"]}
                 check_fingerprint("resume", str(self._whole), recorded, self._fingerprint, fix=fix)
                 raise NothingToDoError(f"{self._whole} is complete; there is nothing left to do")
+            shares = [*self._whole.parent.glob(f"{self._whole.stem}_rank*{self._whole.suffix}")]
+            got = f"those of {len(shares)} processes in {self._whole.parent}"
+            fix = "resume with as many processes as wrote them, or start again without resume"
+            require(bool(self._parts) or not shares, "resume", "the predictions of one process", got, fix)
             return
         meta = read_object(meta_path(self.path))
         try:

@@ -6,7 +6,7 @@ random order near left to right, each predicted by a mask of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -20,20 +20,8 @@ from refusion_lit.learning.objective import MaskRatio, Objective, mask_probabili
 from refusion_lit.learning.text_order import extend_to_multiple, text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require_at_least
-
-
-@dataclass(kw_only=True)
-class SetState(RowState):
-    """State of set diffusion. The cache holds the prompt, given tokens, then tokens in the order of decoding.
-
-    Attributes:
-        new: Places that the last forward decoded, from left to right; the next forward stores them. Before the first
-            forward, the places of given tokens.
-    """
-
-    new: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +55,7 @@ class SetDiffusion(Decoder):
     threshold: float | None = 0.9
     quota: int = 1
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SetState:
-        """Create a canvas as long as the longest response."""
-        new = [place for place, token in enumerate(prompt.given) if token is not None]
-        return SetState.blank(prompt, sampling, special_tokens, new=new)
-
-    def step(self, state: SetState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: RowState) -> Steps[None]:
         """Run one forward over the new tokens and the window's masks, and commit some of the masks."""
         first = state.is_masked.index(True)
         window = range(first, min(first + self.window_size, len(state.tokens)))
@@ -86,19 +69,14 @@ class SetDiffusion(Decoder):
         threshold = 2.0 if self.threshold is None else self.threshold
         above = [i for i, probability in enumerate(probabilities) if probability >= threshold]
         chosen = sorted({*above, *most_certain(probabilities, self.quota)})
-        state.new = [active[i] for i in chosen]
-        state.commit(state.new, [read[i].tokens[0] for i in chosen])
+        state.commit([active[i] for i in chosen], [read[i].tokens[0] for i in chosen])
 
-    def _branches(self, state: SetState, active: list[int]) -> tuple[Branch, ...]:
+    def _branches(self, state: RowState, active: list[int]) -> tuple[Branch, ...]:
         """Return the tokens that are not cached yet, if there are any, and a branch for each mask."""
         start = state.num_cached
-        num_prompt = max(state.prompt_length - state.num_cached, 0)
-        clean = Branch(
-            tokens=[*state.prompt.token_ids[start:], *(state.tokens[place] for place in state.new)],
-            positions=[*range(start, start + num_prompt), *(state.prompt_length + place for place in state.new)],
-            visible=((0, start),),
-            write_at=start,
-        )
+        new = state.uncached
+        tokens, positions = [token for token, _ in new], [position for _, position in new]
+        clean = Branch(tokens=tokens, positions=positions, visible=((0, start),), write_at=start)
         known = start + len(clean.tokens)
         masks = [
             Branch(

@@ -71,8 +71,8 @@ class WeDLM(Decoder):
     differences: the first forward computes the prompt and the first window, where the engine computes the prompt alone;
     no forward follows the one that completes the text; temperature acts before top-p, not after; the mask token is
     never drawn. As in the engine, the window is refilled in the same forward that caches its leading tokens: there are
-    always W masks, and up to 2 W tokens (the paper's algorithm refills it after that forward). The window reaches
-    beyond ``max_new_tokens``; what stands there is not returned.
+    up to 2 W tokens, and always reaches W places from its first mask (the paper's algorithm refills it after that
+    forward). The window reaches beyond ``max_new_tokens``; what stands there is not returned.
 
     Attributes:
         window_size: Masks in the window, W (``wedlm_window_size``); the paper's tables have 6.

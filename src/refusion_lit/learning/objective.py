@@ -132,6 +132,34 @@ class Objective(ABC):
         return loss
 
 
+def corrupt_checked(
+    objective: Objective,
+    batch: ResponseBatch,
+    noise: KeyedNoise,
+    special_tokens: SpecialTokens,
+    *,
+    mask_ratio: MaskRatio = None,
+) -> CorruptedBatch:
+    """Corrupt a batch as an objective does, and check what it returns; see :meth:`Objective.corrupt`.
+
+    Raises:
+        ValueError: If shapes do not fit: a loss over flattened tensors would take wrong targets without a word.
+    """
+    found = objective.corrupt(batch, noise, special_tokens, mask_ratio=mask_ratio)
+    name = f"{type(objective).__name__}.corrupt"
+    require(isinstance(found, CorruptedBatch), name, "a CorruptedBatch", found, "return one")
+    shape = found.input_ids.shape
+    num_rows = found.num_views * len(batch.prompt_lengths)
+    fix = "give it rows (view sample) and all tensors one shape; see docs/extending.md"
+    require(shape[0] == num_rows, f"{name}: input_ids", f"{num_rows} rows, one per view and sample", shape[0], fix)
+    for part in ("position_ids", "labels", "weights", "terms"):
+        own = getattr(found, part).shape
+        require(own == shape, f"{name}: {part}", f"the shape of input_ids, {tuple(shape)}", tuple(own), fix)
+    wanted = (len(objective.terms),)
+    require(found.counts.shape == wanted, f"{name}: counts", f"one per term, {wanted}", tuple(found.counts.shape), fix)
+    return found
+
+
 def chunked_cross_entropy(
     hidden: Float[Tensor, "batch token hidden"],
     head: Head,

@@ -96,8 +96,7 @@ class ReFusion(Decoder):
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
-        num_blocks = min(2, self._num_slots(sampling)) if self.num_serial_blocks is None else self.num_serial_blocks
-        require_serial_blocks(num_blocks, self.slot_size, sampling)
+        require_serial_blocks(self.num_serial_blocks or 1, self.slot_size, sampling)
 
     def fitted(self, sampling: SamplingParams) -> ReFusion:
         """Return the decoder with no more serial blocks than slots."""
@@ -236,7 +235,7 @@ class ReFusion(Decoder):
             slots.append(OpenSlot(start, index, tokens[part], prefix, num_cached=cached))
         infill = SlotInfill(state, slots, state.context_length, chosen, packed=packed)
         fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
-        yield from fill(infill, self.token_threshold, state.num_forwards)
+        yield from fill(infill, self.token_threshold)
         taken = infill.taken
         yield from self._store(state, infill, state.upcoming(taken, ends=infill.found_eos))
         for slot in infill.slots:

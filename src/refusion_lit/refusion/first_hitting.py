@@ -19,11 +19,9 @@ class GroupState(RowState):
 
     Attributes:
         groups: Groups of canvas places; each group is decoded in one forward, in this order.
-        num_done: Number of decoded groups.
     """
 
     groups: list[list[int]] = field(default_factory=list)
-    num_done: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,25 +78,16 @@ class FirstHitting(Decoder):
 
     def step(self, state: GroupState) -> Steps[None]:  # type: ignore[override]
         """Feed the group before clean and this one as masks; draw its tokens."""
-        group = state.groups[state.num_done]
-        start = state.prompt_length
-        if state.num_done == 0:
-            known = state.known[state.num_shared :]
-            clean = [token for token, _ in known]
-            positions = [position for _, position in known]
-        else:
-            before = state.groups[state.num_done - 1]
-            clean = [state.tokens[place] for place in before]
-            positions = [start + place for place in before]
+        group = state.groups[state.num_forwards]
+        clean = state.uncached
         branch = Branch(
-            tokens=[*clean, *[state.mask_token_id] * len(group)],
-            positions=[*positions, *(start + place for place in group)],
+            tokens=[*(token for token, _ in clean), *[state.mask_token_id] * len(group)],
+            positions=[*(position for _, position in clean), *(state.prompt_length + place for place in group)],
             visible=((0, state.num_cached),),
             write_at=state.num_cached,
             draft_at=range(len(clean), len(clean) + len(group)),
         )
-        draw = Draw(sampling=state.sampling, round=state.num_done, with_probability=False)
+        draw = Draw(sampling=state.sampling, round=state.num_forwards, with_probability=False)
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached += len(clean)
-        state.num_done += 1
         state.commit(group, reading.tokens)

@@ -159,15 +159,14 @@ class SlotInfill:
         return [first + i for first, length in firsts for i in range(length)]
 
 
-def infill_by_masks(infill: SlotInfill, token_threshold: float, round_number: int) -> Steps[None]:
+def infill_by_masks(infill: SlotInfill, token_threshold: float) -> Steps[None]:
     """Fill slots round by round: masks propose tokens, then the proposals are verified.
 
     Args:
         infill: Changed in place.
         token_threshold: Proposals above it are accepted.
-        round_number: Number of the first draw, for its noise key (draws are greedy).
     """
-    draw = Draw(sampling=infill.state.sampling.greedy(), round=round_number, with_probability=False)
+    draw = Draw(sampling=infill.state.sampling.greedy(), with_probability=False)
     while not infill.is_done:
         yield from _propose(infill, draw)
         yield from _verify(infill, token_threshold, draw)
@@ -209,7 +208,7 @@ def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[Non
     infill.close_round()
 
 
-def infill_autoregressively(infill: SlotInfill, token_threshold: float, round_number: int) -> Steps[None]:
+def infill_autoregressively(infill: SlotInfill, token_threshold: float) -> Steps[None]:
     """Fill slots left to right by next-token predictions, with guesses as in Jacobi decoding.
 
     The logits at the last accepted token give the next token; those at the rejected proposals after it give guesses for
@@ -219,9 +218,8 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float, round_nu
     Args:
         infill: Changed in place; not packed.
         token_threshold: Proposals above it are accepted.
-        round_number: Number of the first draw, for its noise key (draws are greedy).
     """
-    draw = Draw(sampling=infill.state.sampling.greedy(), round=round_number, with_probability=False)
+    draw = Draw(sampling=infill.state.sampling.greedy(), with_probability=False)
     is_first = True
     while not infill.is_done:
         branches = []

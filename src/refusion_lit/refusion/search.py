@@ -313,7 +313,7 @@ class SlotSearch(Decoder):
 
     def _fill(self, state: SearchState, pairs: Sequence[tuple[Node, int]]) -> Steps[list[Node]]:
         """Fill slots after nodes token by token, all at once: each child sees its own path."""
-        draw = Draw(sampling=state.sampling.greedy(), round=state.num_plans)
+        draw = Draw(sampling=state.sampling.greedy())
         children = []
         for node, slot in pairs:
             assert node.drafts is not None

@@ -128,13 +128,13 @@ def training_plots(runs: Sequence[Run]) -> list[str]:
 
     A test of a checkpoint finds the training in the checkpoint's directory. Tests of one training share a curve.
     """
-    files: dict[Path, str] = {}
-    for run in runs:
-        checkpoint = (run.results.get("config") or {}).get("ckpt_path")
-        if isinstance(checkpoint, str):
-            directory = Path(checkpoint).resolve().parent.parent
-            files.setdefault(directory / "metrics.csv", f"{directory.parent.name}/{directory.name}")
-    found = {name: _columns(path) for path, name in files.items() if path.is_file()}
+    checkpoints = [(run.results.get("config") or {}).get("ckpt_path") for run in runs]
+    directories = dict.fromkeys(Path(path).resolve().parent.parent for path in checkpoints if isinstance(path, str))
+    files = {directory: directory / "metrics.csv" for directory in directories}
+    names = {directory: f"{directory.parent.name}/{directory.name}" for directory in files}
+    if len({*names.values()}) < len(names):  # of the same name in different places
+        names = {directory: str(directory) for directory in files}
+    found = {names[directory]: _columns(path) for directory, path in files.items() if path.is_file()}
     plots = []
     for column, label in FIGURES.items():
         curves = {name: columns[column] for name, columns in found.items() if len(columns[column]) > 1}
@@ -168,7 +168,10 @@ def describe(row: Row, comparison: Comparison) -> str:
     options = ", ".join(f"{comparison.option_names[name]} {value}" for name, value in row.options.items())
     name = f"{row.name} ({options})" if options else row.name
     both = (row.score, row.tokens_per_forward)
-    ranges = [f" ({v.low:.1f} to {v.high:.1f})" if row.has_intervals else "" for v in both]
+    digits = (1, 2)
+    ranges = [
+        f" ({v.low:.{n}f} to {v.high:.{n}f})" if row.has_intervals else "" for v, n in zip(both, digits, strict=True)
+    ]
     figures = f"score {both[0].estimate:.1f} %{ranges[0]}, {both[1].estimate:.2f} tokens per forward{ranges[1]}"
     return f"{name}: {figures}, {comparison.prompts_of(row)} prompts"
 

@@ -86,7 +86,7 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     for source, argument, folder in zip(sources, arguments, folders, strict=True):
         if not argument.exists():
             raise ValueError(f"RUN: expected the directory of a run or a sweep, got {argument}; check the path.")
-        files = [argument] if argument.is_file() else _result_files(folder)
+        files = [argument] if argument.is_file() else _files_of_points(folder, RESULTS)
         found = []
         errors = []
         for path in files:
@@ -107,8 +107,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     return list(runs.values()), list(dict.fromkeys(notes))  # overlapping paths note the same twice
 
 
-def _result_files(folder: Path) -> list[Path]:
-    """Return the results below a directory in the order of their paths, those of a sweep in the order of its points.
+def _files_of_points(folder: Path, name: str) -> list[Path]:
+    """Return the files of a name below a directory in the order of paths, those of a sweep in the order of its points.
 
     Points of other options that the sweep had before are left out.
     """
@@ -122,7 +122,7 @@ def _result_files(folder: Path) -> list[Path]:
         return [numbers.get(parent, parent.name) for parent in reversed(path.parents)]
 
     swept = {parent.parent for parent in map(Path, numbers)}
-    files = [path for path in folder.rglob(RESULTS) if numbers.keys() >= {p for p in path.parents if p.parent in swept}]
+    files = [path for path in folder.rglob(name) if numbers.keys() >= {p for p in path.parents if p.parent in swept}]
     return sorted(files, key=key)
 
 
@@ -162,7 +162,7 @@ def _point_options(folder: Path, argument: Path) -> dict[str, Any]:
 
 def _failed_points(argument: Path) -> list[str]:
     notes = []
-    for path in sorted(argument.rglob("outcome.json")):
+    for path in _files_of_points(argument, "outcome.json"):
         outcome = read_object(path)
         if outcome.get("status") == "failed":
             options = read_object(path.parent / "point.json").get("options")

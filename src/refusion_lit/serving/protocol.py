@@ -25,7 +25,7 @@ _Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstanc
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -153,7 +153,7 @@ class Service:
         run.jobs = [
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, tell=tell,
                 deadline=run.started + worker.limits.max_seconds, watched=asked.stream_options.include_decode,
-                stream=TextStream(worker.model.detokenize, sampling.stop))
+                stream=TextStream(worker.model.detokenize, sampling))
             for prompt in prompts
             for number in range(asked.n)  # keys the noise of a choice
         ]  # fmt: skip

@@ -29,6 +29,7 @@ from refusion_lit.serving import Limits
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
+from refusion_lit.utils.require import require
 
 log = logging.getLogger("refusion_lit.serving")
 
@@ -138,7 +139,11 @@ class Worker:
             if self.is_draining:
                 raise _stopping()
             num_jobs = self.num_active + self.num_waiting + len(jobs)
-            if num_jobs > self.options.batch_size + self.limits.max_waiting:
+            most = self.options.batch_size + self.limits.max_waiting
+            require(
+                len(jobs) <= most, "n", f"at most {most} answers of a request, all that fit here", len(jobs), "lower it"
+            )
+            if num_jobs > most:
                 wait = {"Retry-After": str(1 + self.num_waiting // self.options.batch_size)}
                 raise HTTPException(429, "the queue is full; try again later.", headers=wait)
             self._waiting.extend(jobs)

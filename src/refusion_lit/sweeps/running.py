@@ -87,7 +87,12 @@ def is_finished(directory: Path, point: Point) -> bool:
 
 def _checkpoint_state(point: Point) -> str:
     """Return a digest of names, sizes and times of the files of weights that a point starts from."""
-    paths = [Path(config["ckpt_path"]) for config in point.configs.values() if config.get("ckpt_path")]
+    paths = []
+    for config in point.configs.values():
+        model = config.get("model") or {}
+        backbone, decoding = model.get("backbone") or {}, model.get("decoding") or {}
+        named = (config.get("ckpt_path"), backbone.get("source"), backbone.get("draft"), decoding.get("verifier"))
+        paths += [Path(path) for path in named if path]
     files = [path for path in paths if path.is_file()]
     files += [file for path in paths for file in path.rglob("*") if file.suffix in _WEIGHTS and file.is_file()]
     return digest(sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files))

@@ -118,7 +118,7 @@ def score_of(task: Task, example: Example, response: str) -> tuple[float | None,
     fits = are_finite and figures.keys() == {"score", *task.metrics}
     expected = f"finite numbers by name: {', '.join(('score', *task.metrics))}"
     require(fits, name, expected, found, fix)
-    return score, {key: float(figures[key]) for key in task.metrics}
+    return None if score is None else float(score), {key: float(figures[key]) for key in task.metrics}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
+from refusion_lit.learning.objective import corrupt_checked
 from refusion_lit.learning.packing import pack
 from refusion_lit.metrics import TermMeans
 from refusion_lit.modeling.backbone import Backbone
@@ -215,10 +216,10 @@ class SlotDiffusionModule(L.LightningModule):
         """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if it says so."""
         batch = batch.to(self.device)
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=self.seed, epoch=self.current_epoch)
-        corrupted = self.training_objective.corrupt(batch, noise, self.model.special_tokens)
+        found = corrupt_checked(self.training_objective, batch, noise, self.model.special_tokens)
         if batch.rows is None:
-            return corrupted
-        return pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
+            return found
+        return pack(found, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
@@ -355,7 +356,7 @@ def corrupt_evenly(objective: Objective, batch: ResponseBatch, special_tokens: S
     strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
     ratio = (strata.double() + 0.5) / _NUM_STRATA
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
-    return objective.corrupt(batch, noise, special_tokens, mask_ratio=ratio)
+    return corrupt_checked(objective, batch, noise, special_tokens, mask_ratio=ratio)
 
 
 def _is_whole(strategy: Strategy) -> bool:

@@ -93,7 +93,7 @@ def test_kept_entries_lie_where_the_branches_wrote_them() -> None:
 
 def drive(infill: SlotInfill, *, by_masks: bool, tokens: list[list[int]], scores: list[list[float]]) -> Forward:
     """Run one round of a single slot's infill; return its last forward."""
-    steps = (infill_by_masks if by_masks else infill_autoregressively)(infill, 0.5, 0)
+    steps = (infill_by_masks if by_masks else infill_autoregressively)(infill, 0.5)
     request = next(steps)
     for drawn, scored in zip(tokens, scores, strict=True):
         assert isinstance(request, Forward)

@@ -35,7 +35,7 @@ class TokenEditing(BlockDecoder):
             [0, 1]; the comparison is strict, so 1 replaces nothing.
     """
 
-    requires = ModelRequirements(attention="block_causal", predictions=("mask", "visible"), block_size=32)
+    requires = ModelRequirements(attention="block_causal", predictions=("mask", "visible"))
 
     ranges = {"mask_threshold": "[0, 1]", "edit_threshold": "[0, 1]"}
     mask_threshold: float = 0.95
