@@ -107,6 +107,19 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
             ],
             "expected a subclass of Reward, got 'json.JSONDecoder'; name such a class, as in my_module.MyClass",
         ),
+        (
+            [
+                "fit",
+                "--config",
+                str(REPOSITORY / "configs" / "policy.yaml"),
+                "--model.objective.rewards=[refusion_lit.policy.Reward]",
+            ],
+            "model.objective.rewards.0: expected a class with rewards, got refusion_lit.policy.Reward; define what it",
+        ),
+        (
+            ["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=./mine/one_shot.py"],
+            "decoder: expected the import path of a class, got './mine/one_shot.py'; name it as one_shot.MyClass, in",
+        ),
         (["fit", "--config", QUICKSTART, "--model.optimizer=Adamm"], "did you mean 'Adam'?"),
         (
             ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=x"],

@@ -94,6 +94,7 @@ def test_a_decoder_that_others_could_not_use_is_not_named(
     export = ["export", f"--ckpt_path={MODEL}", f"--output={tmp_path / 'out'}"]
     for decoder, message in (
         ("LLaDA", "LLaDA does not fit this model"),
+        ("SelfSpeculative", "decoder: expected a model with a drafter, got 'one without'; load one with --draft"),
         ("own_decoder.Own", "decoder: expected one of Autoregressive, BlockDiffusion, CARD"),
     ):
         assert main([*export, f"--decoder={decoder}"]) == 2

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,6 +62,20 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model.tokenizer.chat_template = "{{ messages[-1]['content'] }}>"
         save_model(model.backbone, model.tokenizer, folder / kind, prompt_template=model.prompt_template)
     return folder
+
+
+def test_a_saved_directory_has_the_options_of_its_own_decoder(tmp_path: Path) -> None:
+    model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+    options = {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.5, "token_threshold": 0.75}
+    model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    model.default_decoder = decoder = ReFusion(**options, infill="bonus")
+    save_model(model.backbone, model.tokenizer, tmp_path)
+    library = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert library.generation_config.refusion == {"vocab_size": len(model.tokenizer), **options}
+    prompt = torch.tensor([model.encode("12+34,56+78>")])
+    found = library.generate(prompt, custom_generate=str(tmp_path), trust_remote_code=True, max_new_tokens=24)
+    [row] = model.generate(["12+34,56+78>"], decoder=replace(decoder, infill="mask"), max_new_tokens=24)
+    assert found[0, prompt.shape[1] :].tolist() == row.token_ids
 
 
 @pytest.fixture(scope="module")

@@ -371,9 +371,13 @@ class _Refusal:
             module, dot, attribute = str(each.value).rpartition(".")
             action = self._component(name)
             bases = () if action is None else tuple(_bases_of(action._typehint))
+            if bases and attribute == "py" and name in self._actions:
+                fix = f"name it as {Path(module).name}.MyClass, in the file's directory with PYTHONPATH=. set"
+                return f"{each.where}{name}: expected the import path of a class, got {each.value!r}; {fix}."
             is_path = dot and bases and re.fullmatch(r"[\w.]+", module) and not is_yaml_file(each.value)
             is_class = name in self._actions or name != each.name or re.fullmatch(r"model\.decoders\.[^.]+", name)
-            if not (is_path and is_class and isinstance(each.value, str)):
+            is_element = _leaf(name).isdigit()  # of a list, whose classes are of another kind than the component
+            if not (is_path and (is_class or is_element) and isinstance(each.value, str)):
                 continue
             try:
                 found = getattr(import_module(module), attribute)
@@ -383,7 +387,9 @@ class _Refusal:
                 fix = "mend the module"
                 got = f"{each.value} ({type(error).__name__}: {error})"
                 return f"{each.where}{name}: expected a class that can be imported, got {got}; {fix}."
-            if not (inspect.isclass(found) and issubclass(found, bases)):
+            if is_element and not inspect.isclass(found):
+                continue
+            if not (is_element or (inspect.isclass(found) and issubclass(found, bases))):
                 known = " or ".join(base.__name__ for base in bases)
                 return f"{each.where}{name}: expected a subclass of {known}, got {each.value!r}; name such a class."
             if inspect.isabstract(found):

@@ -200,7 +200,8 @@ class BackboneConfig:
         if missing:  # transformers would leave them random
             raise ValueError(
                 f"backbone.source: expected all weights in {self.source!r}, got none for {name_of(missing[0])} and "
-                f"{len(missing) - 1} more. Fetch them again."
+                f"{len(missing) - 1} more. Fetch them again"
+                f"{', or take the config that they were trained with (backbone.config: {})' * bool(self.config)}."
             )
         extra = sorted(name for name in report["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq"))
         if extra:  # transformers would drop them

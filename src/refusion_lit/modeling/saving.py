@@ -20,6 +20,8 @@ HAS_DRAFTER = "has_drafter"
 """Entry of ``refusion_lit`` in the config of a directory that holds a drafter, too."""
 _PROGRAM = Path(__file__).parents[1] / "refusion" / "export.py"
 """The decoder for transformers alone that a saved hybrid model holds: a file to copy, which imports nothing of ours."""
+PROGRAM_OPTIONS = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
+"""What that decoder takes of :class:`~refusion_lit.decoding.ReFusion`'s options."""
 
 
 def save_model(
@@ -32,7 +34,8 @@ def save_model(
     """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
     Adapters are merged into the backbone's weights first. For a model of the hybrid objective, the directory includes a
-    decoder for transformers' ``generate(custom_generate=...)``; for a model with a drafter, the drafter and its
+    decoder for transformers' ``generate(custom_generate=...)``, with those options of the model's own ReFusion that it
+    knows; for a model with a drafter, the drafter and its
     decoder.
 
     Args:
@@ -59,7 +62,10 @@ def save_model(
         path.mkdir(parents=True, exist_ok=True)
         save_drafter(drafter, body_of(model), path, vocab_size=backbone.special_tokens.vocab_size)
     elif has_own_decoder(backbone.traits):
-        model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size}
+        own = stored.get("decoder") or {}
+        options = (own.get("init_args") or {}) if own.get("class_path") == "ReFusion" else {}
+        known = {name: options[name] for name in PROGRAM_OPTIONS if options.get(name) is not None}
+        model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size, **known}
         model.generation_config._from_model_config = False  # otherwise loading derives it from the config
         write_program(_PROGRAM, path)
     model.save_pretrained(path)

@@ -15,7 +15,7 @@ from refusion_lit.families.defaults import changed_options, default_decoder
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
-from refusion_lit.modeling.saving import has_own_decoder
+from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
 from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
 from refusion_lit.reports.runs import with_scores
 from refusion_lit.reports.tables import markdown_figures
@@ -24,8 +24,6 @@ from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
 PLAIN_PROMPT = 'input_ids = tokenizer("...", add_special_tokens=False, return_tensors="pt").input_ids'
-_EXPORTED = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
-"""Options of ReFusion that an exported decoder knows."""
 _TESTED = "test split"
 """What was tested, where the results do not say it."""
 
@@ -79,9 +77,9 @@ def model_card(
         adapters=adapters,
         decoder=type(made).__name__,
         options=options,
-        lacking=[f"`{name}`" for name in options if name not in (*_EXPORTED, "fused", "infill_layout")],
+        lacking=[f"`{name}`" for name in options if name not in (*PROGRAM_OPTIONS, "fused", "infill_layout")],
         own_options={"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}
-        | {name: value for name, value in options.items() if name in _EXPORTED},
+        | {name: value for name, value in options.items() if name in PROGRAM_OPTIONS},
         prompt=prompt,
         max_new_tokens=next((_lookup(test, "sampling", "max_new_tokens") for test in tests), None) or 64,
         has_drafter=has_drafter,

@@ -91,6 +91,9 @@ def examples_of(task: Task, split: Split) -> Sequence[Example]:
     first = examples[0] if len(examples) else None
     holds = first is None or isinstance(first, Example)
     require(holds, name, "a sequence of refusion_lit.types.Example", f"one of {type(first).__name__}", fix)
+    texts = () if first is None else (first.query, first.response)
+    holds = all(isinstance(text, str) for text in texts)
+    require(holds, name, "examples whose query and response are texts", texts, "convert them with str")
     return examples
 
 

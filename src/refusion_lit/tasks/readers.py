@@ -117,9 +117,7 @@ def check_exists(path: Path) -> None:
         ValueError: Naming it.
     """
     if not path.is_file():
-        raise ValueError(
-            f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd().name}/)."
-        )
+        raise ValueError(f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
 
 
 def decompressed_text(path: Path) -> str:
