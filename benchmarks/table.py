@@ -84,7 +84,7 @@ def overhead(result: Result) -> str:
         for name, case in result["cases"].items()
     ]
     rows.append(["mean", f"{result['mean_share_outside']:.1%}"] + [""] * 3)
-    return table(["additions-clean", "outside body and head", "body (ms a call)", "head", "outside"], rows)
+    return table(["additions-clean", "outside body and head", "body (ms per call)", "head", "outside"], rows)
 
 
 def forwards(result: Result) -> str:
@@ -229,7 +229,7 @@ def loss_memory(result: Result) -> str:
 
 def policy_memory(result: Result) -> str:
     rows = [[name, part["bytes_an_answer"], part["planned"]] for name, part in result["parts"].items()]
-    return table(["memory", "bytes an answer", "planned"], rows)
+    return table(["memory", "bytes per answer", "planned"], rows)
 
 
 def load_memory(result: Result) -> str:

@@ -370,25 +370,10 @@ def _policy_curves(results: Result) -> policy.Curves:
 
 
 @table("policy_estimators", _path("policy_estimators"))
-def _policy_estimators(results: Result) -> str:
-    return _estimators(results)
-
-
 @table("policy_estimators longer", _path("policy_estimators", "longer.json"))
-def _policy_longer(results: Result) -> str:
-    return _estimators(results)
-
-
 @table("policy_estimators other start", _path("policy_estimators", "other_start.json"))
-def _policy_other_start(results: Result) -> str:
-    return _estimators(results)
-
-
 @table("policy_estimators sheet", _path("policy_estimators", "sheet.json"))
-def _policy_sheet(results: Result) -> str:
-    return _estimators(results)
-
-
+@table("policy_estimators latin", _path("policy_estimators", "latin.json"))
 def _estimators(results: Result) -> str:
     runs = _by_estimator(results)
     for name, mean in results["means"].items():
@@ -411,11 +396,6 @@ def _policy_gradients(results: Result) -> str:
                      f"{step['ahead']:.3f}", measured])  # fmt: skip
     head = ["roll-outs", "signal", "noise", "signal/noise", "reward a step back", "a step ahead", "slope of the reward"]
     return markdown_table(head, rows)
-
-
-@table("policy_estimators latin", _path("policy_estimators", "latin.json"))
-def _policy_latin(results: Result) -> str:
-    return _estimators(results)
 
 
 @table("policy_real", _path("policy_real"))

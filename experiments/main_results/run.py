@@ -72,7 +72,7 @@ def table(found: Mapping[str, Mapping[str, Any]], published: Mapping[str, Any]) 
         cells = [f"{accuracy:.2f} / {speed:.2f}" for accuracy, speed in pairs]
         lines.append("| " + " | ".join([f"{model} (published)", *cells, *["" for _ in own]]) + " |")
     cells = [_cell(found.get(name)) for name in (*names, *own)]
-    lines.append("| " + " | ".join(["this run", *cells]) + " |")
+    lines.append("| " + " | ".join(["this run: 308 thousand parameters, 200 prompts", *cells]) + " |")
     return "\n".join(lines) + "\n\nScore in percent / tokens per second. An empty cell was not run.\n"
 
 

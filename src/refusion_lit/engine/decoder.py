@@ -205,9 +205,10 @@ class RowState:
             0 <= place < len(self.tokens) and self.is_masked[place] for place in places
         )
         if has_mask or not are_masked or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < known.vocab_size:
+            got = f"{list(tokens)!r:.40} at {list(places)!r:.40}"  # no option is named, so that file and line are
             raise ValueError(
-                f"decoder: expected ids below {known.vocab_size} other than the mask token, each at a masked place "
-                f"below {len(self.tokens)}, got tokens {list(tokens)} at {list(places)}; commit what was drawn, once."
+                f"decoder: a step commits {got}; expected ids below {known.vocab_size} other than the mask token, each "
+                f"at a masked place below {len(self.tokens)}: commit what was drawn, once."
             )
         for place, token in zip(places, tokens, strict=True):
             self.tokens[place] = token
