@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from fakes import MASK, SPECIAL, HashModel
+from fakes import HYBRID, MASK, SPECIAL, HashModel
 from refusion_cases import prompt_of
 from refusion_lit.decoding import RecomputeKV, ReFusion, decode
+from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Forward, MoreDrafts, Reading, Request
+from refusion_lit.refusion import bonus
 from refusion_lit.refusion.decoder import ReFusionState
+from refusion_lit.refusion.infill import OpenSlot
 from refusion_lit.types import SamplingParams
 
 
@@ -215,3 +219,32 @@ def test_the_default_number_of_blocks_adapts_where_a_given_one_is_refused(num_ne
     num_slots = -(-num_new_tokens // 8)
     with pytest.raises(ValueError, match=f"num_serial_blocks: expected at most {num_slots} "):
         ReFusion(slot_size=8, num_serial_blocks=num_slots + 1).check(sampling)
+
+
+def test_reading_masks_at_once_or_later_gives_the_same_bonus_infill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many masks follow the drafts, only those of the acceptance that came true are read, in a second request."""
+    decoder = ReFusion(slot_size=8, num_serial_blocks=1, slot_threshold=0.5, token_threshold=0.5, infill="bonus")
+    found = []
+    num_later = []
+    for few in (0, FEW_POSITIONS, 10_000):
+        more = mock.Mock(wraps=MoreDrafts)
+        monkeypatch.setattr(bonus, "MoreDrafts", more)
+        monkeypatch.setattr(bonus, "FEW_POSITIONS", few)
+        rows = []
+        for seed in range(4):
+            model = HashModel(seed, traits=HYBRID)
+            model.forward_cost = 4096.0
+            rows += decode(model, decoder, [prompt_of([7, 8, 9])], SamplingParams(max_new_tokens=32)).rows
+        found.append([(row.token_ids, row.num_forwards) for row in rows])
+        num_later.append(more.call_count)
+    assert found[0] == found[1] == found[2]
+    assert num_later[0] > num_later[2] == 0
+
+
+def test_a_rejected_draft_leaves_the_models_own_choices_as_guesses() -> None:
+    state = ReFusion(infill="bonus").begin(prompt_of([7, 8]), SamplingParams(max_new_tokens=16), SPECIAL)
+    slot = OpenSlot(start=2, index=0, tokens=[3, 4, 5, 6, 7, 8, 9, 10], num_accepted=1, num_drafts=4)
+    assert bonus._accept(state, slot, Reading(tokens=[4, 5, 12, 11, 10])) == 2
+    assert slot.tokens[: slot.num_accepted] == [3, 4, 5, 12]
+    assert (slot.num_cached, slot.num_drafts, slot.is_guessed) == (3, 2, True)
+    assert slot.tokens[slot.num_accepted : slot.num_fed] == [11, 10], "what the model says after its rejected drafts"
