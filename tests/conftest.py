@@ -32,6 +32,15 @@ settings.register_profile(THOROUGH, deadline=None)
 settings.load_profile("repeatable" if os.environ.get("CI") else "suite")
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where more tests are skipped than the environment allows: they would be missed by nobody."""
+    most = os.environ.get("REFUSION_LIT_MAX_SKIPPED")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if most and reporter is not None and len(reporter.stats.get("skipped", ())) > int(most):
+        reporter.write_line(f"\nmore than {most} tests were skipped (REFUSION_LIT_MAX_SKIPPED)", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     """Start every test alike, whatever ran before: one thread, enough for models as small as these, and one seed."""
