@@ -99,6 +99,7 @@ def bench(session: nox.Session) -> None:
         "many_prompts",
         "kernels",
         "attention_calls",
+        "fast_paths",
         "training",
         "training_memory",
         "policy_memory",

@@ -153,6 +153,17 @@ def attention_calls(result: Result) -> str:
     return table(["case", "over one call"], [[name, case["over one call"]] for name, case in result["cases"].items()])
 
 
+def fast_paths(result: Result) -> str:
+    found = [
+        (name, way, ratio) for name, case in result["cases"].items() for way, ratio in case["without / with"].items()
+    ]
+    ways = list(dict.fromkeys(way for _, way, _ in found))
+    cells = {(name, way): ratio for name, way, ratio in found}
+    rows = [[name, *(cells.get((name, way), "") for way in ways)] for name in result["cases"]]
+    note = "Time without the fast path, over the time with it: above 1 it pays.\n\n"
+    return note + table(["case", *ways], rows)
+
+
 def head_candidates(result: Result) -> str:
     found = table(["head", "candidates", "certified", "recall"], [list(row.values()) for row in result["certificates"]])
     head = ["positions", "head", "ms, the fastest", "over the exact head"]
@@ -267,7 +278,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forwards": forwards,
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads,
-    "attention_calls": attention_calls, "head_candidates": head_candidates,
+    "attention_calls": attention_calls, "fast_paths": fast_paths, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
     "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,
