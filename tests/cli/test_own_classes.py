@@ -189,7 +189,7 @@ def draw_of(state: RowState) -> Draw:
 @pytest.mark.parametrize(
     ("branches", "message"),
     [
-        (None, "decoder: expected a step to yield a Forward or MoreDrafts, got 'tokens'."),
+        (None, "decoder: expected steps that yield a Forward or MoreDrafts, got 'tokens'; see docs/extending.md."),
         ((Branch(tokens=[], positions=[]),), "decoder: expected a Forward of branches with tokens, got none; see"),
     ],
 )
