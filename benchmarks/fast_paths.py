@@ -70,7 +70,6 @@ def add_one_by_one(
 
 PLAIN: dict[str, Callable[[], Any]] = {
     "greedy choice in blocks of ids": lambda: mock.patch.object(reading, "first_argmax", lambda x: x.argmax(-1)),
-    "softmax in chunks": lambda: mock.patch.object(reading, "_MAX_SOFTMAX", 1 << 60),
     "table of angles": lambda: mock.patch.object(body.FusedBody, "_rotation", body.FusedBody._angles),
     "norms by hand": lambda: mock.patch.object(body._Norm, "__call__", library_norm),
     "product and sum in one": lambda: mock.patch.object(

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_646,
+    "command to text: lines": 4_638,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_225,
+    "token ids to text: lines": 4_217,
     "examples to loss: files": 17,
     "examples to loss: lines": 3_285,
     "test: files": 58,
-    "test: lines": 12_435,
+    "test: lines": 12_427,
     "package: files": 170,
-    "package: lines": 27_709,
-    "package: lines of code": 17_512,
+    "package: lines": 27_701,
+    "package: lines of code": 17_508,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -285,7 +285,7 @@ def test_figures_in_sentences_of_convert(registry: ModuleType) -> None:
 
     results = joined(*(registry.read(f"experiments/real_conversion/{name}.json") for name in ("results", "longer")))
     trainings, speed = results["trainings"], results["speed"]["rows"]
-    own = registry.read("experiments/refusion_pays/real_model.json")["runs"]["shorter, step 200"]["decoders"]
+    own = registry.read("experiments/refusion_pays/convert.json")["runs"]["windows of 4, second round"]["decoders"]
     bonus, one_slot = own["ReFusion bonus 32x1"], own["SelfSpeculative, one slot"]
     first, longer = (trainings[name]["decoders"] for name in ("hybrid", "hybrid, longer"))
     out_of_order = [decoders["refusion_8_t60"] for decoders in (first, longer)]
@@ -414,31 +414,46 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
 
 def test_sentences_on_the_chain_with_a_second_round(registry: ModuleType) -> None:
     runs = registry.read("experiments/refusion_pays/convert.json")["runs"]
-    before, after = (runs[name]["decoders"] for name in ("shorter", "second round"))
+    trained = registry.read("experiments/refusion_pays/training.json")["runs"]
+    names = ("shorter", "second round", "windows of 4", "windows of 4, second round")
+    earlier, last, windows, second = (runs[name]["decoders"] for name in names)
     long_slots, drafts, mask = "ReFusion bonus 32x1", "SelfSpeculative, one slot", "ReFusion mask 8x4"
+    positions = [trained[name]["num_positions"] for name in names[2:]]
 
-    def of(name: str, figure: str = "tokens_per_forward") -> tuple[float, float]:
-        return before[name][figure], after[name][figure]
+    def made(run: Any, decoder: str = long_slots) -> str:
+        return f"{run[decoder]['tokens_per_forward']:.2f}"
 
-    slots, ratio = of(long_slots), of(long_slots, "speed_over_autoregressive")
-    interval = after[long_slots]["speed_over_autoregressive_95"]
-    perplexity = of(long_slots, "perplexity_under_base")
+    def times(run: Any, decoder: str = long_slots) -> str:
+        return f"{run[decoder]['speed_over_autoregressive']:.2f}"
+
+    pairs = [[run[long_slots]["tokens_per_forward"] for run in pair] for pair in ((earlier, last), (windows, second))]
+    gains = [f"{after / before:.2f}" for before, after in pairs]
+    interval = "{:.2f} to {:.2f}".format(*second[long_slots]["speed_over_autoregressive_95"])
+    million = f"{sum(positions) / 1e6:.2f} million"
+    shown = [f"{number:,}".replace(",", " ") for number in positions]
+    of_generate = f"{second[long_slots]['speed_over_generate']:.2f} times those of"
     _says(
         "experiments/refusion_pays/README.md",
-        f"gives {slots[1] / slots[0]:.2f} times the tokens per forward: {slots[1]:.2f} with ReFusion's decoder in "
-        f"slots of 32, from {slots[0]:.2f}**, and {of(drafts)[1]:.2f} with `SelfSpeculative`, from {of(drafts)[0]:.2f}",
-        f"a perplexity of {perplexity[1]} under the base, from {perplexity[0]}",
-        f"for the first time on this model**: {of(mask)[1]:.2f}, from {of(mask)[0]:.2f}",
-        f"{ratio[1]:.2f} times the tokens/s of `Autoregressive` ({interval[0]:.2f} to {interval[1]:.2f})",
-        f"from {ratio[0]:.2f} times**",
-        f"{after[long_slots]['speed_over_generate']:.2f} times those of `generate`",
+        f"{shown[0]} and {shown[1]} positions",
+        f"{made(windows)} tokens per forward with ReFusion's decoder in slots of 32 after {shown[0]}",
+        f"make {made(earlier)} after 800 970",
+        f"gives {gains[1]} times: {made(second)} tokens per forward**, and {made(second, drafts)} with "
+        f"`SelfSpeculative`, from {made(windows, drafts)}; in the chain before {gains[0]} times, to {made(last)}",
+        f"{million} positions so make {made(second)}, where 1.02 million made {made(last)}",
+        f"makes {made(second, mask)}, from {made(windows, mask)}; in the chain before {made(last, mask)}, "
+        f"from {made(earlier, mask)}",
+        f"**{times(second)} times the tokens/s of `Autoregressive` ({interval}), from {times(windows)} times**",
+        of_generate,
     )
     _says(
         "docs/convert.md",
-        f"from {slots[0]:.2f} to {slots[1]:.2f} tokens per forward pass",
-        f"from {ratio[0]:.2f} to {ratio[1]:.2f} times the tokens/s",
-        f"reached {slots[1]:.2f} tokens per forward pass after 1.02 million positions",
+        f"after {million} positions in two rounds",
+        f"makes {made(second)} tokens per forward pass, {times(second)} times the tokens/s",
+        of_generate,
+        f"makes {made(second, drafts)}, at {times(second, drafts)} times",
+        f"from {made(windows)} to {made(second)} tokens per forward pass and from {times(windows)} to {times(second)}",
     )
+    _says("README.md", f"recipe {times(second)} times and {made(second)}, after {million} positions")
 
 
 @pytest.mark.parametrize("name", REPORTED)
