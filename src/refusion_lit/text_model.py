@@ -69,10 +69,6 @@ class TextModel:
     @default_decoder.setter
     def default_decoder(self, decoder: Decoder) -> None:
         check_model(self.backbone, decoder)
-        sampling = SamplingParams(max_new_tokens=1024)
-        decoder.begin(
-            Prompt(token_ids=(0,), id=""), sampling, self.backbone.special_tokens
-        )  # refuses what lacks a drafter
         fits = self.backbone.drafter is None or isinstance(decoder, SelfSpeculative)
         expected = "SelfSpeculative for a model with a drafter"
         require(fits, "decoder", expected, type(decoder).__name__, "name it, or leave the drafter out")

@@ -117,6 +117,10 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
             "model.objective.rewards.0: expected a class with rewards, got refusion_lit.policy.Reward; define what it",
         ),
         (
+            ["serve", f"--ckpt_path={MODEL}", "--max_new_tokens=600"],
+            "max_new_tokens: expected less than the model's context of 512 tokens, got 600; lower it",
+        ),
+        (
             ["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=./mine/one_shot.py"],
             "decoder: expected the import path of a class, got './mine/one_shot.py'; name it as one_shot.MyClass, in",
         ),

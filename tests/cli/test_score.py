@@ -141,7 +141,7 @@ def test_code_is_run_only_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixtu
     arguments = ["score", _lines(tmp_path / "p.jsonl", rows), "--task=HumanEval", f"--task.files={data}"]
     arguments += ["--num_workers=2"]
     assert main(arguments) == 2
-    assert "add --allow_code_execution" in capsys.readouterr().err
+    assert "allow_code_execution: expected true, because scoring runs programs" in capsys.readouterr().err
     assert not (tmp_path / "p.scored.jsonl").exists()
     box = Sandbox(minimum="limits")
     if box.applied != LAYERS:

@@ -10,7 +10,7 @@ import yaml
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli.generate import build_parser
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
-from refusion_lit.cli.usage_errors import REMOVED, nearest, removal_of
+from refusion_lit.cli.usage_errors import nearest, removal_of, removed
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +175,8 @@ def test_a_command_without_a_trainer_explains_its_options_and_those_of_the_decod
 def test_a_removed_option_is_named_with_its_reason(
     cli: RefusionCLI, in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(REMOVED, "backbone.fast_mode", "it is the default now; leave it out")
-    monkeypatch.setitem(REMOVED, "OldDecoder", "use ReFusion")
+    monkeypatch.setitem(removed(), "backbone.fast_mode", "it is the default now; leave it out")
+    monkeypatch.setitem(removed(), "OldDecoder", "use ReFusion")
     file = tmp_path / "old.yaml"
     file.write_text(yaml.safe_dump({"model": {"backbone": {"fast_mode": True}}}))
     args = ["--config", str(file)] if in_file else ["--model.backbone.fast_mode=true"]
@@ -209,7 +209,7 @@ def test_removed_options_of_a_configs_decoder_are_named(cli: RefusionCLI, decode
 
 def test_removed_names_are_ends_of_dotted_names() -> None:
     assert removal_of("model.backbone.config") is None
-    for name, reason in REMOVED.items():
+    for name, reason in removed().items():
         assert removal_of(f"model.{name}") == reason
         assert not reason.endswith(".")
 

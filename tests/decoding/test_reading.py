@@ -81,6 +81,7 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
     model = TableModel(torch.tensor(table, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_module, "_MAX_LOGITS", chunk * 4)
+        patch.setattr(reading_module, "_MAX_SOFTMAX", chunk)
         Reader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], reads)
     for one in reads:
         drawn = [read_slowly(table[i], one.draw.forbidden, None) for i in one.draft_at]
@@ -163,6 +164,7 @@ def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
     together, alone = ([read(number) for number in numbers] for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_module, "_MAX_LOGITS", chunk * VOCAB)
+        patch.setattr(reading_module, "_MAX_SOFTMAX", chunk * 3)
         Reader(model).read(hidden, together)
     for one in alone:
         Reader(model).read(hidden, [one])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,3 +198,8 @@ def test_a_proposal_has_other_noise_than_the_draw_that_replaces_it() -> None:
     exact, draft = (set(noise_keys(branch, range(6), draw, "prompt")) for draw in draws)
     assert len(draft) == len(exact) == 6
     assert not draft & exact
+
+
+def test_a_seed_of_any_integer_type_is_the_same_seed() -> None:
+    seed = SamplingParams(seed=np.int64(3)).seed  # type: ignore[arg-type]
+    assert (seed, type(seed)) == (3, int), "noise is keyed by values and their types"

@@ -21,7 +21,7 @@ from refusion_lit.decoding import ReFusion, SelfSpeculative
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, save_drafter
 from refusion_lit.modeling.exporting import prompt_code
-from refusion_lit.modeling.saving import save_model
+from refusion_lit.modeling.saving import PROGRAM_OPTIONS, save_model
 from refusion_lit.refusion import export as refusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits
@@ -71,6 +71,7 @@ def test_a_saved_directory_has_the_options_of_its_own_decoder(tmp_path: Path) ->
     model.default_decoder = decoder = ReFusion(**options, infill="bonus")
     save_model(model.backbone, model.tokenizer, tmp_path)
     library = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert set(PROGRAM_OPTIONS) == refusion.OPTIONS.keys()
     assert library.generation_config.refusion == {"vocab_size": len(model.tokenizer), **options}
     prompt = torch.tensor([model.encode("12+34,56+78>")])
     found = library.generate(prompt, custom_generate=str(tmp_path), trust_remote_code=True, max_new_tokens=24)

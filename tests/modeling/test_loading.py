@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import refusion_lit
 from refusion_lit.modeling.architecture import check_source
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.drafter import DrafterOptions
 from refusion_lit.modeling.loading import BackboneConfig, decoding_dtype
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
@@ -504,3 +505,14 @@ def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.
         else:  # files are taken from the cache without asking for each
             check_source("me/model", "ckpt_path")
         assert huggingface_hub.constants.HF_HUB_OFFLINE is is_offline
+
+
+def test_a_drafter_is_trained_without_gradient_checkpointing() -> None:
+    with pytest.raises(ValueError, match=r"backbone.gradient_checkpointing: expected false with a drafter, got True"):
+        BackboneConfig(config=ARCHITECTURE, drafter=DrafterOptions(), gradient_checkpointing=True)
+
+
+def test_weights_that_an_overridden_config_asks_for_are_not_fetched_again(tmp_path: Path) -> None:
+    source = make_base(tmp_path / "base", "abc")
+    with pytest.raises(ValueError, match=r"got none for .*Fetch them again, or take the config .*backbone.config: {}"):
+        BackboneConfig(source=str(source), config={"attention_bias": True}).build(masked_tokenizer())

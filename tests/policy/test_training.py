@@ -251,7 +251,7 @@ def test_dropout_is_refused_as_it_changes_likelihoods(tmp_path: Path) -> None:
 def test_code_that_may_not_run_is_no_reward(tmp_path: Path) -> None:
     rows = [MBPP | {"task_id": number} for number in (11, 511, *range(601, 609))]
     task = Mbpp(files=write_jsonl(tmp_path / "mbpp.jsonl", rows))
-    with pytest.raises(ValueError, match=r"data.task.allow_code_execution: expected true with GroupPolicy, got False"):
+    with pytest.raises(ValueError, match=r"allow_code_execution: expected true, because scoring runs programs"):
         fitted(tmp_path / "run", replace(OBJECTIVE, rewards=()), task=task)
 
 

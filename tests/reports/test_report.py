@@ -384,9 +384,11 @@ def test_scores_of_some_predictions_only_are_left_out(tmp_path: Path) -> None:
 
 def test_points_that_a_sweep_had_before_are_left_out(tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "sweep")
-    (root / "sweep.json").write_text(json.dumps({"swept": [], "points": ["01", "00", "99"]}))
-    runs, _ = read_runs([root])
-    assert [run.name for run in runs] == ["points/01/test", "points/00/test"]
+    for points, num_failed in ((["01", "00", "99"], 1), (["01", "00"], 0)):
+        (root / "sweep.json").write_text(json.dumps({"swept": [], "points": points}))
+        runs, notes = read_runs([root])
+        assert [run.name for run in runs] == ["points/01/test", "points/00/test"]
+        assert sum("A point of the sweep failed" in note for note in notes) == num_failed
 
 
 def test_a_checkpoint_at_the_root_has_no_training(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
+from refusion_lit.engine.checks import check_context
 from refusion_lit.serving import Limits
 from refusion_lit.utils.require import require
 
@@ -38,7 +39,6 @@ def run(args: list[str]) -> int:
     limits = Limits(**{field.name: options[field.name] for field in fields(Limits)})
     require(0 <= options.port < 65536, "port", "a number below 65536", options.port, "use 8000, say")
     try:
-        from refusion_lit.engine.checks import check_context
         from refusion_lit.serving.app import API_KEY, LOCAL, Server, build_app
         from refusion_lit.serving.service import Service
         from refusion_lit.serving.worker import Worker

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
@@ -19,94 +20,6 @@ import yaml
 
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
-
-_SEARCH = "the interval search is gone; set t_min and t_max"
-_SANDBOX = "the sandbox limits time, memory and the size of a file; leave it out"
-REMOVED = {
-    **{
-        name: f"it is experiments.tasks.{name}, in a clone, with PYTHONPATH=. set"
-        for name in ("Holes", "Latin", "Sudoku", "Walk")
-    },
-    **{f"{at}.layout": "its name is checkpoint_format" for at in ("backbone", "chat", "evaluate", "generate", "trace")},
-    **{f"limits.{name}": _SANDBOX for name in ("disk_mb", "num_files", "num_open_files", "num_processes")},
-    **{f"objective.search_{name}": _SEARCH for name in ("batches", "delta", "every", "widths")},
-    **{
-        f"objective.{name}": "set class_path: Zarya, which has it"
-        for name in ("mask_pattern", "max_span", "shuffle_masked", "slot_borders", "token_weights")
-    },
-    "backbone.compile": "compiled decode steps took 1.00 to 1.43 times as long where they were measured; leave it out",
-    "backbone.lean": "its name is fused_body",
-    "backbone.random_init": "random weights need no source; write the architecture in backbone.config",
-    "data.cache_dir": "every run encodes its files; leave it out",
-    "data.length_grouped": "batches always have samples of similar lengths; leave it out",
-    "decoder.certainty": "its name is slot_confidence",
-    "decoder.confidence": "SlotSearch takes the probability of the first token; leave it out",
-    "decoder.schedule": "FirstHitting draws the sizes; leave it out",
-    "decoder.eps": "Dream's time schedule ends at 0.001; leave it out",
-    "decoding.max_batch_size": "its name is batch_size",
-    "decoding.num_logged_samples": "trainings log no decoded samples; leave it out",
-    "export.layout": "export writes our own format; convert with the family's own tools",
-    "forward_cost": "forwards are the same on every machine; leave it out",
-    "chat.history": "the model sees as many turns as fit its context; leave it out",
-    "chat.share_prefixes": "chat always keeps the cache of the last turn; leave it out",
-    "chat.show_order": "chat always shows it; leave it out",
-    "evaluate.model": "evaluate takes no name of a model class; leave it out",
-    "attn_implementation.flash_attention_2": "set sdpa, as decoders need masks",
-    "fused.auto": "set true or false",
-    "infill_layout.auto": "leave it out",
-    "infill_layout.single_forward": "leave it out",
-    "launcher.grace_seconds": "it is always 5 seconds; leave it out",
-    "launcher.partition": "set launcher.parameters to {slurm_partition: NAME}",
-    "layout.auto": "set null",
-    "mask_pattern.shuffled_groups": "set grouped",
-    "objective.denominator": "it is the sum of the weights; leave it out",
-    "sampling_rule.ancestral": "set threshold or first_hitting",
-    "score.k": "pass@1 is the score; leave it out",
-    "sweep.num_samples": "list the samples in entries",
-    "sweep.random": "list the samples in entries",
-    "sweep.test_checkpoint": "it is always the last one; leave it out",
-    "token_weights.harmonic_normalised": "set harmonic",
-    "tokenizer.layout": "its name is checkpoint_format",
-    "exploration": "SlotSearch weighs the prior with 1; leave it out",
-    "immediate_weight": "SlotSearch weighs the first slot with 0.5; leave it out",
-    "look_ahead": "WeDLM refills its window in the same forward; leave it out",
-    "max_post_forwards": "TokenEditing makes at most 16; leave it out",
-    "minimum_isolation.files": "set it to full, or to limits where the kernel offers less",
-    "num_per_forward": "TokenEditing fills at least one mask per forward; leave it out",
-    "objective.distill": "objectives train on texts; leave it out, or write the model's own answers with generate",
-    "objective.eos_chance": "rejected texts always have an EOS token; leave it out",
-    "SerialHybrid": "it drafts no better than Hybrid on the same texts; use Hybrid, or MaskWindows for serial blocks",
-    "objective.gamma": "the preference has no margin; leave it out",
-    "objective.kernel": "the loss is computed in chunks; leave it out",
-    "objective.resample": "masks are drawn once; leave it out",
-    "objective.schedule": "the mask probability is t; leave it out",
-    "objective.weighting": "a mask weighs 1 / gamma; leave it out",
-    "order_temperature": "places are the most confident ones; leave it out",
-    "position_bytes": "positions and forwards per token are in the tables; leave it out",
-    "prefetch": "prefetching was meant for GPUs and was never measured on one; leave it out",
-    "prompt_is_block": "D2F counts blocks from the response; leave it out, or decode with BlockDiffusion",
-    "prior_temperature": "SlotSearch sharpens the prior with 0.5; leave it out",
-    "record_forwards": "`refusion-lit trace` shows the forwards of a decode; leave it out",
-    "report.num_resamples": "intervals are of 2000 resamples; leave it out",
-    "report.seed": "intervals are those of one seed; leave it out",
-    "seconds_per_forward": "the animation shows each forward for 0.4 seconds; leave it out",
-    "selection.capped": "set top_k, or leave selection and k out",
-    "shuffled": "FirstHitting decodes places in text order; leave it out",
-    "serve.seed": "a sampled request names its seed, or gets one of its own",
-    "sweep.num_workers": "set launcher.num_workers in the sweep's file",
-    "task.num_samples": "pass@k is gone; leave it out",
-    "task.protocol": "set task.template, or use the harness's tasks (`refusion-lit evaluate`)",
-    "tokenizer.chat_template": "train with prompt_template, or take the tokenizer of a model that has one",
-    "tokenizer.max_examples": "it is always 100 000; leave it out",
-    "tokenizer.min_frequency": "it is always 2; leave it out",
-    "trace.format": "name --output with the ending .json or .html",
-}
-"""Options and classes that earlier versions had, each with what to do instead.
-
-A key is the end of an option's dotted name after its command (``backbone.compile`` matches
-``fit.model.backbone.compile``), or the name of a class. A value is one line without a full stop: why it went, and the
-replacement if there is one.
-"""
 
 _MODULE_ERRORS = (SyntaxError, ImportError, NameError)
 PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, *_MODULE_ERRORS)
@@ -498,7 +411,15 @@ def removal_of(name: str) -> str | None:
         name: Dotted name of an option, or name or import path of a class.
     """
     parts = re.sub(r"\bdecoders\.[^.]+\.", "decoder.", name).split(".")  # as options of one decoder are named
-    return next(filter(None, (REMOVED.get(".".join(parts[start:])) for start in range(len(parts)))), None)
+    return next(filter(None, (removed().get(".".join(parts[start:])) for start in range(len(parts)))), None)
+
+
+@cache
+def removed() -> dict[str, str]:
+    """Return what ``removed.yaml`` says of options and classes, by their names."""
+    return {
+        name: str(reason) for name, reason in read_yaml(Path(__file__).with_name("removed.yaml"), "removed").items()
+    }
 
 
 def brief(message: str) -> str:

@@ -77,7 +77,9 @@ class Batch:
                 num_keys = max(num_keys, first_key + num_tokens, *(stop for _, stop in branch.visible))
         if len(tokens) != len(positions) or min(positions) < 0:
             got = f"{len(tokens)} tokens and {len(positions)} positions from {min(positions, default=0)}"
-            raise ValueError(f"decoder: expected branches with a position from 0 for each token, got {got}.")
+            raise ValueError(
+                f"decoder: expected branches with a position from 0 for each token, got {got}; count them."
+            )
         shape = (len(self._rows), length)
         # One host-to-device copy for everything.
         self._sent = to_device(np.array([tokens, positions, targets, rows, source], dtype=np.int64), device)

@@ -69,6 +69,7 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
 
     Raises:
         ModelMismatchError: With the reasons.
+        ValueError: If the model lacks a drafter that the decoder needs.
     """
     name = type(decoder).__name__
     needs = decoder.requirements()
@@ -82,6 +83,9 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
         if not allow_mismatch:
             raise ModelMismatchError(f"{message} {hint}{' ' * bool(hint)}{decoder.mismatch_fix(model.traits)}")
         warnings.warn(message, stacklevel=2)
+    fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
+    has_drafter = bool(model.special_tokens.draft_token_ids)
+    require(has_drafter or not needs.drafter, "decoder", "a model with a drafter", "one without", fix)
     return reasons
 
 

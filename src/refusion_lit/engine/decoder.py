@@ -29,6 +29,7 @@ class ModelRequirements:
         attention: Attention pattern of the decoder's forwards.
         predictions: Meanings of logits that the decoder relies on.
         mask_token: Whether the decoder feeds mask tokens.
+        drafter: Whether it needs a drafter attached to the model.
         block_size: Tokens per block, for block-causal attention; ``None``: of any size.
         prompt_is_block: For block-causal attention: the prompt is one block, and blocks are counted from the response.
     """
@@ -36,6 +37,7 @@ class ModelRequirements:
     attention: AttentionKind
     predictions: tuple[Prediction, ...]
     mask_token: bool = True
+    drafter: bool = False
     block_size: int | None = None
     prompt_is_block: bool = False
 

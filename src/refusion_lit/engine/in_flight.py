@@ -191,5 +191,5 @@ def _check_offsets(offsets: Sequence[int], length: int, name: str) -> None:
     """Refuse offsets beyond a branch, which would read another prompt's hidden states."""
     if offsets and not 0 <= min(offsets) <= max(offsets) < length:
         raise ValueError(
-            f"decoder: expected {name} from 0 to {length - 1} in a branch of {length} tokens, got {offsets}."
+            f"decoder: expected {name} from 0 to {length - 1} in a branch of {length} tokens, got {offsets}; {_FIX}."
         )

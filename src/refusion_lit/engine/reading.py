@@ -21,6 +21,9 @@ from refusion_lit.modeling.interface import LanguageModel
 _MAX_LOGITS = 1 << 26
 """Maximum number of logits in memory at once (256 MB in float32); more positions are read in chunks."""
 
+_MAX_SOFTMAX = 1 << 20
+"""Logits per softmax on CPUs: small enough to stay in the processor's cache."""
+
 
 class Reader:
     """Fills readings from hidden states.
@@ -96,13 +99,14 @@ class Reader:
     def _logit_chunks(
         self, hidden: Tensor, draw: Draw, rows: Int[Tensor, " position"], guide: int
     ) -> Iterator[Float[Tensor, "position vocab"]]:
-        """Yield logits in chunks, which bounds the head's memory."""
-        for some in rows.split(max(1, _MAX_LOGITS // self._vocab_size)):
+        """Yield logits in chunks: bounds the head's memory and, on CPUs, keeps the softmax in the processor's cache."""
+        for some in _split(rows, max(1, _MAX_LOGITS // self._vocab_size)):
             logits = self._logits(hidden, some)
             if draw.guidance is not None:
                 unconditional = self._logits(hidden, some + guide)
                 logits = _finite(unconditional + (draw.guidance + 1.0) * (logits - unconditional))
-            yield logits
+            is_cached = logits.device.type == "cpu"
+            yield from _split(logits, max(1, _MAX_SOFTMAX // logits.shape[1])) if is_cached else (logits,)
 
     def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return finite logits in float32 or higher precision, in a tensor that may be changed in place."""
@@ -183,3 +187,7 @@ def _fill(
 def joined(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
     """Return tensors one after the other along an axis; a single one as it is."""
     return torch.cat([*parts], dim) if len(parts) > 1 else parts[0]
+
+
+def _split(values: Tensor, size: int) -> Sequence[Tensor]:
+    return values.split(size) if size < values.shape[0] else (values,)

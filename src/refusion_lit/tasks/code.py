@@ -88,7 +88,7 @@ class CodeTask(Task):
     def sandbox(self) -> Sandbox:
         """The sandbox of this task, if code may run; prints the isolation it found on first access."""
         expected = "true, because scoring runs programs that a model wrote on this machine"
-        fix = "add --allow_code_execution to allow it"
+        fix = "set it to allow that"
         require(self.allow_code_execution, "allow_code_execution", expected, False, fix)
         sandbox = Sandbox(limits=self.limits, minimum=self.minimum_isolation)
         sys.stderr.write(f"isolation of generated code: {sandbox.describe()}\n")

@@ -26,6 +26,7 @@ from refusion_lit.evaluation.predictions import described
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
 from refusion_lit.tasks.base import Task, examples_of
+from refusion_lit.tasks.code import CodeTask
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.keys import stable_key
@@ -94,9 +95,8 @@ class Rollouts:
         require(dropout == 0, "model.backbone.lora.dropout", expected, dropout, "set it to 0")
         self._rewards: Sequence[Reward | Task] = options.rewards or (data.task,)
         for reward in self._rewards:
-            may_run = getattr(reward, "allow_code_execution", True)
-            fix = "set it: the reward is what generated code does"
-            require(may_run, "data.task.allow_code_execution", "true with GroupPolicy", may_run, fix)
+            if isinstance(reward, CodeTask):
+                _ = reward.sandbox.applied  # refuses to run code, or weak isolation
         prompt = data.training_prompt()
         if model.backbone.traits.predictions is not None:
             model.check_decoder(self._decoder)

@@ -109,7 +109,8 @@ class SelfSpeculative(Decoder):
     def requirements(self) -> ModelRequirements:
         """Return next-token predictions or, with ``slot_size``, the predictions of the hybrid objective."""
         if self.slot_size is None:
-            return ModelRequirements(attention="causal", predictions=("next_token",), mask_token=False)
+            needs = {"mask_token": False, "drafter": self.num_drafts != 0}
+            return ModelRequirements(attention="causal", predictions=("next_token",), **needs)
         return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
 
     @property
@@ -124,14 +125,7 @@ class SelfSpeculative(Decoder):
         return fix if fits else super().mismatch_fix(traits)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SpeculativeState:
-        """Create a canvas of ``max_new_tokens``.
-
-        Raises:
-            ValueError: If the model has no drafter and ``slot_size`` is not set.
-        """
-        has_masks = self.slot_size is not None or bool(special_tokens.draft_token_ids) or self.num_drafts == 0
-        fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
-        require(has_masks, "decoder", "a model with a drafter", "one without", fix)
+        """Create a canvas of ``max_new_tokens``."""
         return SpeculativeState.blank(prompt, sampling, special_tokens)
 
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]

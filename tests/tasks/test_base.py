@@ -1,0 +1,37 @@
+"""What a task of one's own returns is checked before anything depends on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refusion_lit.tasks.base import Task, examples_of, score_of
+from refusion_lit.types import Example
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Task):
+    """One example."""
+
+    response: Any = "b"
+
+    def examples(self, split: str) -> list[Example]:
+        return [Example(id=split, query="a", response=self.response)]
+
+    def score(self, example: Example, response: str) -> Any:
+        return np.float32(0.5)
+
+
+def test_scores_of_any_real_type_can_be_written() -> None:
+    score, _ = score_of(Own(), Own().examples("test")[0], "b")
+    assert json.dumps(score) == "0.5"
+
+
+def test_examples_are_texts() -> None:
+    assert len(examples_of(Own(), "test")) == 1
+    with pytest.raises(ValueError, match=r"Own.examples: expected examples whose query and response are texts, got"):
+        examples_of(Own(response=5), "test")
