@@ -419,6 +419,9 @@ def test_sentences_on_the_chain_with_a_second_round(registry: ModuleType) -> Non
     earlier, last, windows, second = (runs[name]["decoders"] for name in names)
     long_slots, drafts, mask = "ReFusion bonus 32x1", "SelfSpeculative, one slot", "ReFusion mask 8x4"
     positions = [trained[name]["num_positions"] for name in names[2:]]
+    before = sum(trained[name]["num_positions"] for name in ("chain, windows", "chain, shorter"))
+    models = registry.read("experiments/refusion_pays/solved.json")["models"]
+    solved = [models[name]["num_solved"] for name in ("base", "windows of 4", "second round")]
 
     def made(run: Any, decoder: str = long_slots) -> str:
         return f"{run[decoder]['tokens_per_forward']:.2f}"
@@ -436,7 +439,12 @@ def test_sentences_on_the_chain_with_a_second_round(registry: ModuleType) -> Non
         "experiments/refusion_pays/README.md",
         f"{shown[0]} and {shown[1]} positions",
         f"{made(windows)} tokens per forward with ReFusion's decoder in slots of 32 after {shown[0]}",
-        f"make {made(earlier)} after 800 970",
+        f"make {made(earlier)} after {f'{before:,}'.replace(',', ' ')}",
+        f"need {positions[0] / before:.2f} of the positions",
+        f"is missed by {2.0 - second[long_slots]['tokens_per_forward']:.2f}, and 2.3 for `SelfSpeculative` by "
+        f"{2.3 - second[drafts]['tokens_per_forward']:.2f}",
+        f"`SelfSpeculative` makes {times(second, drafts)} times",
+        "right in {}, that of the model in windows of 4 in {}, after its second round in {}".format(*solved),
         f"gives {gains[1]} times: {made(second)} tokens per forward**, and {made(second, drafts)} with "
         f"`SelfSpeculative`, from {made(windows, drafts)}; in the chain before {gains[0]} times, to {made(last)}",
         f"{million} positions so make {made(second)}, where 1.02 million made {made(last)}",
@@ -453,6 +461,7 @@ def test_sentences_on_the_chain_with_a_second_round(registry: ModuleType) -> Non
         f"makes {made(second, drafts)}, at {times(second, drafts)} times",
         f"from {made(windows)} to {made(second)} tokens per forward pass and from {times(windows)} to {times(second)}",
     )
+    _says("docs/objectives/hybrid.md", f"need {positions[0] / before:.1f} of the positions of windows of 8")
     _says("README.md", f"recipe {times(second)} times and {made(second)}, after {million} positions")
 
 
