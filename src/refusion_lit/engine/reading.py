@@ -22,7 +22,7 @@ _MAX_LOGITS = 1 << 26
 """Maximum number of logits in memory at once (256 MB in float32); more positions are read in chunks."""
 
 _MAX_SOFTMAX = 1 << 20
-"""Logits per softmax on CPUs: small enough to stay in the processor's cache."""
+"""Logits per softmax on CPUs: small enough to stay in the processor's cache (benchmarks/fast_paths.py)."""
 
 
 class Reader:

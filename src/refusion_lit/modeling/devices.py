@@ -51,7 +51,7 @@ def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " posit
     """Return the index of each row's highest value, the lowest index among ties; NaN counts as the highest.
 
     On CPUs torch finds an index ten times slower than a value, so large vocabularies are searched for the best block
-    of ids first.
+    of ids first (benchmarks/fast_paths.py).
     """
     vocab = logits.shape[-1]
     size = _BLOCK
