@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
-from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, RowState
+from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, ReFusion, RowState
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.tasks import Additions, Task
 from refusion_lit.tasks.base import Split, examples_of, score_of
@@ -215,6 +215,17 @@ def test_a_decoder_that_says_nothing_of_its_model_is_refused(
     assert main(["generate", "--ckpt_path", str(MODEL), "--decoder", "silent.Silent", "--prompt", "1+2>"]) == 2
     told = capsys.readouterr().err
     assert "decoder: expected what Silent needs of a model, got 'no class attribute requires'; add requires" in told
+
+
+def test_options_without_the_dataclass_decorator_are_named() -> None:
+    class Forgotten(ReFusion):
+        name: ClassVar[str] = "x"
+        strength: float = 0.5
+
+    fix = "put @dataclass(frozen=True, kw_only=True) before class Forgotten"
+    told = f"Forgotten: expected a dataclass with its own options, got 'none of strength'; {fix}."
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Forgotten()
 
 
 NO_STEP = """from dataclasses import dataclass

@@ -72,6 +72,13 @@ def test_holes_of_an_example_are_as_long_as_its_text() -> None:
     assert given_tokens(TOKENIZER, Example(id="x", query="a", response="ab")) == ()
 
 
+@pytest.mark.parametrize("spans", [((2, 4), (0, 1)), ((0, 3), (2, 4)), ((4, 7),), ((-1, 2),), ((3, 2),)])
+def test_holes_out_of_order_or_outside_the_text_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
+    """They would give or leave out text twice."""
+    with pytest.raises(ValueError, match="example x: spans: expected character ranges in text order within its 6 char"):
+        given_tokens(TOKENIZER, Example(id="x", query="a", response="ab12cd", spans=spans))
+
+
 def test_a_file_loses_one_line_break_at_its_end(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("a{{2}}\n\n")

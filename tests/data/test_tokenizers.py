@@ -7,6 +7,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from refusion_lit.data.encoding import encode_example, encode_prompt, encode_text
 from refusion_lit.data.tokenizers import (
@@ -92,6 +94,24 @@ def test_names_of_special_tokens_in_text_stay_text(bpe, characters) -> None:
 def test_an_unknown_character_is_named(characters) -> None:
     with pytest.raises(ValueError, match="no token for 'z'"):
         encode_text(characters, "abz")
+
+
+def test_an_unknown_word_is_named_in_texts_prompts_and_examples() -> None:
+    """A model would be trained to write the unknown token, or asked something else, without a word."""
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, "cats": 3, "sleep": 4}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", mask_token="<mask>"
+    )
+    assert encode_text(words, "cats sleep") == [3, 4]
+    assert encode_prompt(words, "cats", "<unk> {query}") == [2, 3]  # a template that names it means it
+    with pytest.raises(ValueError, match="no token for 'dogs'"):
+        encode_text(words, "dogs sleep")
+    with pytest.raises(ValueError, match="no token for 'dogs'"):
+        encode_prompt(words, "dogs", "cats {query}")
+    with pytest.raises(ValueError, match="example 7: text: the tokenizer has no token for 'dogs'"):
+        encode_example(words, Example(id="7", query="cats", response="dogs sleep"))
 
 
 def test_a_chat_template_goes_around_the_text(bpe) -> None:

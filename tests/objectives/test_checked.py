@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,3 +64,12 @@ def test_tensors_of_other_shapes_are_refused(change: Callable[[CorruptedBatch], 
 
 def test_what_fits_is_what_the_objective_returns() -> None:
     assert corrupted(Slipping()).labels.equal(corrupted(Autoregressive()).labels)
+
+
+def test_an_objective_that_does_not_say_what_it_trains_is_refused() -> None:
+    class Silent(Autoregressive):
+        trained = None
+
+    message = "objective: expected what Silent trains, got None; add trained = ModelTraits"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _ = Silent().traits

@@ -130,10 +130,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> 
     finally:
         backend.encode_special_tokens = before
     known = SpecialTokens.of(tokenizer)
+    # What stands for text without a token; a template may name it, and then means it.
+    fillers = {known.pad_token_id: tokenizer.pad_token, tokenizer.unk_token_id: tokenizer.unk_token}
+    found = {token for token, name in fillers.items() if ids.count(token) > (text.count(str(name)) if special else 0)}
     if not special:
-        found = {known.mask_token_id, known.pad_token_id, *known.eos_token_ids}.intersection(ids)
-    else:  # some tokenizers encode unknown characters as padding; a template may end a turn or name the padding itself
-        found = {known.pad_token_id} if ids.count(known.pad_token_id) > text.count(str(tokenizer.pad_token)) else set()
+        found |= {known.mask_token_id, *known.eos_token_ids}.intersection(ids)
     if found:
         raise _unknown(backend, text, found.pop())
     return ids
@@ -141,8 +142,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> 
 
 def _unknown(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
     """Return the error for a text in which the tokenizer encodes something as a special token."""
-    missing = sorted(set(text) - set(backend.get_vocab())) if type(backend.model).__name__ == "WordLevel" else []
-    if missing:
+    if type(backend.model).__name__ == "WordLevel":
+        pieces = (
+            [text] if backend.pre_tokenizer is None else [p for p, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        )
+        missing = sorted(set(pieces) - set(backend.get_vocab()))
         return ValueError(
             f"text: the tokenizer has no token for {', '.join(map(repr, missing))} (in {text[:60]!r}). "
             "Leave it out, or train with a tokenizer that knows it: add it to CharacterTokenizer's characters, or use "

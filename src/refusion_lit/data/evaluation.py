@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from torch.utils.data.distributed import DistributedSampler
@@ -9,16 +10,21 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.types import Example, Prompt
+from refusion_lit.utils.require import require
 
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
     """Return an example's response with ``None`` for the tokens of its spans; empty if it has no spans.
 
     Raises:
-        ValueError: If a character is not in the tokenizer's alphabet.
+        ValueError: If a character is not in the tokenizer's alphabet, or the spans are not in text order.
     """
     if not example.spans:
         return ()
+    bounds = [0, *itertools.chain.from_iterable(example.spans), len(example.response)]
+    expected = f"character ranges in text order within its {len(example.response)} characters"
+    name = f"example {example.id}: spans"
+    require(bounds == sorted(bounds), name, expected, example.spans, "correct them in the task's examples")
     tokens: list[int | None] = []
     end = 0
     for start, stop in (*example.spans, (len(example.response),) * 2):

@@ -65,7 +65,8 @@ class Objective(ABC):
         """What a model trained with this objective can do: ``trained``, unless it depends on options."""
         what = f"what {type(self).__name__} trains"
         fix = 'add trained = ModelTraits(attention="causal", predictions=("mask",))'
-        require(hasattr(self, "trained"), "objective", what, "no class attribute trained", fix)
+        trained = getattr(self, "trained", "no class attribute trained")
+        require(isinstance(trained, ModelTraits), "objective", what, trained, fix)
         return self.trained
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
+from inspect import get_annotations
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
@@ -97,10 +98,15 @@ def _allowed(kind: type[DataclassInstance]) -> dict[str, tuple[tuple[object, ...
     except NameError:  # a type that is imported for type checkers only, or local to a function
         hints = {}
     ranges = {name: limit for each in reversed(kind.__mro__) for name, limit in vars(each).get("ranges", {}).items()}
-    found = {}
-    unknown = sorted(ranges.keys() - {field.name for field in fields(kind)})
+    names = [field.name for field in fields(kind)]
+    unknown = sorted(ranges.keys() - set(names))
     require(not unknown, "ranges", f"names of options of {kind.__name__}", unknown, "correct them")
-    for name in [field.name for field in fields(kind)]:
+    own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint) and name[0] != "_"]
+    missing = [name for name in own if name not in names]
+    fix = f"put @dataclass(frozen=True, kw_only=True) before class {kind.__name__}"
+    require(not missing, kind.__name__, "a dataclass with its own options", f"none of {', '.join(missing)}", fix)
+    found = {}
+    for name in names:
         kinds = (hints.get(name), *get_args(hints.get(name)))
         literals = tuple(value for each in kinds if get_origin(each) is Literal for value in get_args(each))
         choices = literals or ((True, False) if bool in kinds else ())
