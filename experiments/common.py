@@ -20,7 +20,7 @@ from refusion_lit.types import Example, Prompt, SamplingParams
 from refusion_lit.utils.files import write_atomically
 
 
-def argument_parser(description: str | None, work_dir: str, output: Path) -> argparse.ArgumentParser:
+def argument_parser(description: str | None, work_dir: str, output: Path | None) -> argparse.ArgumentParser:
     """Return a parser with the first line of a description, ``--work_dir`` and ``--output``, which have defaults."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--work_dir", type=Path, default=Path(work_dir))

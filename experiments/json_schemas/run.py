@@ -1,10 +1,12 @@
 """Does every answer keep its schema, and what does that cost?
 
 usage: python experiments/json_schemas/run.py [--model DIRECTORY] [--num_schemas N] [--output FILE]
+       python experiments/json_schemas/run.py --converted DIRECTORY [--num_schemas N] [--output FILE]
 
 Answers each prompt of schemas.jsonl by construction, and freely, with the schema in the prompt only: with
 `Autoregressive` and with `SelfSpeculative` where it always drafts. Python's parser and the package jsonschema
-judge. `nox -s real_model -- fetch` fetches the model.
+judge. `nox -s real_model -- fetch` fetches the model. `--converted` takes a model that refusion_pays has converted:
+`ReFusion` fills templates that are made from the schemas, so that the decoder is free in its order.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import jsonschema
 import torch
 
 from refusion_lit import TextModel, load
-from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative
 from refusion_lit.reports.results import environment
 from refusion_lit.types import SamplingParams
 
@@ -37,6 +39,12 @@ RUNS: dict[str, tuple[Decoder, bool]] = {
     "Autoregressive, free": (Autoregressive(), False),
 }
 """Decoders, and whether the schemas are kept by construction."""
+CONVERTED: dict[str, tuple[Decoder, bool]] = {
+    "ReFusion, mask": (ReFusion(slot_size=8, num_serial_blocks=4), True),
+    "ReFusion, bonus": (ReFusion(slot_size=32, num_serial_blocks=8, infill="bonus", num_drafts=3), True),
+    "SelfSpeculative": (SelfSpeculative(slot_size=256, num_drafts=3), True),
+}
+"""Those of a converted model; the first two fill templates."""
 
 
 def is_kept(text: str, schema: Any) -> tuple[bool, bool]:
@@ -84,8 +92,9 @@ def answered(
 
 def main() -> None:
     """Run all decoders and write the results."""
-    parser = argument_parser(__doc__, "runs/json_schemas", HERE / "results.json")
+    parser = argument_parser(__doc__, "runs/json_schemas", None)
     parser.add_argument("--model", type=Path, default=BASE)
+    parser.add_argument("--converted", type=Path, default=None, help="exported by refusion_pays, in place of --model")
     parser.add_argument("--draft", type=Path, default=HERE.parent / "lossless" / "drafter")
     parser.add_argument("--num_schemas", type=int, default=None)
     parser.add_argument("--max_new_tokens", type=int, default=64)
@@ -93,15 +102,20 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = (HERE / "schemas.jsonl").read_text(encoding="utf-8").splitlines()
     asked = [json.loads(line) for line in lines][: options.num_schemas]
-    model = load(options.model, dtype="float32", draft=options.draft)
+    converted = options.converted is not None
+    output = options.output or HERE / ("converted.json" if converted else "results.json")
+    if converted:
+        model = load(options.converted, dtype="float32")
+    else:
+        model = load(options.model, dtype="float32", draft=options.draft)
     sampling = SamplingParams(max_new_tokens=options.max_new_tokens)
     settings = {"max_new_tokens": options.max_new_tokens, "dtype": "float32", "threads": 1}
     described = environment(0, ["python", "experiments/json_schemas/run.py", *sys.argv[1:]])
     runs: dict[str, Any] = {}
-    for name, (decoder, kept) in RUNS.items():
+    for name, (decoder, kept) in (CONVERTED if converted else RUNS).items():
         runs[name] = answered(model, asked, decoder, sampling, kept=kept)
         print(name, {key: value for key, value in runs[name].items() if key != "answers"}, flush=True)
-        write_json(options.output, {**described, "settings": settings, "runs": runs})
+        write_json(output, {**described, "settings": settings, "runs": runs})
 
 
 if __name__ == "__main__":
