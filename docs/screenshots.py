@@ -23,6 +23,15 @@ IMAGES = REPOSITORY / "docs" / "img"
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-mid"
 PROMPT = "12+34,56+78,47+85>"
 PORT = 8731
+TO_THE_MIDDLE = """
+const slider = document.getElementById("slider");
+slider.value = Math.ceil(slider.max / 2);
+slider.dispatchEvent(new Event("input"));
+"""
+ASK = """
+document.getElementById("text").value = %s;
+document.getElementById("form").requestSubmit();
+"""
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -75,10 +84,8 @@ def main(model: str) -> None:
             for chrome in start(work / "profile"):
                 chrome.delete_network_conditions()
                 take(chrome, (work / "ablation" / "first" / "report" / "report.html").as_uri(), "report", 1200, 720)
-                middle = "slider.value = Math.ceil(slider.max / 2); slider.dispatchEvent(new Event('input'));"
-                take(chrome, trace.as_uri(), "trace", 900, 720, f"const slider = document.getElementById('slider'); {middle}")
-                ask = "document.getElementById('text').value = arguments; document.getElementById('form').requestSubmit();"
-                take(chrome, address, "chat", 900, 520, ask.replace("arguments", repr(PROMPT)))
+                take(chrome, trace.as_uri(), "trace", 900, 720, TO_THE_MIDDLE)
+                take(chrome, address, "chat", 900, 520, ASK % repr(PROMPT))
         finally:
             server.terminate()
             server.wait()

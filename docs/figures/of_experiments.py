@@ -64,6 +64,7 @@ def _coupling(results: Result) -> str:
 
 
 @table("json schemas", _path("json_schemas"))
+@table("json schemas converted", _path("json_schemas", "converted.json"))
 def _json_schemas(results: Result) -> str:
     head = ["decoder", "asked", "answered", "parse", "keep the schema", "tokens", "tokens/forward", "ms/forward"]
     keys = ("asked", "answered", "parse", "keep_the_schema", "tokens", "tokens_per_forward", "cpu_ms_per_forward")

@@ -42,9 +42,8 @@ RUNS: dict[str, tuple[Decoder, bool]] = {
 CONVERTED: dict[str, tuple[Decoder, bool]] = {
     "ReFusion, mask": (ReFusion(slot_size=8, num_serial_blocks=4), True),
     "ReFusion, bonus": (ReFusion(slot_size=32, num_serial_blocks=8, infill="bonus", num_drafts=3), True),
-    "SelfSpeculative": (SelfSpeculative(slot_size=256, num_drafts=3), True),
 }
-"""Those of a converted model; the first two fill templates."""
+"""Those of a converted model."""
 
 
 def is_kept(text: str, schema: Any) -> tuple[bool, bool]:

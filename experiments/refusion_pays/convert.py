@@ -1,12 +1,13 @@
 """Convert SmolLM2-135M-Instruct to ReFusion on its own answers, and measure.
 
 usage: python experiments/refusion_pays/convert.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@8
-           [--num_questions 1000] [--max_steps N] [--work_dir DIR]
+           [--num_questions 1000] [--num_rounds 2] [--max_steps N] [--work_dir DIR]
 
 Lets the base answer the questions, keeps the answers that ended, and trains by windows.yaml. The model that comes out
-answers half as many further questions with ReFusion, and a second round trains it on these. Both models are measured.
-Each part continues where it was interrupted; what is finished is kept. `--num_questions 64 --max_steps 4 --prompts
-FILE@1` in a --work_dir of its own is a trial of minutes.
+answers half as many further questions with ReFusion, and a second round trains it on these; a third round likewise
+begins with the answers of the second's model. All models are measured. Each part continues where it was interrupted;
+what is finished is kept. `--num_questions 64 --max_steps 4 --prompts FILE@1` in a --work_dir of its own is a trial of
+minutes.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--questions", required=True, type=Path, help="GSM8K's train.jsonl")
     parser.add_argument("--prompts", required=True, metavar="FILE@NUMBER", help="to measure with, GSM8K's test.jsonl")
     parser.add_argument("--num_questions", type=int, default=1000)
+    parser.add_argument("--num_rounds", type=int, default=2, help="the first one is on the base's answers")
     parser.add_argument("--max_steps", type=int, default=None, help="of the training; for a trial")
     parser.add_argument("--work_dir", type=Path, default=Path("runs/refusion_pays"))
     args = parser.parse_args()
@@ -94,9 +96,13 @@ def main() -> None:
     work, questions, count = args.work_dir, args.questions, args.num_questions
     finished = answer(questions, count, work)
     model = trained(work / "windows", BASE, finished, *configs(*stages), *options)
-    own = answer(questions, count // 2, work / "second_round", model=model, first=count)
-    last = trained(work / "second_round", model, own, *configs(*stages, HERE / "second_round.yaml"), *options)
-    models = [f"windows={model}", f"second round={last}"]
+    models = [f"windows={model}"]
+    stages.append(HERE / "second_round.yaml")
+    for number in range(2, args.num_rounds + 1):
+        folder = work / f"round_{number}"
+        own = answer(questions, count // 2, folder, model=model, first=count + (number - 2) * (count // 2))
+        model = trained(folder, model, own, *configs(*stages), *options)
+        models.append(f"round {number}={model}")
     measured = [sys.executable, HERE / "real_model.py", *models, "--prompts", args.prompts]
     subprocess.run([*measured, "--output", work / "real_model.json"], check=True)
 

@@ -412,6 +412,18 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
     )
 
 
+def test_sentences_on_templates_made_from_schemas(registry: ModuleType) -> None:
+    mask, bonus = registry.read("experiments/json_schemas/converted.json")["runs"].values()
+    assert len(mask["refused"]) == len(bonus["refused"])
+    _says(
+        "experiments/json_schemas/README.md",
+        f"{len(bonus['refused'])} of the {bonus['asked']} schemas were refused",
+        f"with bonus tokens {bonus['tokens_per_forward']:.2f} per forward, where `mask` infill makes "
+        f"{mask['tokens_per_forward']:.2f}",
+    )
+    assert all(run["keep_the_schema"] == run["parse"] == run["answered"] for run in (mask, bonus))
+
+
 def test_sentences_on_the_chain_with_a_second_round(registry: ModuleType) -> None:
     runs = registry.read("experiments/refusion_pays/convert.json")["runs"]
     trained = registry.read("experiments/refusion_pays/training.json")["runs"]

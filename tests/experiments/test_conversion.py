@@ -47,24 +47,26 @@ def command(*args: str) -> None:
     assert main([*args, *threads]) == 0
 
 
-def test_a_trial_of_the_conversion_trains_twice_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_the_conversion_trains_three_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_counter(tmp_path / "runs" / "smollm2" / "base")
     questions = tmp_path / "questions.jsonl"
-    texts = [f"{i:0120}"[::-1] + str(i % 10) for i in range(24)]  # long, as rows are packed
+    texts = [f"{i:0120}"[::-1] + str(i % 10) for i in range(32)]  # long, as rows are packed
     questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
     monkeypatch.chdir(tmp_path)
     options = ["--questions", str(questions), "--prompts", f"{questions}@1", "--work_dir", "trial"]
     for module in (common, convert):
         monkeypatch.setattr(module, "command", command)
-    monkeypatch.setattr(sys, "argv", ["convert.py", *options, "--num_questions", "16", "--max_steps", "2"])
+    options += ["--num_questions", "16", "--num_rounds", "3", "--max_steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["convert.py", *options])
     convert.main()
     answers = [json.loads(line) for line in Path("trial/finished.jsonl").read_text().splitlines()]
     assert {each["prompt"]: each["response"] for each in answers}[texts[5]] == "6789"
     assert [text for text in texts[:16] if text not in {each["prompt"] for each in answers}] == [texts[9]], "nothing"
-    further = Path("trial/second_round/questions.jsonl").read_text().splitlines()
-    assert [json.loads(line)["prompt"] for line in further] == texts[16:]
-    first, second = json.loads(Path("trial/real_model.json").read_text())["runs"].items()
-    assert [name for name, _ in (first, second)] == ["windows", "second round"]
-    for _, run in (first, second):
+    for number, asked in ((2, texts[16:24]), (3, texts[24:])):
+        further = Path(f"trial/round_{number}/questions.jsonl").read_text().splitlines()
+        assert [json.loads(line)["prompt"] for line in further] == asked
+    runs = json.loads(Path("trial/real_model.json").read_text())["runs"]
+    assert list(runs) == ["windows", "round 2", "round 3"]
+    for run in runs.values():
         assert run["decoders"]["base, Autoregressive"]["texts"] == ["123456789<eos>"]
         assert run["decoders"]["ReFusion bonus 32x1"]["tokens_per_forward"] > 0
