@@ -1,7 +1,7 @@
 """Which part of the recipe does the work: whose answers, where the masks stand, or what they learn?
 
 usage: python experiments/refusion_pays/levers.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@24
-           [--num_questions 448] [--num_positions 150000] [--work_dir DIR] [--output FILE]
+           [--num_questions 448] [--num_positions 150000] [--only RECIPE ...] [--work_dir DIR] [--output FILE]
 
 SmolLM2-135M-Instruct answers the questions; every recipe trains on the same questions from the base's weights, for the
 same number of positions, and all models decode the same prompts. A training resumes; what is finished is kept.
@@ -33,12 +33,15 @@ from experiments.refusion_pays.real_model import compared
 
 HERE = Path(__file__).parent
 HYBRID, WINDOWS = "--model.objective=Hybrid", "--model.objective=MaskWindows"
+ADAPTERS = ("--model.backbone.lora.rank=16", "--model.backbone.lora.alpha=32", "--model.optimizer.init_args.lr=1e-3")
 RECIPES: dict[str, tuple[str, ...]] = {
     "own answers, MaskWindows": ("own", WINDOWS),
     "own answers, Hybrid": ("own", HYBRID),
     "human answers, MaskWindows": ("human", WINDOWS),
     "human answers, Hybrid": ("human", HYBRID),
     "own answers, SoftWindows": ("own", "--model.objective=experiments.refusion_pays.soft.SoftWindows"),
+    "own answers, windows of 4": ("own", WINDOWS, "--model.objective.init_args.window=4"),
+    "own answers, adapters": ("own", WINDOWS, "--model.objective.init_args.window=4", *ADAPTERS),
 }
 """Whose answers, and the options of the training beside levers.yaml."""
 DECODERS = ["SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4"]
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, metavar="FILE@NUMBER", help="to measure with, GSM8K's test.jsonl")
     parser.add_argument("--num_questions", type=int, default=448)
     parser.add_argument("--num_positions", type=int, default=150_000, help="that each training computes")
+    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--work_dir", type=Path, default=Path("runs/refusion_pays/levers"))
     parser.add_argument("--output", type=Path, default=HERE / "levers.json")
     args = parser.parse_args()
@@ -108,7 +112,7 @@ def main() -> None:
     own = answer(args.questions, args.num_questions, args.work_dir)
     data = {"own": own, "human": human_answers(args.questions, own, args.work_dir / "human.jsonl")}
     found = {}
-    for name in RECIPES:
+    for name in args.only:
         part = args.work_dir / f"{name}.json"
         found[name] = kept(part, one_recipe, name, data, args.prompts, args.num_positions, args.work_dir)
         write_json(args.output, {"num_questions": args.num_questions, "recipes": found})
