@@ -81,7 +81,8 @@ class BlockDecoder(Decoder):
     def _branch(self, state: RowState, stop: int, drawn: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
         start = state.num_cached
-        order = [position // self.block_size for position in range(start, stop)]
+        first = state.prompt_length if self.requires.prompt_is_block else 0
+        order = [max((position - first) // self.block_size, -1) for position in range(start, stop)]
         return state.branch(start, stop, drawn, order=order, shift=int(self.shifted))
 
 
