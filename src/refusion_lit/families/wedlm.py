@@ -6,17 +6,17 @@ Qwen2.5 (7B) and a Qwen3 (8B).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -144,14 +144,11 @@ class WeDLM(Decoder):
 
     def _choose(self, places: Sequence[int], reading: Reading) -> list[int]:
         """Return the indices of the masks that are filled: those below the threshold, or the best one."""
-        entropies = reading.statistics["entropy"]
-        penalised = [
-            entropy + self.position_penalty * (place - places[0])
-            for place, entropy in zip(places, entropies, strict=True)
+        negated = [
+            -(entropy + self.position_penalty * (place - places[0]))
+            for place, entropy in zip(places, reading.statistics["entropy"], strict=True)
         ]
-        below = [i for i, value in enumerate(penalised) if self.entropy_threshold is not None
-                 and value < self.entropy_threshold]  # fmt: skip
-        return below or [min(range(len(penalised)), key=lambda i: penalised[i])]
+        return above_or_best(negated, math.inf if self.entropy_threshold is None else -self.entropy_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,13 +232,8 @@ class DualStream(Objective):
             ratio = noise.uniform("block_ratio", num_blocks).clamp(min=_MIN_RATIO)
         else:
             ratio = mask_probability(noise, _MIN_RATIO, mask_ratio)[:, None].expand(-1, num_blocks)
-        maskable = _in_blocks(F.pad(in_response, (0, num_blocks * size - num_tokens)), size)
-        order = _in_blocks(noise.bits("token_order", num_blocks * size), size)
-        is_masked = random_subset(order, maskable, (maskable.sum(-1) * ratio).round())
-        weights = repeat((1 / ratio).float(), "sample block -> sample (block within)", within=size)[:, :num_tokens]
-        is_masked = rearrange(is_masked, "sample block within -> sample (block within)")[:, :num_tokens]
+        maskable = F.pad(in_response, (0, num_blocks * size - num_tokens)).unflatten(1, (num_blocks, size))
+        order = noise.bits("token_order", num_blocks * size).unflatten(1, (num_blocks, size))
+        is_masked = random_subset(order, maskable, (maskable.sum(-1) * ratio).round()).flatten(1)[:, :num_tokens]
+        weights = (1 / ratio).float().repeat_interleave(size, 1)[:, :num_tokens]
         return is_masked, weights.where(is_masked, 0.0)
-
-
-def _in_blocks(values: Shaped[Tensor, "batch token"], size: int) -> Shaped[Tensor, "batch block within"]:
-    return rearrange(values, "sample (block within) -> sample block within", within=size)
