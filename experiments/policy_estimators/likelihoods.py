@@ -132,9 +132,7 @@ class BlockBound(Likelihood):
         mask, size, num_views = required_mask_id(self, special_tokens), self.block_size, self.num_samples
         ends = batch.prompt_lengths + batch.response_lengths
         lengths = (ends + size - 1) // size * size
-        filled = extend_responses(
-            batch, lengths - batch.prompt_lengths, token_id=mask, pad_token_id=special_tokens.pad_token_id
-        )
+        filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=mask)
         num_tokens = filled.input_ids.shape[1]
         positions = torch.arange(num_tokens, device=ends.device)
         in_response = (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])
