@@ -116,30 +116,25 @@ class WeDLM(Decoder):
         first_mask = state.is_masked.index(True)
         stop = first_mask + self.window_size
         places = [place for place in range(start, stop) if state.is_masked[place]]
-        branch = self._branch(state, [place for place in range(start, stop) if not state.is_masked[place]], places)
+        filled = [place for place in range(start, stop) if not state.is_masked[place]]
+        branch = self._branch(state, [*filled, *places], len(places))
         draw = Draw(sampling=state.sampling, round=state.num_forwards, statistics=("entropy",))
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = state.prompt_length + first_mask
         chosen = self._choose(places, readings[0])
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
 
-    def _branch(self, state: RowState, filled: Sequence[int], masked: Sequence[int]) -> Branch:
-        """Return the prompt's tokens that are not cached, the window's filled tokens, then its masks."""
-        num_prompt = max(state.prompt_length - state.num_cached, 0)
-        num_known = num_prompt + len(filled)
+    def _branch(self, state: RowState, window: Sequence[int], num_masks: int) -> Branch:
+        """Return the prompt's tokens that are not cached and the window's places, of which the last ones are masks."""
+        start = state.num_cached
+        positions = [*range(start, state.prompt_length), *(state.prompt_length + place for place in window)]
+        text = state.text(start, max(positions) + 1)
         return Branch(
-            tokens=[
-                *state.prompt.token_ids[state.num_cached :],
-                *(state.tokens[place] for place in filled),
-                *([state.mask_token_id] * len(masked)),
-            ],
-            positions=[
-                *range(state.num_cached, state.num_cached + num_prompt),
-                *(state.prompt_length + place for place in (*filled, *masked)),
-            ],
-            visible=((0, state.num_cached),),
-            write_at=state.num_cached,
-            draft_at=range(num_known, num_known + len(masked)),
+            tokens=[text[position - start] for position in positions],
+            positions=positions,
+            visible=((0, start),),
+            write_at=start,
+            draft_at=range(len(positions) - num_masks, len(positions)),
         )
 
     def _choose(self, places: Sequence[int], reading: Reading) -> list[int]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 
 @dataclass(kw_only=True)
@@ -26,6 +25,11 @@ class PipelineState(RowState):
             return 1.0
         block = self.blocks[number]
         return 1 - len(self.masked(block.start, block.stop)) / len(block)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last open block."""
+        return self.blocks[-1].stop if self.blocks else self.prompt_length
 
     @property
     def first_open(self) -> int:
@@ -77,21 +81,13 @@ class D2F(BlockDecoder):
         """Return block-causal attention; blocks after a prompt of one block may have any size."""
         return replace(super().requirements(), block_size=None)
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
-        """Create a canvas of whole blocks, the first of which is open."""
-        state = super().begin(prompt, sampling, special_tokens)
-        assert isinstance(state, PipelineState)
-        start = state.prompt_length
-        state.blocks.append(range(start, start + self.block_size))
-        return state
-
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over all open blocks and commit tokens in each of them."""
         self._open(state)
         first = state.first_open
         masked = {i: state.masked(block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
         read = [position for positions in masked.values() for position in positions]
-        branch = self._branch(state, state.blocks[-1].stop, read)
+        branch = self._branch(state, state.stop, read)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(branch,), draw=draw))[0]
         state.num_cached = state.blocks[first].start
@@ -105,18 +101,14 @@ class D2F(BlockDecoder):
     def _open(self, state: PipelineState) -> None:
         """Open the next block with masks and the fully given blocks before it, if :meth:`_is_due`."""
         while self._is_due(state):
-            start = state.blocks[-1].stop
-            state.blocks.append(range(start, start + self.block_size))
+            state.blocks.append(range(state.stop, state.stop + self.block_size))
             if state.share(len(state.blocks) - 1) < 1:
                 return
 
     def _is_due(self, state: PipelineState) -> bool:
         """Whether enough of the last block is known to open the next one, and the response continues after it."""
         num_open = len(state.blocks) - state.first_open
-        last = len(state.blocks) - 1
-        if state.num_forwards == 0 and num_open > 0:
-            return False  # the first forward has one block with masks for any threshold
         is_full = self.num_open_blocks is not None and num_open >= self.num_open_blocks
-        is_last = state.blocks[last].stop >= state.prompt_length + len(state.tokens)
+        is_last = state.stop >= state.prompt_length + len(state.tokens)
         ends = state.first_eos([state.tokens[place] for place in state.committed]) is not None
-        return state.share(last) >= self.add_threshold and not (is_full or is_last or ends)
+        return state.share(len(state.blocks) - 1) >= self.add_threshold and not (is_full or is_last or ends)

@@ -69,14 +69,12 @@ class BlockDecoder(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_known = len(prompt.token_ids)
-        last = num_known + max_length(prompt, sampling, special_tokens) - self._first_block(num_known)
-        length = self._first_block(num_known) + -(-last // self.block_size) * self.block_size - num_known
+        num_before = (
+            0 if self.requires.prompt_is_block else len(prompt.token_ids) % self.block_size
+        )  # in its first block
+        length = num_before + max_length(prompt, sampling, special_tokens)
+        length = -(-length // self.block_size) * self.block_size - num_before
         return self.state.blank(prompt, sampling, special_tokens, length)
-
-    def _first_block(self, prompt_length: int) -> int:
-        """Return where the first block with generated tokens starts."""
-        return prompt_length if self.requires.prompt_is_block else prompt_length // self.block_size * self.block_size
 
     def _branch(self, state: RowState, stop: int, drawn: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
