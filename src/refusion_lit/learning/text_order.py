@@ -46,19 +46,16 @@ def shift_left(values: Tensor, fill: int | float) -> Tensor:
     return torch.cat((values[:, 1:], torch.full_like(values[:, :1], fill)), dim=1)
 
 
-def extend_to_multiple(
-    batch: ResponseBatch, multiple: int, special_tokens: SpecialTokens, *, width: int | None = None
-) -> ResponseBatch:
+def extend_to_multiple(batch: ResponseBatch, multiple: int, special_tokens: SpecialTokens) -> ResponseBatch:
     """Lengthen every response with end-of-sequence tokens to a multiple of a number of tokens.
 
     Args:
         batch: Prompts and responses.
         multiple: At least 1, which changes nothing.
         special_tokens: Ids of the tokenizer's special tokens.
-        width: As for :func:`extend_responses`.
     """
     lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
-    return extend_responses(batch, lengths, special_tokens, width=width)
+    return extend_responses(batch, lengths, special_tokens)
 
 
 def text_then_masks(
