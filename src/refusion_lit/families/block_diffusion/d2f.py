@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Draw, Forward, Steps
@@ -76,10 +76,6 @@ class D2F(BlockDecoder):
     add_threshold: float = 0.1
     activate_threshold: float = 0.95
     num_open_blocks: int | None = None
-
-    def requirements(self) -> ModelRequirements:
-        """Return block-causal attention; blocks after a prompt of one block may have any size."""
-        return replace(super().requirements(), block_size=None)
 
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over all open blocks and commit tokens in each of them."""

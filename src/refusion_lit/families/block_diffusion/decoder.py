@@ -42,8 +42,9 @@ class BlockDecoder(Decoder):
     ignore_right_context: bool = False
 
     def requirements(self) -> ModelRequirements:
-        """Return block-causal attention with this block size."""
-        return replace(super().requirements(), block_size=self.block_size)
+        """Return block-causal attention with this block size, or with any one after a prompt of one block."""
+        size = None if self.requires.prompt_is_block else self.block_size
+        return replace(super().requirements(), block_size=size)
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
@@ -166,21 +167,15 @@ class BlockDiffusion(BlockDecoder):
             yield from self._store(state, block_start, predicts=True)
         else:
             span_end = (first // self._span_size + 1) * self._span_size
-            drawn = self._positions_to_draw(state, state.masked(first, span_end))
+            drawn = state.masked(first, span_end)
+            if self.sampling_rule == "first_hitting" and state.sampling.temperature > 0:
+                # The place does not depend on the tokens, so it is drawn first, and only its logits are read.
+                uniform = uniform_scalar("first_hitting", state.sampling.seed, state.prompt.id, state.num_forwards)
+                drawn = [drawn[int(uniform * len(drawn))]]
             if not self.fused and state.num_cached < block_start:
                 yield from self._store(state, block_start, predicts=False)
             yield from self._denoise(state, block_start, drawn)
             state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
-
-    def _positions_to_draw(self, state: SubBlockState, masked: list[int]) -> list[int]:
-        """Return the positions whose logits are read: all masked ones, or the one drawn beforehand.
-
-        The place of ``first_hitting`` is independent of the tokens, so it can be drawn first.
-        """
-        if state.sampling.temperature == 0 or self.sampling_rule == "threshold":
-            return masked
-        uniform = uniform_scalar("first_hitting", state.sampling.seed, state.prompt.id, state.num_forwards)
-        return [masked[int(uniform * len(masked))]]
 
     def _num_to_commit(self, state: SubBlockState, probabilities: Sequence[float]) -> int:
         """Return how many drawn tokens are committed, most probable first; at least 1."""
