@@ -1,4 +1,4 @@
-"""Training on rewards from end to end: resuming, two processes, adapters, and bad rewards."""
+"""Training on rewards from end to end: resuming, two processes, adapters, dynamic sampling, and bad rewards."""
 
 from __future__ import annotations
 
@@ -345,9 +345,39 @@ def test_a_shorter_last_step_of_an_epoch_has_answers_of_its_own(
     assert begun == [3, -1, -1, -1, 1, -1] * 2
 
 
+def test_groups_with_equal_rewards_are_drawn_again(tmp_path: Path) -> None:
+    short = replace(OBJECTIVE, group_size=2, max_new_tokens=3)
+    plain, _ = fitted(tmp_path / "plain", short, steps=1, batch_size=32)
+    again, _ = fitted(tmp_path / "again", replace(short, max_resamples=4), steps=1, batch_size=32)
+    shares = [float(each.trainer.callback_metrics["train/equal_groups"]) for each in (plain, again)]
+    assert shares[0] > shares[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped(Reward):
+    """Drops every answer that is not too long, whose reward is 0."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
+        """Return nothing but NaN."""
+        assert len(examples) == len(responses)
+        self.sizes.append(len(responses))
+        return [math.nan] * len(responses)
+
+
+@pytest.mark.filterwarnings("ignore:.*all of a roll-out are NaN")
+def test_groups_with_dropped_answers_and_equal_rewards_are_drawn_again(tmp_path: Path) -> None:
+    Dropped.sizes.clear()
+    objective = replace(OBJECTIVE, rewards=(Dropped(),), max_new_tokens=16, max_resamples=2)
+    module, _ = fitted(tmp_path, objective, steps=1)
+    assert 0 < float(module.trainer.callback_metrics["train/overlong"]) < 1
+    assert Dropped.sizes == [12, 12, 12]
+
+
 @pytest.mark.parametrize(("how", "what"), [("constant", "equal to 0"), ("nan", "NaN")])
 def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str, what: str) -> None:
-    objective = replace(OBJECTIVE, rewards=(Broken(how=how),))
+    objective = replace(OBJECTIVE, rewards=(Broken(how=how),), max_resamples=1)
     found = []
     for steps in (1, 2):
         message = rf"^Broken\.rewards: all of a roll-out are {what}; such answers teach nothing$"

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -166,24 +165,31 @@ class Rollouts:
         started = time.perf_counter()
         update_seconds = started - self._finished if self._finished else 0.0
         parts = [_prompts(batch) for batch in step]
-        groups = self._decoded([prompt for part in parts for prompt in part], number)
-        self.figures = self._figures(groups)
+        found = self._decoded([prompt for part in parts for prompt in part], number)
+        self.figures = self._figures(list(found.values()))
         self._finished = time.perf_counter()
         self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
-        rest = iter(groups)
-        return [self._batch(list(islice(rest, len(part)))) for part in parts]
+        return [self._batch([found[prompt.id] for prompt in part]) for part in parts]
 
-    def _decoded(self, prompts: Sequence[Prompt], number: int) -> list[list[_Answer]]:
-        """Return a group of rewarded answers for each prompt."""
+    def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
+        """Return a group of rewarded answers for each prompt, by its id; groups without advantages are tried again."""
+        found: dict[str, list[_Answer]] = {}
+        waiting = list(prompts)
         size = self.objective.group_size
-        copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in prompts for i in range(size)]
-        recorder = TrajectoryRecorder(self._decoder)
-        sampling = replace(self._sampling, seed=stable_key("rollout", self._seed, number, 0))
-        rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
-        rewards = self._rewarded([prompt for prompt in prompts for _ in range(size)], rows)
-        trajectories = [recorder.trajectories[index] for index in range(len(rows))]
-        answers = [_Answer(*parts) for parts in zip(rows, trajectories, rewards, strict=True)]
-        return [answers[i : i + size] for i in range(0, len(answers), size)]
+        for attempt in range(1 + self.objective.max_resamples):
+            copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in waiting for i in range(size)]
+            recorder = TrajectoryRecorder(self._decoder)
+            sampling = replace(self._sampling, seed=stable_key("rollout", self._seed, number, attempt))
+            rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
+            rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
+            trajectories = [recorder.trajectories[index] for index in range(len(rows))]
+            answers = [_Answer(*parts) for parts in zip(rows, trajectories, rewards, strict=True)]
+            found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
+            teaches = self._advantages([found[prompt.id] for prompt in waiting]).any(1).tolist()
+            waiting = [prompt for prompt, useful in zip(waiting, teaches, strict=True) if not useful]
+            if not waiting:
+                break
+        return found
 
     def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
         """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit; NaN drops one."""
