@@ -33,11 +33,11 @@ from jsonargparse import auto_cli
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import LOGITS_BYTES, chunked_cross_entropy
+from refusion_lit.learning.objective import LOGITS_BYTES
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import BlockMasked, Hybrid, Masked, Objective
+from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 
 Part = Literal["step", "loss"]
 Way = Literal["ranges", "matrix"]
@@ -100,7 +100,10 @@ def measure_loss(way: str, device: str) -> dict[str, Any]:
     hidden = torch.randn(*shape, LOSS_SHAPE["hidden"], device=device, requires_grad=True)
     head = torch.nn.Linear(LOSS_SHAPE["hidden"], LOSS_SHAPE["vocab"], bias=False, device=device)
     labels = torch.randint(0, LOSS_SHAPE["vocab"], shape, device=device)
-    ones, terms = torch.ones(shape, device=device), torch.zeros_like(labels)
+    corrupted = CorruptedBatch(
+        input_ids=labels, position_ids=labels, labels=labels, weights=torch.ones(shape, device=device),
+        terms=torch.zeros_like(labels), counts=torch.ones(1, device=device),
+    )  # fmt: skip
     # A first small loss loads the kernels, whose memory is no part of the comparison.
     F.cross_entropy(head(hidden[0, :2]), labels[0, :2]).backward()
     hidden.grad = head.weight.grad = None
@@ -115,7 +118,7 @@ def measure_loss(way: str, device: str) -> dict[str, Any]:
     if way == "straightforward":
         loss = F.cross_entropy(head(hidden).float().flatten(0, 1), labels.flatten())
     else:
-        loss = chunked_cross_entropy(hidden, head, labels, ones, terms, num_terms=1).sum() / labels.numel()
+        loss = Autoregressive().loss(hidden, head, corrupted).sums.sum() / labels.numel()
     loss.backward()
     if device == "cuda":
         torch.cuda.synchronize()

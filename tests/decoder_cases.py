@@ -73,7 +73,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     ],
     D2F: [
         {"block_size": 4, "threshold": 0.5},
-        {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5, "shifted": True},
+        {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5},
         {"block_size": 4, "add_threshold": 0.5},
     ],
     SetDiffusion: [{"window_size": 4, "threshold": 0.5}, {"window_size": 6, "threshold": None, "quota": 2}],

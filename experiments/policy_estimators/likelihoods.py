@@ -41,17 +41,13 @@ class MaskedBound(Likelihood):
         num_samples: Counts drawn per answer and update, at least 1, evenly spaced from a random start.
     """
 
+    traits = ModelTraits(attention="bidirectional", predictions=("mask",))
     decoders = (LLaDA, FastDLLM)
     num_samples: int = 2
 
     def __post_init__(self) -> None:
         """Check the options."""
         require_at_least("objective.likelihood.num_samples", self.num_samples, 1)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Bidirectional attention; masks predict themselves."""
-        return ModelTraits(attention="bidirectional", predictions=("mask",))
 
     @property
     def num_forwards(self) -> int:
@@ -132,9 +128,7 @@ class BlockBound(Likelihood):
         mask, size, num_views = required_mask_id(self, special_tokens), self.block_size, self.num_samples
         ends = batch.prompt_lengths + batch.response_lengths
         lengths = (ends + size - 1) // size * size
-        filled = extend_responses(
-            batch, lengths - batch.prompt_lengths, token_id=mask, pad_token_id=special_tokens.pad_token_id
-        )
+        filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=mask)
         num_tokens = filled.input_ids.shape[1]
         positions = torch.arange(num_tokens, device=ends.device)
         in_response = (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])
@@ -170,6 +164,7 @@ class SlotBound(MaskedBound):
         slot_size: Tokens per slot; that of the decoder.
     """
 
+    traits = LeftToRight.traits
     decoders = (SelfSpeculative,)
     slot_size: int = 8
 
@@ -177,11 +172,6 @@ class SlotBound(MaskedBound):
         """Check the options."""
         super().__post_init__()
         require_at_least("objective.likelihood.slot_size", self.slot_size, 1)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """The traits of the hybrid objective."""
-        return LeftToRight().traits
 
     def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
         """Lay out a view for each set of masked slots; see :meth:`Likelihood.layout`."""

@@ -50,7 +50,7 @@ VARIANTS: list[Objective] = [
     objectives.BlockMasked(block_size=3, complementary=True, shifted=True, fill_blocks_with="mask"),
     objectives.BlockMasked(block_size=1, t_min=1.0, shifted=True),
     objectives.EditableBlockMasked(block_size=5, max_replaced=0.8, kept=0.4),
-    objectives.DiffusionForcing(block_size=3, shifted=True),
+    objectives.DiffusionForcing(block_size=3),
     objectives.R2FT(min_span=2, max_span=5, max_unit=3, pad_responses_to=4),
     objectives.StaggeredSets(set_size=3, reach=5),
     objectives.StaggeredSets(set_size=40, reach=40, pad_responses_to=6),

@@ -140,8 +140,8 @@ def test_block_diffusion_fixes_tokens_of_its_blocks() -> None:
     at_start = Prompt(token_ids=PROMPT, id="p", given=given("aa_a"))
     assert decoder.refusal(at_start) is None
     assert replace(decoder, shifted=True).refusal(at_start) is not None, "the block before predicts a first token"
-    assert D2F(block_size=4, shifted=True).refusal(Prompt(token_ids=PROMPT, id="p", given=given("_a"))) is not None
-    assert D2F(block_size=4, shifted=True).refusal(Prompt(token_ids=PROMPT, id="p", given=given("a_a"))) is None
+    assert D2F(block_size=4).refusal(Prompt(token_ids=PROMPT, id="p", given=given("a__a"))) is None
+    assert D2F(block_size=4).refusal(Prompt(token_ids=PROMPT, id="p", given=given("a__aa"))) is not None
     assert decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("aaaaaaa"))) is None
 
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from refusion_lit.learning import objective
-from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput
-from refusion_lit.learning.objective import chunked_cross_entropy
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput
+from refusion_lit.learning.objective import Head
+from refusion_lit.objectives import Autoregressive
 
 VOCAB, HIDDEN = 11, 6
 
@@ -53,13 +54,24 @@ def plain_sums(hidden: Tensor, head: nn.Module, labels: Tensor, weights: Tensor,
     return torch.stack(sums)
 
 
+def loss_sums(
+    hidden: Tensor, head: Head, labels: Tensor, weights: Tensor, terms: Tensor, num_terms: int = 2,
+    chunk_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the sums of the loss that all objectives share."""
+    corrupted = CorruptedBatch(
+        input_ids=labels, position_ids=labels, labels=labels, weights=weights, terms=terms, counts=torch.ones(num_terms)
+    )
+    return Autoregressive(chunk_size=chunk_size).loss(hidden, head, corrupted).sums
+
+
 @pytest.mark.parametrize("chunk_size", [1, 4, 5, 1000, None])
 def test_chunks_give_the_plain_sums_and_gradients(chunk_size: int | None) -> None:
     hidden, labels, weights, terms = make_inputs()
     head = CountingHead()
     expected = plain_sums(hidden, head, labels, weights, terms)
     expected_gradients = torch.autograd.grad(expected @ expected.new_tensor([1.0, 2.0]), (hidden, head.linear.weight))
-    sums = chunked_cross_entropy(hidden, head, labels, weights, terms, num_terms=2, chunk_size=chunk_size)
+    sums = loss_sums(hidden, head, labels, weights, terms, chunk_size=chunk_size)
     gradients = torch.autograd.grad(sums @ sums.new_tensor([1.0, 2.0]), (hidden, head.linear.weight))
     torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-12, atol=1e-12)
@@ -70,16 +82,16 @@ def test_head_sees_labelled_positions_in_chunks() -> None:
     num_labelled = int((labels != IGNORE_INDEX).sum())
     head = CountingHead()
     with torch.no_grad():
-        chunked_cross_entropy(hidden, head, labels, weights, terms, num_terms=2, chunk_size=4)
+        loss_sums(hidden, head, labels, weights, terms, chunk_size=4)
     assert max(head.calls) == 4
     assert sum(head.calls) == num_labelled
 
     head.calls.clear()
-    chunked_cross_entropy(hidden, head, labels, weights, terms, num_terms=2, chunk_size=4).sum().backward()
+    loss_sums(hidden, head, labels, weights, terms, chunk_size=4).sum().backward()
     assert sum(head.calls) == 2 * num_labelled, "logits of several chunks are recomputed, not kept"
 
     head.calls.clear()
-    chunked_cross_entropy(hidden, head, labels, weights, terms, num_terms=2, chunk_size=100).sum().backward()
+    loss_sums(hidden, head, labels, weights, terms, chunk_size=100).sum().backward()
     assert head.calls == [num_labelled], "one chunk needs no recomputation"
 
 
@@ -92,7 +104,7 @@ def test_default_chunk_fills_64_megabytes_in_float32() -> None:
 
     places, labels = torch.zeros(1, 257), torch.zeros(1, 257, dtype=torch.long)
     with torch.no_grad():
-        chunked_cross_entropy(torch.zeros(1, 257, 2), head, labels, places, labels, num_terms=1)
+        loss_sums(torch.zeros(1, 257, 2), head, labels, places, labels, num_terms=1)
     assert [num for num in calls if num] == [256, 1]
 
 
@@ -101,7 +113,7 @@ def test_default_chunk_keeps_logits_below_the_limit(monkeypatch: pytest.MonkeyPa
     hidden, labels, weights, terms = make_inputs()
     head = CountingHead()
     with torch.no_grad():
-        chunked_cross_entropy(hidden, head, labels, weights, terms, num_terms=2)
+        loss_sums(hidden, head, labels, weights, terms)
     assert max(head.calls) == 3
 
 
@@ -109,7 +121,7 @@ def test_default_chunk_keeps_logits_below_the_limit(monkeypatch: pytest.MonkeyPa
 def test_no_labels_give_zero_and_zero_gradients(chunk_size: int | None) -> None:
     hidden, labels, weights, terms = make_inputs(labelled=0.0)
     head = CountingHead()
-    sums = chunked_cross_entropy(hidden, head, labels, weights, terms, num_terms=2, chunk_size=chunk_size)
+    sums = loss_sums(hidden, head, labels, weights, terms, chunk_size=chunk_size)
     assert sums.tolist() == [0.0, 0.0]
     loss = LossOutput(sums=sums, counts=torch.zeros(2), terms={"ar": 1.0, "mdm": 1.0})
     loss.total.backward()
@@ -123,7 +135,7 @@ def test_no_labels_give_zero_and_zero_gradients(chunk_size: int | None) -> None:
 def test_bfloat16_logits_are_summed_in_float32() -> None:
     hidden, labels, weights, terms = make_inputs(dtype=torch.bfloat16)
     head = CountingHead(torch.bfloat16)
-    sums = chunked_cross_entropy(hidden, head, labels, weights.float(), terms, num_terms=2, chunk_size=4)
+    sums = loss_sums(hidden, head, labels, weights.float(), terms, chunk_size=4)
     assert sums.dtype == torch.float32
     logits = head(hidden.detach()).float()
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)

@@ -22,16 +22,14 @@ LENGTHS = [(3, 9), (1, 1), (0, 17), (8, 8), (5, 4), (2, 16)]
 
 
 @pytest.mark.parametrize("ratio", [None, 0.25, 1.0])
-@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 32])
 def test_equals_the_slow_reference(
-    make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, ratio: float | None, shifted: bool,
-    size: int,
+    make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, ratio: float | None, size: int
 ) -> None:  # fmt: skip
     batch = make_batch(LENGTHS, width=20)
     noise = make_noise(batch)
     ratios = None if ratio is None else torch.full((len(LENGTHS),), ratio)
-    objective = DiffusionForcing(block_size=size, t_min=0.1, t_max=0.8, shifted=shifted)
+    objective = DiffusionForcing(block_size=size, t_min=0.1, t_max=0.8)
     corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=ratios)
     assert attention_mask(corrupted) is not None
     width = corrupted.input_ids.shape[1]
@@ -50,11 +48,10 @@ def test_equals_the_slow_reference(
         masked = {i for i in range(prompt, length) if chances[row][i] < p[(i - prompt) // size]}
         assert corrupted.input_ids[row, :length].tolist() == [MASK if i in masked else t for i, t in enumerate(text)]
         for i in range(width):
-            target = i + shifted
-            is_read = target in masked
+            is_read = i in masked
             num_masks += is_read
-            assert int(corrupted.labels[row, i]) == (text[target] if is_read else IGNORE_INDEX)
-            weight = 1 / p[(target - prompt) // size] if is_read else 0.0
+            assert int(corrupted.labels[row, i]) == (text[i] if is_read else IGNORE_INDEX)
+            weight = 1 / p[(i - prompt) // size] if is_read else 0.0
             assert float(corrupted.weights[row, i]) == pytest.approx(weight)
         for query in range(length):
             for key in range(width):
@@ -63,16 +60,15 @@ def test_equals_the_slow_reference(
     assert corrupted.counts.tolist() == [num_masks]
 
 
-@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("num_known", [1, 3, 9])
-def test_masks_are_predicted_as_in_training(num_known: int, shifted: bool) -> None:
+def test_masks_are_predicted_as_in_training(num_known: int) -> None:
     """Two blocks, all masks but one token, give the probabilities of the decoder's second forward."""
     size = 4
     generator = torch.Generator().manual_seed(num_known)
     prompt = torch.randint(3, 14, (num_known,), generator=generator).tolist()
-    objective = DiffusionForcing(block_size=size, shifted=shifted)
+    objective = DiffusionForcing(block_size=size)
     model = tiny_backbone(objective.traits)
-    decoder = D2F(block_size=size, threshold=1.0, add_threshold=0.0, shifted=shifted)
+    decoder = D2F(block_size=size, threshold=1.0, add_threshold=0.0)
     found = [Prompt(token_ids=tuple(prompt), id="p")]
     [row] = decode(model, decoder, found, SamplingParams(max_new_tokens=2 * size), trace=True).rows
     first, second = row.trace[:2]
@@ -92,8 +88,7 @@ def test_masks_are_predicted_as_in_training(num_known: int, shifted: bool) -> No
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)[0]
         probabilities = model.logits(hidden).softmax(-1)
     expected = [
-        float(probabilities[position - shifted, token])
-        for position, token in zip(second.positions, second.tokens, strict=True)
+        float(probabilities[position, token]) for position, token in zip(second.positions, second.tokens, strict=True)
     ]
     assert len(expected) == 2 * size - 1
     assert second.probabilities == pytest.approx(expected, abs=1e-10)

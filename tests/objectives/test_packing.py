@@ -176,12 +176,3 @@ def test_an_objective_that_does_not_say_what_is_real_is_refused() -> None:
         ValueError, match=r"data\.pack_length: expected an objective that supports packing, got one that"
     ):
         pack(silent, rows, pad_token_id=PAD)
-
-
-def test_a_wrong_number_of_views_is_refused() -> None:
-    """Rows that are no ``(view sample)`` grid would otherwise go to other samples' rows."""
-    batch, rows = make_batch([(1, 3, 0), (2, 5, 0)])
-    complementary = corrupt(BlockMasked(block_size=4, complementary=True), batch)
-    assert pack(complementary, rows, pad_token_id=PAD).num_views == 2
-    with pytest.raises(ValueError, match=r"CorruptedBatch\.num_views: expected 2, got 1"):
-        pack(replace(complementary, num_views=1), rows, pad_token_id=PAD)

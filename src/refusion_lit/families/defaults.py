@@ -67,7 +67,7 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
     if traits.attention == "block_causal":
         assert traits.block_size is not None
         if traits.prompt_is_block:
-            return D2F(block_size=traits.block_size, shifted=shifted)
+            return D2F(block_size=traits.block_size)
         if "visible" in (traits.predictions or ()):
             return TokenEditing(block_size=traits.block_size)
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)

@@ -17,7 +17,7 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, mo
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
-from refusion_lit.learning.text_order import extend_to_multiple, text_then_masks
+from refusion_lit.learning.text_order import extend_responses, text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -138,7 +138,7 @@ class StaggeredSets(Objective):
         lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
         sizes = torch.stack(((batch.prompt_lengths + lengths).max(), lengths.max()))
         width, num_masks = to_host(sizes)  # in one transfer
-        batch = extend_to_multiple(batch, multiple, special_tokens, width=width)
+        batch = extend_responses(batch, lengths, special_tokens, width=width)
         positions, in_response = response_positions(batch)
         num_tokens = len(positions)
         starts = batch.prompt_lengths[:, None]

@@ -6,17 +6,17 @@ Qwen2.5 (7B) and a Qwen3 (8B).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -116,42 +116,34 @@ class WeDLM(Decoder):
         first_mask = state.is_masked.index(True)
         stop = first_mask + self.window_size
         places = [place for place in range(start, stop) if state.is_masked[place]]
-        branch = self._branch(state, [place for place in range(start, stop) if not state.is_masked[place]], places)
+        filled = [place for place in range(start, stop) if not state.is_masked[place]]
+        branch = self._branch(state, [*filled, *places], len(places))
         draw = Draw(sampling=state.sampling, round=state.num_forwards, statistics=("entropy",))
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = state.prompt_length + first_mask
         chosen = self._choose(places, readings[0])
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
 
-    def _branch(self, state: RowState, filled: Sequence[int], masked: Sequence[int]) -> Branch:
-        """Return the prompt's tokens that are not cached, the window's filled tokens, then its masks."""
-        num_prompt = max(state.prompt_length - state.num_cached, 0)
-        num_known = num_prompt + len(filled)
+    def _branch(self, state: RowState, window: Sequence[int], num_masks: int) -> Branch:
+        """Return the prompt's tokens that are not cached and the window's places, of which the last ones are masks."""
+        start = state.num_cached
+        positions = [*range(start, state.prompt_length), *(state.prompt_length + place for place in window)]
+        text = state.text(start, max(positions) + 1)
         return Branch(
-            tokens=[
-                *state.prompt.token_ids[state.num_cached :],
-                *(state.tokens[place] for place in filled),
-                *([state.mask_token_id] * len(masked)),
-            ],
-            positions=[
-                *range(state.num_cached, state.num_cached + num_prompt),
-                *(state.prompt_length + place for place in (*filled, *masked)),
-            ],
-            visible=((0, state.num_cached),),
-            write_at=state.num_cached,
-            draft_at=range(num_known, num_known + len(masked)),
+            tokens=[text[position - start] for position in positions],
+            positions=positions,
+            visible=((0, start),),
+            write_at=start,
+            draft_at=range(len(positions) - num_masks, len(positions)),
         )
 
     def _choose(self, places: Sequence[int], reading: Reading) -> list[int]:
         """Return the indices of the masks that are filled: those below the threshold, or the best one."""
-        entropies = reading.statistics["entropy"]
-        penalised = [
-            entropy + self.position_penalty * (place - places[0])
-            for place, entropy in zip(places, entropies, strict=True)
+        negated = [
+            -(entropy + self.position_penalty * (place - places[0]))
+            for place, entropy in zip(places, reading.statistics["entropy"], strict=True)
         ]
-        below = [i for i, value in enumerate(penalised) if self.entropy_threshold is not None
-                 and value < self.entropy_threshold]  # fmt: skip
-        return below or [min(range(len(penalised)), key=lambda i: penalised[i])]
+        return above_or_best(negated, math.inf if self.entropy_threshold is None else -self.entropy_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,13 +227,8 @@ class DualStream(Objective):
             ratio = noise.uniform("block_ratio", num_blocks).clamp(min=_MIN_RATIO)
         else:
             ratio = mask_probability(noise, _MIN_RATIO, mask_ratio)[:, None].expand(-1, num_blocks)
-        maskable = _in_blocks(F.pad(in_response, (0, num_blocks * size - num_tokens)), size)
-        order = _in_blocks(noise.bits("token_order", num_blocks * size), size)
-        is_masked = random_subset(order, maskable, (maskable.sum(-1) * ratio).round())
-        weights = repeat((1 / ratio).float(), "sample block -> sample (block within)", within=size)[:, :num_tokens]
-        is_masked = rearrange(is_masked, "sample block within -> sample (block within)")[:, :num_tokens]
+        maskable = F.pad(in_response, (0, num_blocks * size - num_tokens)).unflatten(1, (num_blocks, size))
+        order = noise.bits("token_order", num_blocks * size).unflatten(1, (num_blocks, size))
+        is_masked = random_subset(order, maskable, (maskable.sum(-1) * ratio).round()).flatten(1)[:, :num_tokens]
+        weights = (1 / ratio).float().repeat_interleave(size, 1)[:, :num_tokens]
         return is_masked, weights.where(is_masked, 0.0)
-
-
-def _in_blocks(values: Shaped[Tensor, "batch token"], size: int) -> Shaped[Tensor, "batch block within"]:
-    return rearrange(values, "sample (block within) -> sample block within", within=size)

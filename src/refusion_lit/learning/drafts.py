@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,38 +14,27 @@ THRESHOLD = 0.9
 """Drafts above this probability count as confident: ReFusion's default threshold."""
 
 
-@dataclass
-class DraftReads:
-    """The most probable token of each label's logits, chunk by chunk: right or wrong, and its probability."""
+def read_drafts(logits: Float[Tensor, "draft vocab"], labels: Int[Tensor, " draft"]) -> Float[Tensor, "read draft"]:
+    """Return whether the most probable token of each label's logits is right (1 or 0), and its probability."""
+    best, tokens = logits.max(-1)
+    return torch.stack(((tokens == labels).to(logits.dtype), (best - logits.logsumexp(-1)).exp()))
 
-    is_right: list[Bool[Tensor, " chunk"]]
-    confidence: list[Float[Tensor, " chunk"]]
 
-    def add(self, logits: Float[Tensor, "chunk vocab"], labels: Int[Tensor, " chunk"]) -> None:
-        """Read a chunk's logits."""
-        best, tokens = logits.max(-1)
-        self.is_right.append(tokens == labels)
-        self.confidence.append((best - logits.logsumexp(-1)).exp())
+def draft_counts(reads: Float[Tensor, "read draft"], offsets: Int[Tensor, " draft"]) -> Float[Tensor, "offset figure"]:
+    """Return counts by offset in the slot; see :func:`draft_figures`.
 
-    def counts(
-        self, offsets: Int[Tensor, "batch token"], labelled: Bool[Tensor, "batch token"]
-    ) -> Float[Tensor, "offset figure"]:
-        """Return counts by offset in the slot; see :func:`draft_figures`.
-
-        Args:
-            offsets: Offset of each mask in its slot, -1 at other tokens. A slot's masks stand one after the other.
-            labelled: The tokens whose logits were read, in order.
-        """
-        own = offsets[labelled]
-        wrong = F.pad((~torch.cat(self.is_right)).long().cumsum(0), (1, 0))
-        index = torch.arange(len(own), device=own.device)
-        is_accepted = wrong[index + 1] == wrong[(index - own).clamp(min=0)]  # no draft before it is wrong either
-        is_confident = torch.cat(self.confidence) > THRESHOLD
-        figures = torch.stack((
-            torch.ones_like(is_accepted), is_accepted, is_confident, is_confident & torch.cat(self.is_right)
-        ), -1)  # fmt: skip
-        at_offset = own[:, None] == torch.arange(NUM_OFFSETS, device=own.device)
-        return at_offset.double().T @ figures.double()
+    Args:
+        reads: What :func:`read_drafts` returned for all labelled tokens, in order.
+        offsets: Offset of each mask in its slot, -1 at other tokens. A slot's masks stand one after the other.
+    """
+    is_right, confidence = reads[0] > 0, reads[1]
+    wrong = F.pad((~is_right).long().cumsum(0), (1, 0))
+    index = torch.arange(len(offsets), device=offsets.device)
+    is_accepted = wrong[index + 1] == wrong[(index - offsets).clamp(min=0)]  # no draft before it is wrong either
+    is_confident = confidence > THRESHOLD
+    figures = torch.stack((torch.ones_like(is_right), is_accepted, is_confident, is_confident & is_right), -1)
+    at_offset = offsets[:, None] == torch.arange(NUM_OFFSETS, device=offsets.device)
+    return at_offset.double().T @ figures.double()
 
 
 def draft_figures(counts: Float[Tensor, "offset figure"]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.drafts import DraftReads
+from refusion_lit.learning.drafts import draft_counts, read_drafts
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import Ranges, check_options, require
@@ -108,28 +108,34 @@ class Objective(ABC):
         """
 
     def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
-        """Compute the loss from the backbone's outputs.
+        """Compute the loss from the backbone's outputs, with logits at labelled positions only, in chunks.
 
         Args:
             hidden: Hidden states of ``corrupted``, in its order.
             head: Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``.
             corrupted: What :meth:`corrupt` returned, on the device of ``hidden``.
+
+        Returns:
+            Its sums are in float32 (float64 for float64 logits); zero, with zero gradients, for a term without labels.
         """
-        reads = None if corrupted.draft_offsets is None or torch.is_grad_enabled() else DraftReads([], [])
-        sums = chunked_cross_entropy(
-            hidden,
-            head,
-            corrupted.labels,
-            corrupted.weights,
-            corrupted.terms,
-            num_terms=len(corrupted.counts),
-            chunk_size=self.chunk_size,
-            reads=reads,
-        )
+        is_labelled = corrupted.labels != IGNORE_INDEX
+        selected = is_labelled.flatten().nonzero().squeeze(1)
+        of_labels = [each.flatten()[selected] for each in (corrupted.labels, corrupted.weights, corrupted.terms)]
+        offsets = None if torch.is_grad_enabled() else corrupted.draft_offsets
+        reads: list[Tensor] = []
+
+        def chunk_sums(logits: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
+            if offsets is not None:
+                reads.append(read_drafts(logits, targets))
+            losses = F.cross_entropy(logits, targets, reduction="none") * factors
+            # A one-hot sum rather than index_add, whose order of additions differs from run to run on GPUs.
+            return (F.one_hot(groups, len(corrupted.counts)).to(losses.dtype) * losses[:, None]).sum(0)
+
+        states = hidden.flatten(0, 1)[selected]
+        sums = torch.stack(in_chunks(chunk_sums, head, states, *of_labels, chunk_size=self.chunk_size)).sum(0)
         loss = LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
-        if reads is not None:
-            assert corrupted.draft_offsets is not None
-            loss.draft_counts = reads.counts(corrupted.draft_offsets, corrupted.labels != IGNORE_INDEX)
+        if offsets is not None:
+            loss.draft_counts = draft_counts(torch.cat(reads, 1), offsets[is_labelled])
         return loss
 
 
@@ -159,46 +165,6 @@ def corrupt_checked(
     wanted = (len(objective.terms),)
     require(found.counts.shape == wanted, f"{name}: counts", f"one per term, {wanted}", tuple(found.counts.shape), fix)
     return found
-
-
-def chunked_cross_entropy(
-    hidden: Float[Tensor, "batch token hidden"],
-    head: Head,
-    labels: Int[Tensor, "batch token"],
-    weights: Float[Tensor, "batch token"],
-    terms: Int[Tensor, "batch token"],
-    *,
-    num_terms: int,
-    chunk_size: int | None = None,
-    reads: DraftReads | None = None,
-) -> Float[Tensor, " term"]:
-    """Sum weighted cross-entropies by term; computes logits at labelled positions only.
-
-    Args:
-        hidden: Outputs of the backbone.
-        head: The head; called with chunks of labelled hidden states.
-        labels: Targets; ``IGNORE_INDEX`` where there is none.
-        weights: Weight of each labelled position; other entries have no influence.
-        terms: Term of each labelled position, in ``[0, num_terms)``.
-        num_terms: Number of sums to return.
-        chunk_size: As for :func:`in_chunks`.
-        reads: Gets each chunk's most probable tokens; without gradients only.
-
-    Returns:
-        The sums in nats, in float32 (float64 for float64 logits); zero, with zero gradients, for a term without labels.
-    """
-    selected = (labels != IGNORE_INDEX).flatten().nonzero().squeeze(1)
-    values = hidden.flatten(0, 1)[selected]
-    targets, factors, groups = (tensor.flatten()[selected] for tensor in (labels, weights, terms))
-
-    def chunk_sums(logits: Tensor, targets: Tensor, factors: Tensor, groups: Tensor) -> Tensor:
-        if reads is not None:
-            reads.add(logits, targets)
-        losses = F.cross_entropy(logits, targets, reduction="none") * factors
-        # A one-hot sum rather than index_add, whose order of additions differs from run to run on GPUs.
-        return (F.one_hot(groups, num_terms).to(losses.dtype) * losses[:, None]).sum(0)
-
-    return torch.stack(in_chunks(chunk_sums, head, values, targets, factors, groups, chunk_size=chunk_size)).sum(0)
 
 
 def in_chunks(

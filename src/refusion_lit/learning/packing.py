@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch
 from refusion_lit.utils.keys import stable_key
-from refusion_lit.utils.require import require
 
 _PACKED_TOGETHER = 4096
 """Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
@@ -68,10 +67,6 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
         )
     num_views = corrupted.num_views
     num_rows = int(rows.max()) + 1
-    found = len(corrupted.is_real) // len(rows)
-    require(
-        found == num_views, "CorruptedBatch.num_views", str(found), num_views, "let the objective's corrupt() set it"
-    )
     is_real = rearrange(corrupted.is_real, "(view sample) token -> view sample token", view=num_views)
 
     lengths = is_real.sum(-1)

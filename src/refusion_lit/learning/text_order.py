@@ -17,26 +17,27 @@ from refusion_lit.types import SpecialTokens
 def extend_responses(
     batch: ResponseBatch,
     lengths: Int[Tensor, " batch"],
+    special_tokens: SpecialTokens,
     *,
-    token_id: int,
-    pad_token_id: int,
+    token_id: int | None = None,
     width: int | None = None,
 ) -> ResponseBatch:
-    """Lengthen responses by appending copies of one token.
+    """Lengthen responses by appending copies of one token; padding fills up the batch to its longest row.
 
     Args:
         batch: A clean batch.
         lengths: New response lengths, none below the old ones.
-        token_id: The appended token.
-        pad_token_id: Fills up the batch, which becomes as wide as its longest row.
-        width: Length of that row where it is known; ``None``: wait for the device to tell.
+        special_tokens: Ids of the tokenizer's special tokens.
+        token_id: The appended token; ``None``: the end-of-sequence token.
+        width: Length of the longest row where it is known; ``None``: wait for the device to tell.
     """
     ends = batch.prompt_lengths + lengths
     new_width: int = to_host(ends.max()) if width is None else width
     added = max(0, new_width - batch.input_ids.shape[1])
-    input_ids = F.pad(batch.input_ids, (0, added), value=pad_token_id)[:, :new_width]
+    input_ids = F.pad(batch.input_ids, (0, added), value=special_tokens.pad_token_id)[:, :new_width]
     positions = torch.arange(new_width, device=input_ids.device)
     is_new = (positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]) & (positions < ends[:, None])
+    token_id = special_tokens.eos_token_ids[0] if token_id is None else token_id
     return replace(batch, input_ids=input_ids.masked_fill(is_new, token_id), response_lengths=lengths)
 
 
@@ -45,21 +46,16 @@ def shift_left(values: Tensor, fill: int | float) -> Tensor:
     return torch.cat((values[:, 1:], torch.full_like(values[:, :1], fill)), dim=1)
 
 
-def extend_to_multiple(
-    batch: ResponseBatch, multiple: int, special_tokens: SpecialTokens, *, width: int | None = None
-) -> ResponseBatch:
+def extend_to_multiple(batch: ResponseBatch, multiple: int, special_tokens: SpecialTokens) -> ResponseBatch:
     """Lengthen every response with end-of-sequence tokens to a multiple of a number of tokens.
 
     Args:
         batch: Prompts and responses.
         multiple: At least 1, which changes nothing.
         special_tokens: Ids of the tokenizer's special tokens.
-        width: As for :func:`extend_responses`.
     """
     lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
-    eos = special_tokens.eos_token_ids[0]
-    padding = special_tokens.pad_token_id
-    return extend_responses(batch, lengths, token_id=eos, pad_token_id=padding, width=width)
+    return extend_responses(batch, lengths, special_tokens)
 
 
 def text_then_masks(

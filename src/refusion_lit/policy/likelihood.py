@@ -19,7 +19,7 @@ from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBa
 from refusion_lit.learning.objective import required_mask_id, response_positions
 from refusion_lit.learning.text_order import text_then_masks
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.refusion.objective import next_in_slot
+from refusion_lit.refusion.objective import Hybrid, next_in_slot
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require_at_least
 
@@ -29,18 +29,15 @@ class Likelihood(ABC):
     """The log-probability of an answer, or a bound of it, as a weighted sum of its tokens' log-probabilities.
 
     Class attributes:
+        traits: What a model must be trained for.
         is_exact: Whether the sum is the log-probability with which :attr:`decoders` sample the answer; else it is a
             bound or an approximation, as the class says, and only ratios of sequences are defined.
         decoders: Decoders that may roll answers out.
     """
 
+    traits: ClassVar[ModelTraits]
     is_exact: ClassVar[bool] = False
     decoders: ClassVar[tuple[type[Decoder], ...]] = ()
-
-    @property
-    @abstractmethod
-    def traits(self) -> ModelTraits:
-        """What a model must be trained for."""
 
     def refusal(self, decoder: Decoder) -> str | None:
         """Return why the answers of a decoder have no such likelihood; ``None`` if they have."""
@@ -76,13 +73,9 @@ class NextToken(Likelihood):
     For next-token models decoded by ``Autoregressive`` or ``SelfSpeculative``, whose text has the same distribution.
     """
 
+    traits = autoregressive.Autoregressive.trained
     is_exact = True
     decoders = (Autoregressive, SelfSpeculative)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Causal attention; every token predicts the next."""
-        return ModelTraits(attention="causal", predictions=("next_token",))
 
     def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
         """Label each token with the next one; see :meth:`Likelihood.layout`."""
@@ -104,6 +97,7 @@ class LeftToRight(Likelihood):
         slot_size: Tokens per slot, K; that of the decoder.
     """
 
+    traits = Hybrid.trained
     is_exact = True
     decoders = (SelfSpeculative,)
     slot_size: int = 8
@@ -111,11 +105,6 @@ class LeftToRight(Likelihood):
     def __post_init__(self) -> None:
         """Check the options."""
         require_at_least("objective.likelihood.slot_size", self.slot_size, 1)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """The traits of the hybrid objective."""
-        return ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
 
     def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:  # noqa: ARG002
         """Append the masks of the slots' first places; see :meth:`Likelihood.layout`."""

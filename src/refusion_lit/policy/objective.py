@@ -236,11 +236,9 @@ def group_advantages(rewards: Float[Tensor, "prompt answer"], *, scale: bool) ->
         rewards: Rewards of each prompt's answers; NaN ones are left out.
         scale: (r - mean) / (std + 1e-4); otherwise r minus the mean of the others.
     """
-    is_valid = rewards.isfinite()
-    number = is_valid.sum(1, keepdim=True)
-    values = rewards.where(is_valid, 0.0)
-    centred = (values - values.sum(1, keepdim=True) / number.clamp(min=1)).where(is_valid, 0.0)
-    highest, lowest = rewards.where(is_valid, -torch.inf).amax(1), rewards.where(is_valid, torch.inf).amin(1)
+    number = rewards.isfinite().sum(1, keepdim=True)
+    centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(nan=0.0)
+    highest, lowest = rewards.nan_to_num(nan=-torch.inf).amax(1), rewards.nan_to_num(nan=torch.inf).amin(1)
     # Equal rewards minus their mean need not be zero in floating point, and the scale would blow the rest up.
     centred = centred.where((highest > lowest)[:, None], 0.0)
     if scale:

@@ -39,7 +39,6 @@ _STATE = "refusion_lit_rollouts"
 class _Answer:
     """An answer that was rolled out."""
 
-    prompt: Prompt
     row: Generation
     trajectory: Trajectory
     reward: float
@@ -184,7 +183,7 @@ class Rollouts:
             rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
             rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
             trajectories = [recorder.trajectories[index] for index in range(len(rows))]
-            answers = [_Answer(*parts) for parts in zip(copies, rows, trajectories, rewards, strict=True)]
+            answers = [_Answer(*parts) for parts in zip(rows, trajectories, rewards, strict=True)]
             found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
             teaches = self._advantages([found[prompt.id] for prompt in waiting]).any(1).tolist()
             waiting = [prompt for prompt, useful in zip(waiting, teaches, strict=True) if not useful]
@@ -220,7 +219,7 @@ class Rollouts:
 
     def _batch(self, groups: Sequence[Sequence[_Answer]]) -> ResponseBatch:
         answers = [answer for group in groups for answer in group]
-        samples = [EncodedExample(a.prompt.id, a.prompt.token_ids, a.row.token_ids) for a in answers]
+        samples = [EncodedExample(a.row.id, a.trajectory.prompt_ids.tolist(), a.row.token_ids) for a in answers]
         batch = collate_responses(samples, self._model.backbone.special_tokens.pad_token_id)
         engine = torch.full(batch.input_ids.shape, math.nan, dtype=torch.float64)
         for row, answer in enumerate(answers):

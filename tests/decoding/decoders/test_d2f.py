@@ -54,7 +54,7 @@ def slow_d2f(
             masked = [p for p in block if text[p] is None]
             found = {}
             for p in masked:
-                own = logits[p - decoder.shifted]
+                own = logits[p]
                 banned = [*special.banned_token_ids, *(eos if p < holes_end else ())]
                 token = best_allowed(own, banned, special.vocab_size)
                 found[p] = (float(own.softmax(-1)[token]), token)
@@ -73,7 +73,7 @@ def slow_d2f(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
     block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
     add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), activate=st.sampled_from([0.0, 0.5, 0.95]),
-    num_open_blocks=st.none() | st.integers(1, 3), shifted=st.booleans(),
+    num_open_blocks=st.none() | st.integers(1, 3),
     length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_the_text_is_that_of_a_loop_without_cache(
@@ -85,13 +85,12 @@ def test_the_text_is_that_of_a_loop_without_cache(
     add: float,
     activate: float,
     num_open_blocks: int | None,
-    shifted: bool,
     length: int,
     size: int,
 ) -> None:
     decoder = D2F(
         block_size=block_size, threshold=threshold, add_threshold=add, activate_threshold=activate,
-        num_open_blocks=num_open_blocks, shifted=shifted,
+        num_open_blocks=num_open_blocks,
     )  # fmt: skip
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
@@ -104,7 +103,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
     seed=st.integers(0, 9999), prompt=st.lists(st.integers(3, 8), min_size=1, max_size=5),
     known=st.lists(st.none() | st.integers(3, 8), max_size=14).map(lambda tokens: (*tokens, 4)),
     block_size=st.integers(1, 5), add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), length=st.integers(14, 17),
-    num_open_blocks=st.none() | st.integers(1, 3), shifted=st.booleans(),
+    num_open_blocks=st.none() | st.integers(1, 3),
 )  # fmt: skip
 def test_what_is_given_is_part_of_its_block(
     seed: int,
@@ -114,10 +113,9 @@ def test_what_is_given_is_part_of_its_block(
     add: float,
     length: int,
     num_open_blocks: int | None,
-    shifted: bool,
 ) -> None:
     decoder = D2F(
-        block_size=block_size, threshold=0.1, add_threshold=add, num_open_blocks=num_open_blocks, shifted=shifted,
+        block_size=block_size, threshold=0.1, add_threshold=add, num_open_blocks=num_open_blocks,
         ignore_right_context=True,
     )  # fmt: skip
     model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 
 @dataclass(kw_only=True)
@@ -27,6 +25,11 @@ class PipelineState(RowState):
             return 1.0
         block = self.blocks[number]
         return 1 - len(self.masked(block.start, block.stop)) / len(block)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last open block."""
+        return self.blocks[-1].stop if self.blocks else self.prompt_length
 
     @property
     def first_open(self) -> int:
@@ -58,8 +61,6 @@ class D2F(BlockDecoder):
         activate_threshold: A block always commits a token once this share of the block before it is known (tau_act), in
             [0, 1].
         num_open_blocks: Maximum number of blocks from the first one with masks to the last one; ``None``: no bound.
-        shifted: The mask at position i is predicted at i - 1 (Dream). The last token of a cached block is then fed
-            again, to predict the first one of the next block.
     """
 
     requires = ModelRequirements(attention="block_causal", predictions=("mask",), prompt_is_block=True)
@@ -75,19 +76,6 @@ class D2F(BlockDecoder):
     add_threshold: float = 0.1
     activate_threshold: float = 0.95
     num_open_blocks: int | None = None
-    shifted: bool = False
-
-    def requirements(self) -> ModelRequirements:
-        """Return block-causal attention; blocks after a prompt of one block may have any size."""
-        return replace(super().requirements(), block_size=None)
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> PipelineState:
-        """Create a canvas of whole blocks, the first of which is open."""
-        state = super().begin(prompt, sampling, special_tokens)
-        assert isinstance(state, PipelineState)
-        start = state.prompt_length
-        state.blocks.append(range(start, start + self.block_size))
-        return state
 
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over all open blocks and commit tokens in each of them."""
@@ -95,43 +83,28 @@ class D2F(BlockDecoder):
         first = state.first_open
         masked = {i: state.masked(block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
         read = [position for positions in masked.values() for position in positions]
+        branch = self._branch(state, state.stop, read)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
-        reading = (yield Forward(phase="denoise", branches=(self._open_branch(state, read),), draw=draw))[0]
+        reading = (yield Forward(phase="denoise", branches=(branch,), draw=draw))[0]
         state.num_cached = state.blocks[first].start
         found = dict(zip(read, zip(reading.tokens, reading.probabilities, strict=True), strict=True))
         activated = [state.share(i - 1) >= self.activate_threshold for i in masked]  # before anything is committed
         for positions, is_activated in zip(masked.values(), activated, strict=True):
-            chosen = self._choose(positions, [found[p][1] for p in positions], is_activated=is_activated)
+            best = above_or_best([found[p][1] for p in positions], self.threshold)
+            chosen = [positions[i] for i in best if is_activated or found[positions[i]][1] > self.threshold]
             state.commit([p - state.prompt_length for p in chosen], [found[p][0] for p in chosen])
 
     def _open(self, state: PipelineState) -> None:
         """Open the next block with masks and the fully given blocks before it, if :meth:`_is_due`."""
         while self._is_due(state):
-            start = state.blocks[-1].stop
-            state.blocks.append(range(start, start + self.block_size))
+            state.blocks.append(range(state.stop, state.stop + self.block_size))
             if state.share(len(state.blocks) - 1) < 1:
                 return
 
     def _is_due(self, state: PipelineState) -> bool:
         """Whether enough of the last block is known to open the next one, and the response continues after it."""
         num_open = len(state.blocks) - state.first_open
-        last = len(state.blocks) - 1
-        if state.num_forwards == 0 and num_open > 0:
-            return False  # the first forward has one block with masks for any threshold
         is_full = self.num_open_blocks is not None and num_open >= self.num_open_blocks
-        is_last = state.blocks[last].stop >= state.prompt_length + len(state.tokens)
+        is_last = state.stop >= state.prompt_length + len(state.tokens)
         ends = state.first_eos([state.tokens[place] for place in state.committed]) is not None
-        return state.share(last) >= self.add_threshold and not (is_full or is_last or ends)
-
-    def _open_branch(self, state: PipelineState, read: Sequence[int]) -> Branch:
-        """Return the text from the end of the cache to that of the last block; each block sees those before it."""
-        shift = int(self.shifted)
-        stop = state.blocks[-1].stop
-        start = max(min(state.num_cached, read[0] - shift), 0)
-        order = [max((p - state.prompt_length) // self.block_size, -1) for p in range(start, stop)]
-        return state.branch(start, stop, read, order=order, shift=shift)
-
-    def _choose(self, positions: Sequence[int], probabilities: Sequence[float], *, is_activated: bool) -> list[int]:
-        """Return the masked positions of a block that are committed."""
-        chosen = above_or_best(probabilities, self.threshold)
-        return [positions[i] for i in chosen if is_activated or probabilities[i] > self.threshold]
+        return state.share(len(state.blocks) - 1) >= self.add_threshold and not (is_full or is_last or ends)

@@ -42,8 +42,9 @@ class BlockDecoder(Decoder):
     ignore_right_context: bool = False
 
     def requirements(self) -> ModelRequirements:
-        """Return block-causal attention with this block size."""
-        return replace(super().requirements(), block_size=self.block_size)
+        """Return block-causal attention with this block size, or with any one after a prompt of one block."""
+        size = None if self.requires.prompt_is_block else self.block_size
+        return replace(super().requirements(), block_size=size)
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens in blocks after the first token to generate, unless ``ignore_right_context``."""
@@ -69,19 +70,18 @@ class BlockDecoder(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_known = len(prompt.token_ids)
-        last = num_known + max_length(prompt, sampling, special_tokens) - self._first_block(num_known)
-        length = self._first_block(num_known) + -(-last // self.block_size) * self.block_size - num_known
+        num_before = (
+            0 if self.requires.prompt_is_block else len(prompt.token_ids) % self.block_size
+        )  # in its first block
+        length = num_before + max_length(prompt, sampling, special_tokens)
+        length = -(-length // self.block_size) * self.block_size - num_before
         return self.state.blank(prompt, sampling, special_tokens, length)
-
-    def _first_block(self, prompt_length: int) -> int:
-        """Return where the first block with generated tokens starts."""
-        return prompt_length if self.requires.prompt_is_block else prompt_length // self.block_size * self.block_size
 
     def _branch(self, state: RowState, stop: int, drawn: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""
         start = state.num_cached
-        order = [position // self.block_size for position in range(start, stop)]
+        first = state.prompt_length if self.requires.prompt_is_block else 0
+        order = [max((position - first) // self.block_size, -1) for position in range(start, stop)]
         return state.branch(start, stop, drawn, order=order, shift=int(self.shifted))
 
 
@@ -167,21 +167,15 @@ class BlockDiffusion(BlockDecoder):
             yield from self._store(state, block_start, predicts=True)
         else:
             span_end = (first // self._span_size + 1) * self._span_size
-            drawn = self._positions_to_draw(state, state.masked(first, span_end))
+            drawn = state.masked(first, span_end)
+            if self.sampling_rule == "first_hitting" and state.sampling.temperature > 0:
+                # The place does not depend on the tokens, so it is drawn first, and only its logits are read.
+                uniform = uniform_scalar("first_hitting", state.sampling.seed, state.prompt.id, state.num_forwards)
+                drawn = [drawn[int(uniform * len(drawn))]]
             if not self.fused and state.num_cached < block_start:
                 yield from self._store(state, block_start, predicts=False)
             yield from self._denoise(state, block_start, drawn)
             state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
-
-    def _positions_to_draw(self, state: SubBlockState, masked: list[int]) -> list[int]:
-        """Return the positions whose logits are read: all masked ones, or the one drawn beforehand.
-
-        The place of ``first_hitting`` is independent of the tokens, so it can be drawn first.
-        """
-        if state.sampling.temperature == 0 or self.sampling_rule == "threshold":
-            return masked
-        uniform = uniform_scalar("first_hitting", state.sampling.seed, state.prompt.id, state.num_forwards)
-        return [masked[int(uniform * len(masked))]]
 
     def _num_to_commit(self, state: SubBlockState, probabilities: Sequence[float]) -> int:
         """Return how many drawn tokens are committed, most probable first; at least 1."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
-from refusion_lit.learning.text_order import extend_to_multiple, shift_left
+from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require_number
@@ -35,7 +35,6 @@ class DiffusionForcing(Objective):
         block_size: Number of tokens in a block, at least 1; the decoder's may be another one.
         t_min: Smallest mask probability, in (0, 1]; the paper's text has 0.3, the released program 0.2.
         t_max: Largest mask probability, in [t_min, 1].
-        shifted: The hidden state at position i - 1 predicts the mask at position i (Dream).
     """
 
     term = "mdm"
@@ -43,7 +42,6 @@ class DiffusionForcing(Objective):
     block_size: int = 16
     t_min: float = 0.2
     t_max: float = 0.7
-    shifted: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be trained with."""
@@ -52,12 +50,9 @@ class DiffusionForcing(Objective):
 
     @property
     def traits(self) -> ModelTraits:
-        """Block-causal attention after a prompt of one block; masks are predicted there or, shifted, one before."""
+        """Block-causal attention after a prompt of one block; masks predict themselves."""
         return ModelTraits(
-            attention="block_causal",
-            block_size=self.block_size,
-            predictions=("mask_shifted" if self.shifted else "mask",),
-            prompt_is_block=True,
+            attention="block_causal", block_size=self.block_size, predictions=("mask",), prompt_is_block=True
         )
 
     def corrupt(
@@ -75,14 +70,7 @@ class DiffusionForcing(Objective):
         block = ((positions - batch.prompt_lengths[:, None]) // size).clamp(min=0)
         ratios = self._ratios(num_blocks, -(-len(positions) // size), noise, mask_ratio).gather(1, block)
         is_masked = in_response & (noise.uniform("token_mask", len(positions)) < ratios)
-        num_masks = is_masked.sum()
 
-        labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
-        weights = (1 / ratios).float().where(is_masked, 0.0)
-        if self.shifted:
-            labels = shift_left(labels, IGNORE_INDEX)
-            weights = shift_left(weights, 0.0)
-            num_masks = (labels != IGNORE_INDEX).sum()
         lengths = (batch.prompt_lengths + batch.response_lengths)[:, None]
         stops = batch.prompt_lengths[:, None] + torch.where(in_response, (block + 1) * size, 0)
         is_real = positions < lengths
@@ -90,11 +78,11 @@ class DiffusionForcing(Objective):
         itself = torch.stack((positions, positions + 1), -1)
         return CorruptedBatch(
             input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
-            position_ids=positions.expand_as(labels),
-            labels=labels,
-            weights=weights,
-            terms=torch.zeros_like(labels),
-            counts=num_masks[None].float(),
+            position_ids=positions.expand_as(is_masked),
+            labels=batch.input_ids.where(is_masked, IGNORE_INDEX),
+            weights=(1 / ratios).float().where(is_masked, 0.0),
+            terms=torch.zeros_like(batch.input_ids),
+            counts=is_masked.sum()[None].float(),
             visible=torch.where(is_real[..., None], seen, itself)[:, :, None],
             is_masked=is_masked,
             is_real=is_real,

@@ -139,12 +139,9 @@ class BlockMasked(Objective):
         """Complete the last blocks; return the batch and the number of visible tokens of each row."""
         lengths = batch.prompt_lengths + batch.response_lengths
         lengths = (lengths + self.block_size - 1) // self.block_size * self.block_size
-        with_eos = self.fill_blocks_with == "eos"
-        token_id = special_tokens.eos_token_ids[0] if with_eos else required_mask_id(self, special_tokens)
-        filled = extend_responses(
-            batch, lengths - batch.prompt_lengths, token_id=token_id, pad_token_id=special_tokens.pad_token_id
-        )
-        if not with_eos:
+        token_id = None if self.fill_blocks_with == "eos" else required_mask_id(self, special_tokens)
+        filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=token_id)
+        if token_id is not None:
             filled.response_lengths = batch.response_lengths
         return filled, lengths
 

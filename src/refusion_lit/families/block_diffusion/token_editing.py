@@ -54,27 +54,19 @@ class TokenEditing(BlockDecoder):
             branch = self._noisy_branch(state, positions, tokens)
             reading = (yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw))[0]
             state.num_cached = start
-            edited = self._edited(tokens, reading.tokens, reading.probabilities)
-            filled = self._filled(tokens, reading.probabilities)
-            for i in (*edited, *filled):
+            masked = [i for i, token in enumerate(tokens) if token is None]
+            best = above_or_best([reading.probabilities[i] for i in masked], self.mask_threshold)
+            edited = [
+                i for i, token in enumerate(tokens)
+                if token not in (None, reading.tokens[i]) and reading.probabilities[i] > self.edit_threshold
+            ]  # fmt: skip
+            for i in (*edited, *(masked[j] for j in best)):
                 tokens[i] = reading.tokens[i]
             num_post += is_post
             if is_post and not edited:
                 break
         final = [token for token in tokens if token is not None]
         state.commit([position - state.prompt_length for position in positions], final)
-
-    def _filled(self, tokens: Sequence[int | None], probabilities: Sequence[float]) -> list[int]:
-        """Return the masks that are filled."""
-        masked = [i for i, token in enumerate(tokens) if token is None]
-        return [masked[i] for i in above_or_best([probabilities[i] for i in masked], self.mask_threshold)]
-
-    def _edited(self, tokens: Sequence[int | None], drawn: Sequence[int], probabilities: Sequence[float]) -> list[int]:
-        """Return the visible tokens that are replaced."""
-        return [
-            i for i, token in enumerate(tokens)
-            if token is not None and token != drawn[i] and probabilities[i] > self.edit_threshold
-        ]  # fmt: skip
 
     def _noisy_branch(self, state: RowState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
         """Return the text from the end of the cache to the block's end, with the tokens that are filled so far."""

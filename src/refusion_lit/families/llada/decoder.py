@@ -23,32 +23,16 @@ _DREAM = ("origin", *_STATISTIC)
 _END = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """One step of the schedule.
-
-    Attributes:
-        block: Places of the current block.
-        num_masks: Number of masks of the block before its first step.
-        num_steps: Number of steps of the block.
-        number: Number of this step in the block, from 0.
-    """
-
-    block: range
-    num_masks: int
-    num_steps: int
-    number: int
-
-
 @dataclass(kw_only=True)
 class LLaDAState(RowState):
     """State of LLaDA.
 
     Attributes:
-        schedule: All steps; blocks without masks have none.
+        schedule: Block of each step, and its quota of masks, which Dream's orders do not use. A block without masks has
+            no steps.
     """
 
-    schedule: list[ScheduledStep] = field(default_factory=list)
+    schedule: list[tuple[range, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +123,18 @@ class LLaDA(Decoder):
             block = range(start, min(start + (self.block_length or length), length))
             num_masks = state.is_masked[block.start : block.stop].count(True)
             num_steps = paced_steps(num_masks, per_block, nominal)
-            state.schedule += [ScheduledStep(block, num_masks, num_steps, number) for number in range(num_steps)]
+            state.schedule += [(block, step_quota(num_masks, num_steps, number)) for number in range(num_steps)]
         state.schedule_length = len(state.schedule)
         return state
 
     def step(self, state: LLaDAState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over the whole canvas and unmask the step's quota of tokens."""
-        places = [place for place in state.schedule[state.schedule_step].block if state.is_masked[place]]
+        block, quota = state.schedule[state.schedule_step]
+        places = [place for place in block if state.is_masked[place]]
         readings = yield Forward(
             phase="denoise", branches=self._branches(state, places), draw=self._draw(state), cached=False
         )
-        chosen = self._choose(state, places, readings[0])
+        chosen = self._choose(state, places, readings[0], quota)
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
         state.schedule_step += 1
         state.finished = state.schedule_step == state.schedule_length
@@ -177,12 +162,10 @@ class LLaDA(Decoder):
             confidence_dtype=self.confidence_dtype,
         )
 
-    def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading) -> list[int]:
+    def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading, quota: int) -> list[int]:
         """Return the indices into ``places`` that are unmasked in this step."""
         if self.order in _DREAM:
             return self._choose_by_time(state, places, reading)
-        step = state.schedule[state.schedule_step]
-        quota = step_quota(step.num_masks, step.num_steps, step.number)
         confidences = reading.probabilities
         if self.order == "random":
             confidences = [self._chance(state, place) for place in places]

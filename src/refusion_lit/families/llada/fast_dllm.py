@@ -24,13 +24,11 @@ class FastDLLMState(RowState):
     """State of Fast-dLLM.
 
     Attributes:
-        block_start: First canvas place of the current block.
         round_in_block: Forwards made for the current block.
         num_masks: Masks of the block before its first forward.
         first_was_alone: Whether its first forward unmasked the block's first token only.
     """
 
-    block_start: int = 0
     round_in_block: int = 0
     num_masks: int = 0
     first_was_alone: bool = False
@@ -135,61 +133,55 @@ class FastDLLM(Decoder):
         """Run one forward and unmask the certain tokens of the block."""
         length = len(state.tokens)
         size = self.block_length or length
-        while not any(state.is_masked[state.block_start : state.block_start + size]):
-            state.block_start += size  # everything is given
-        stop = min(state.block_start + size, length)
-        places = [place for place in range(state.block_start, stop) if state.is_masked[place]]
-        lone_first = self._first_is_alone and state.round_in_block == 0 and places[0] == state.block_start
+        start = state.is_masked.index(True) // size * size
+        block = range(start, min(start + size, length))
+        places = [place for place in block if state.is_masked[place]]
+        lone_first = self._first_is_alone and state.round_in_block == 0 and places[0] == start
         if state.round_in_block == 0:
             state.num_masks = len(places)
             state.first_was_alone = lone_first
         if lone_first:
             places = places[:1]
-        readings = yield Forward(
-            phase="refresh" if self.cache != "none" and state.round_in_block == 0 else "denoise",
-            branches=(self._branch(state, places, stop),),
-            draw=self._draw(state),
-            cached=self.cache != "none",
-        )
-        reading = readings[0]
         statistic = _STATISTIC.get(self.order)
-        confidences = reading.probabilities if statistic is None else reading.statistics[statistic]
-        chosen = [0] if lone_first else self._choose(state, confidences, stop)
-        state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
-        state.round_in_block += 1
-        state.schedule_step += self.order == "entropy"
-        if not any(state.is_masked[state.block_start : stop]):
-            state.block_start = stop
-            state.round_in_block = 0
-        state.finished = not any(state.is_masked)
-
-    def _draw(self, state: FastDLLMState) -> Draw:
-        statistic = _STATISTIC.get(self.order)
-        statistics = () if statistic is None else (statistic,)
-        return Draw(
+        draw = Draw(
             sampling=state.sampling,
             round=state.num_forwards,
-            statistics=statistics,
+            statistics=() if statistic is None else (statistic,),
             top_p_first=statistic is not None,
             confidence_dtype=self.confidence_dtype,
         )
+        readings = yield Forward(
+            phase="refresh" if self.cache != "none" and state.round_in_block == 0 else "denoise",
+            branches=(self._branch(state, places, block),),
+            draw=draw,
+            cached=self.cache != "none",
+        )
+        reading = readings[0]
+        confidences = reading.probabilities if statistic is None else reading.statistics[statistic]
+        chosen = [0] if lone_first else self._choose(state, confidences, len(block))
+        state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
+        state.round_in_block += 1
+        state.schedule_step += self.order == "entropy"
+        if not any(state.is_masked[place] for place in block):
+            state.round_in_block = 0
+        state.finished = not any(state.is_masked)
 
-    def _branch(self, state: FastDLLMState, places: Sequence[int], stop: int) -> Branch:
+    def _branch(self, state: FastDLLMState, places: Sequence[int], block: range) -> Branch:
         """Return the branch of this round: the whole canvas, the block and all after it, or only the block."""
         read = [state.prompt_length + place - self.shifted for place in places]
         whole = canvas_branch(state, read, shift=int(self.shifted))
         if self.cache == "none" or state.round_in_block == 0:
             return whole
         length = len(whole.tokens)
-        first = state.prompt_length + state.block_start
-        last = length if self.cache == "prefix" else state.prompt_length + stop
+        first = state.prompt_length + block.start
+        last = length if self.cache == "prefix" else state.prompt_length + block.stop
         visible = ((0, first),) if last == length else ((0, first), (last, length))
         predicted = [state.prompt_length + place for place in places]
         branch = state.branch(first, last, predicted, order=[0] * (last - first), shift=int(self.shifted))
         return replace(branch, visible=visible)
 
-    def _choose(self, state: FastDLLMState, confidences: Sequence[float], stop: int) -> list[int]:
-        """Return the indices of the masks that are unmasked in this round."""
+    def _choose(self, state: FastDLLMState, confidences: Sequence[float], size: int) -> list[int]:
+        """Return the indices of the masks that are unmasked in this round, in a block of ``size`` tokens."""
         ranked = most_certain(confidences)
         if self.threshold is not None:
             allowed = ranked[: self._allowance(state)]
@@ -199,7 +191,7 @@ class FastDLLM(Decoder):
             while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
                 count += 1
             return ranked[:count]
-        num_steps = self._num_steps(state, stop - state.block_start)
+        num_steps = self._num_steps(state, size)
         done = int(state.first_was_alone)
         if self.order == "entropy":
             return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps))]

@@ -16,7 +16,7 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
-from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.types import ModelTraits
 from refusion_lit.utils.require import require
 
 Layout = Literal["two_forwards", "single_forward"]
@@ -89,6 +89,7 @@ class SelfSpeculative(Decoder):
             has the same distribution, but depends on the drafts and so on all options.
     """
 
+    state = SpeculativeState
     shares = "all_but_last"
     refuses = "its text is that of decoding from left to right, which sees no text on the right of a token"
 
@@ -123,10 +124,6 @@ class SelfSpeculative(Decoder):
         fits = self.slot_size is None and not replace(self, slot_size=1).requirements().mismatches(traits)
         fix = "Set slot_size to the model's, one of the slot_sizes that its objective Hybrid was trained with."
         return fix if fits else super().mismatch_fix(traits)
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SpeculativeState:
-        """Create a canvas of ``max_new_tokens``."""
-        return SpeculativeState.blank(prompt, sampling, special_tokens)
 
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
         """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones.
