@@ -70,9 +70,8 @@ class BlockDecoder(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, extended to the end of its last block."""
-        num_before = (
-            0 if self.requires.prompt_is_block else len(prompt.token_ids) % self.block_size
-        )  # in its first block
+        # Tokens of the prompt in the first block with generated ones.
+        num_before = 0 if self.requires.prompt_is_block else len(prompt.token_ids) % self.block_size
         length = num_before + max_length(prompt, sampling, special_tokens)
         length = -(-length // self.block_size) * self.block_size - num_before
         return self.state.blank(prompt, sampling, special_tokens, length)
