@@ -140,29 +140,28 @@ class InstructionDataModule(L.LightningDataModule):
             loader = TrainingLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
         else:
             share = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
-            if self.pack_length is None:
-                batches = BatchDataset(data, self._collate)
-                length_of = data.length if isinstance(data, EncodedOnRead) else lambda index: len(data[index])
-                order = LengthGroupedBatches(len(data), self.batch_size, length_of, seed=self.seed, **share)
-            else:
+            samples: Any = data
+            collate = self._collate
+            length_of = data.length if isinstance(data, EncodedOnRead) else lambda index: len(data[index])
+            if self.pack_length is not None:
                 assert not isinstance(data, EncodedOnRead), "samples are encoded beforehand where they are packed"
-                rows = self._packed(data, self.pack_length)
-                batches = BatchDataset(rows, partial(collate_packed, samples=data, **self._collate.keywords))
-                order = LengthGroupedBatches(
-                    len(rows), self.batch_size, None, seed=self.seed, pack_length=self.pack_length, **share
-                )
+                samples, length_of = self._packed(data, self.pack_length), None
+                collate = partial(collate_packed, **self._collate.keywords)
+            order = LengthGroupedBatches(
+                len(samples), self.batch_size, length_of, seed=self.seed, pack_length=self.pack_length, **share
+            )
             workers: dict[str, Any] = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
-            loader = TrainingLoader(batches, sampler=order, batch_size=None, **workers)
+            loader = TrainingLoader(BatchDataset(samples, collate), sampler=order, batch_size=None, **workers)
         loader.trainer = self.trainer
         return loader
 
-    def _packed(self, data: list[EncodedExample], pack_length: int) -> list[list[int]]:
-        """Return the indices of each row's samples."""
+    def _packed(self, data: list[EncodedExample], pack_length: int) -> list[list[EncodedExample]]:
+        """Return each row's samples."""
         lengths = list(map(len, data))
         rows = pack_samples(lengths, pack_length, seed=self.seed)
         padding = 1 - sum(lengths) / (len(rows) * pack_length)
         rank_zero_info(f"train: {len(lengths)} samples packed in {len(rows)} rows, {padding:.1%} padding")
-        return rows
+        return [[data[index] for index in row] for row in rows]
 
     # --- evaluation ------------------------------------------------------------------------------------------
 
