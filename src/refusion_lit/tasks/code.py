@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from refusion_lit.sandbox import LEVELS, Level, Limits, Outcome, Sandbox
+from refusion_lit.sandbox import LEVELS, Level, Limits, Sandbox
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.readers import Row, text_field, values_of
@@ -72,21 +72,17 @@ class CodeTask(Task):
     def score(self, example: Example, response: str) -> float | None:
         """Return 1 if the response's program passes the tests, else 0; ``None`` if running it is not allowed."""
         if self.allow_code_execution:
-            return float(self.run(example, response).passed)
+            return float(self.sandbox.run(*self.program(example, response)).passed)
         _ = self._unscored_notice
         return None
 
-    def run(self, example: Example, response: str) -> Outcome:
-        """Run the program of a response with its problem's tests.
-
-        Raises:
-            ValueError: If this is not allowed, or the machine offers too little isolation.
-        """
-        return self.sandbox.run(*self.program(example, response))
-
     @cached_property
     def sandbox(self) -> Sandbox:
-        """The sandbox of this task, if code may run; prints the isolation it found on first access."""
+        """The sandbox of this task; prints the isolation it found on first access.
+
+        Raises:
+            ValueError: If code may not run, or the machine offers too little isolation.
+        """
         expected = "true, because scoring runs programs that a model wrote on this machine"
         fix = "set it to allow that"
         require(self.allow_code_execution, "allow_code_execution", expected, False, fix)
