@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import lightning as L
@@ -184,9 +185,7 @@ class InstructionDataModule(L.LightningDataModule):
             ValueError: If there are none, or two have the same id.
         """
         if not self._prompts:
-            examples = examples_of(self.task, "test")
-            if self.max_eval_prompts is not None:
-                examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
+            examples = list(islice(examples_of(self.task, "test"), self.max_eval_prompts))
             require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
             [(name, count)] = Counter(example.id for example in examples).most_common(1)
             require(count == 1, "data.task", "examples with different ids", name, "rename one of them")

@@ -60,7 +60,12 @@ def atomic_writer(path: str | Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename is None:  # a failed write, as on a full disk, names no file
             error.filename = str(target)
         raise
-    _sync_directory(target.parent)
+    with suppress(OSError):  # sync the renaming too, on systems that let a directory be opened
+        descriptor = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -272,18 +277,6 @@ def release_lock(lock: Lock) -> None:
     """Release a lock and remove its file."""
     Path(lock.lock_file).unlink(missing_ok=True)  # before unlocking: no other process can lock a removed file
     lock.release()
-
-
-def _sync_directory(directory: Path) -> None:
-    """Sync the renaming itself to disk, on systems that let a directory be opened."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def digest(values: object) -> str:
