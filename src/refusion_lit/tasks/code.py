@@ -73,8 +73,7 @@ class CodeTask(Task):
         """Return 1 if the response's program passes the tests, else 0; ``None`` if running it is not allowed."""
         if self.allow_code_execution:
             return float(self.sandbox.run(*self.program(example, response)).passed)
-        _ = self._unscored_notice
-        return None
+        return self._missing_score
 
     @cached_property
     def sandbox(self) -> Sandbox:
@@ -91,14 +90,12 @@ class CodeTask(Task):
         return sandbox
 
     @cached_property
-    def _unscored_notice(self) -> str:
-        """The notice that scores are missing; printed on first access, so once per task."""
-        notice = (
+    def _missing_score(self) -> None:
+        """The score of a response that is not run; a notice is printed on first access, so once per task."""
+        sys.stderr.write(
             f"{type(self).__name__}: generated code is not run without allow_code_execution; scores are missing (0 in "
             "tables) until `refusion-lit score` computes them.\n"
         )
-        sys.stderr.write(notice)
-        return notice
 
     @cached_property
     def _problems(self) -> Mapping[Split, list[Example]]:
