@@ -27,7 +27,7 @@ from benchmarks.common import (
 )
 from jsonargparse import auto_cli
 
-from refusion_lit.data.batches import EncodedExample, collate_responses
+from refusion_lit.data.batches import EncodedExample, collate_packed, collate_responses
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.packing import pack, pack_samples
 from refusion_lit.modeling.backbone import Backbone
@@ -91,8 +91,7 @@ def ragged_batches(vocab: int) -> tuple[ResponseBatch, ResponseBatch]:
     rows = pack_samples([len(sample) for sample in samples], PACK_LENGTH, seed=0)
     rows = rows[:: len(rows) // NUM_ROWS][:NUM_ROWS]  # the first ones hold the longest samples
     chosen = [samples[i] for row in rows for i in row]
-    numbers = [number for number, row in enumerate(rows) for _ in row]
-    return collate_responses(chosen, 0), collate_responses(chosen, 0, rows=numbers)
+    return collate_responses(chosen, 0), collate_packed([[samples[i] for i in row] for row in rows], 0)
 
 
 def packing(repeats: int) -> dict[str, Any]:

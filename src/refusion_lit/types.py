@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -170,18 +170,17 @@ class ConstraintState(ABC):
         return token
 
 
-class Constraint(ABC):
-    """Which responses a prompt may get, token by token; immutable, as it may be shared by several prompts.
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """Which responses a prompt may get, token by token; several prompts may share it.
 
     Attributes:
+        begin: Returns the state for a response of at most as many tokens as its argument says.
         left_to_right: Whether it needs the tokens before a place, which only decoders from left to right know.
     """
 
+    begin: Callable[[int], ConstraintState]
     left_to_right: bool
-
-    @abstractmethod
-    def begin(self, max_length: int) -> ConstraintState:
-        """Return the state for a response of at most ``max_length`` tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def test_padding_is_under_five_percent_on_lengths_like_gsm8k(seed: int) -> None:
 
 def test_a_batch_holds_the_samples_of_its_rows() -> None:
     samples = [EncodedExample(f"s{i}", [5] * i, [6, 1]) for i in range(4)]
-    batch = collate_packed([[0, 2], [3]], samples, pad_token_id=0)
+    batch = collate_packed([[samples[0], samples[2]], [samples[3]]], pad_token_id=0)
     assert batch.ids == ["s0", "s2", "s3"]
     assert batch.rows is not None
     assert batch.rows.tolist() == [0, 0, 1]

@@ -145,13 +145,12 @@ def only(*ids: int) -> torch.Tensor:
     return torch.isin(torch.arange(VOCAB), torch.tensor(ids))
 
 
-class Alternating(Constraint, ConstraintState):
+def begun_by(make: type[ConstraintState], *, left_to_right: bool = False) -> Constraint:
+    return Constraint(begin=lambda _: make(), left_to_right=left_to_right)
+
+
+class Alternating(ConstraintState):
     """Even places hold low ids, odd places high ones; so no end of sequence is drawn."""
-
-    left_to_right = False
-
-    def begin(self, max_length: int) -> ConstraintState:
-        return self
 
     def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor:
         return only(*(HIGH if place % 2 else LOW))
@@ -163,7 +162,7 @@ class Alternating(Constraint, ConstraintState):
 def test_a_constraint_holds_for_every_token(cls: type[Decoder], data: Any, make: Any, temperature: float) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=temperature)
-    prompts = [Prompt(token_ids=(3, 4), id="a", constraint=Alternating()), Prompt(token_ids=(3, 5), id="b")]
+    prompts = [Prompt(token_ids=(3, 4), id="a", constraint=begun_by(Alternating)), Prompt(token_ids=(3, 5), id="b")]
     model = make(decoder)
     row, free = decode(model, decoder, prompts, sampling, batch_size=2).rows
     state = Alternating()
@@ -172,13 +171,8 @@ def test_a_constraint_holds_for_every_token(cls: type[Decoder], data: Any, make:
     assert free.token_ids == decode(model, decoder, prompts[1:], sampling).rows[0].token_ids
 
 
-class Counting(Constraint, ConstraintState):
+class Counting(ConstraintState):
     """A token may follow smaller ones only, and the highest one ends the response."""
-
-    left_to_right = True
-
-    def begin(self, max_length: int) -> ConstraintState:
-        return self
 
     def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
         if len(before) != place or max(before, default=0) >= VOCAB:
@@ -197,7 +191,7 @@ def test_left_to_right_a_constraint_sees_what_is_before(cls: type[Decoder], data
     decoder, _ = data.draw(setups(cls))
     model = make(decoder)
     sampling = SamplingParams(max_new_tokens=12, temperature=temperature)
-    prompt = Prompt(token_ids=(3, 4), id="a", constraint=Counting())
+    prompt = Prompt(token_ids=(3, 4), id="a", constraint=begun_by(Counting, left_to_right=True))
     if not decoder.is_left_to_right:
         with pytest.raises(ValueError, match="constraint: expected a decoder that draws from left to right, got 'Self"):
             decode(model, decoder, [prompt], sampling)

@@ -93,7 +93,7 @@ def test_nothing_runs_unless_allowed(tmp_path: Path, cls: type[CodeTask], row: o
     (example,) = task.examples("test")
     assert task.score(example, example.response) is None
     with pytest.raises(ValueError, match="allow_code_execution: expected true"):
-        task.run(example, example.response)
+        _ = task.sandbox
     assert "sandbox" not in task.__dict__
 
 
@@ -134,10 +134,10 @@ def test_a_sample_of_the_canonical_solutions_passes(cls: type[CodeTask], name: s
     assert len(examples) == (164 if cls is HumanEval else 500)
     if os.environ.get("REFUSION_LIT_ALL_SOLUTIONS"):  # a minute or two
         examples = [example for split in SPLITS for example in task.examples(split)]
-        assert [e.id for e in examples if not task.run(e, e.response).passed] == []
+        assert [e.id for e in examples if task.score(e, e.response) != 1] == []
     for example in Random(0).sample(examples, 12):
-        assert task.run(example, example.response).passed, example.id
-        assert not task.run(example, "def nothing():\n    pass\n").passed, example.id
+        assert task.score(example, example.response) == 1, example.id
+        assert task.score(example, "def nothing():\n    pass\n") == 0, example.id
 
 
 @pytest.mark.parametrize(

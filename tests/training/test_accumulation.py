@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -39,8 +40,9 @@ class FixedBatches(InstructionDataModule):
 
     def train_dataloader(self) -> TrainingLoader:
         mine = SAMPLES[self.trainer.global_rank :: self.trainer.world_size]
+        rows = None if self.rows is None else torch.tensor(self.rows)
         batches = [
-            collate_responses(mine[i : i + self.batch_size], pad_token_id=0, rows=self.rows)
+            replace(collate_responses(mine[i : i + self.batch_size], pad_token_id=0), rows=rows)
             for i in range(0, len(mine), self.batch_size)
         ]
         loader = TrainingLoader(batches, batch_size=None)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
 from refusion_lit.reports.results import CONFIG, RESULTS
-from refusion_lit.utils.errors import reason_of, write_failure
+from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import atomic_directory, check_fingerprint, require_empty, write_atomically
 from refusion_lit.utils.require import require
 
@@ -61,7 +60,7 @@ def run(args: list[str]) -> int:
     if options.decoder is not None:
         model.default_decoder = options.decoder
     card = _card(options, model)
-    with _filled(output) as directory:
+    with atomic_directory(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
             vocab_size = backbone.special_tokens.vocab_size
             save_drafter(backbone.drafter, backbone.body, directory, vocab_size=vocab_size)
@@ -160,28 +159,9 @@ def import_gguf(args: list[str]) -> int:
     from refusion_lit.modeling.loading import load_gguf
 
     model, tokenizer = load_gguf(options.file)
-    with _filled(output) as directory:
+    with atomic_directory(output) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     size = sum(weight.numel() for weight in model.parameters()) / 1e6
     sys.stdout.write(f"wrote {output}: {type(model).__name__}, {size:.1f} million parameters\n")
     return 0
-
-
-@contextmanager
-def _filled(output: Path) -> Iterator[Path]:
-    """Yield a directory to fill, which gets its name when it is complete; see :func:`atomic_directory`.
-
-    Raises:
-        ValueError: If it cannot be written, for lack of space or permission.
-    """
-    try:
-        with atomic_directory(output) as directory:
-            yield directory
-    except Exception as error:
-        reason = write_failure(error)
-        if isinstance(error, ValueError) or reason is None:
-            raise
-        raise ValueError(
-            f"output: {output} cannot be written ({reason}). Make room, or choose another directory."
-        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -154,19 +154,17 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         random = np.random.default_rng(stable_key("order", self.seed, self.epoch) & (1 << 63) - 1)
         size = self.batch_size * self.num_replicas
         order = random.permutation(self._num_samples)[: len(self) * size]
-        num_before = 0
         for first in range(0, len(order), self._group):
             group = order[first : first + self._group]
             batch_order = random.permutation(len(group) // size)
-            num_skipped = min(max(start - num_before, 0), len(batch_order))
-            num_before += len(batch_order)
-            if num_skipped == len(batch_order):
+            left = batch_order[start:]
+            start = max(start - len(batch_order), 0)
+            if not len(left):
                 continue  # before any lengths: those of a lazy task cost time
             if self._length_of is not None:
                 lengths = np.fromiter((self._length_of(int(i)) for i in group), dtype=np.int64, count=len(group))
                 group = group[np.argsort(lengths, kind="stable")]
-            batches = group.reshape(-1, size)
-            for batch in batches[batch_order[num_skipped:]]:
+            for batch in group.reshape(-1, size)[left]:
                 yield batch[self.rank :: self.num_replicas].tolist()
 
 
@@ -228,15 +226,12 @@ class TrainingLoader(DataLoader[ResponseBatch]):
         self._resumed = (int(state["epoch"]), int(state["num_batches"]))
 
 
-def collate_responses(
-    samples: Sequence[EncodedExample], pad_token_id: int, *, rows: Sequence[int] | None = None
-) -> ResponseBatch:
+def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> ResponseBatch:
     """Pad examples on the right to the longest of them; no examples give an empty batch.
 
     Args:
         samples: The examples.
         pad_token_id: The padding token.
-        rows: For packing: row that each sample goes to.
     """
     width = max((len(sample) for sample in samples), default=0)
     padded = [[*s.prompt_ids, *s.response_ids, *[pad_token_id] * (width - len(s))] for s in samples]
@@ -246,19 +241,15 @@ def collate_responses(
         response_lengths=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.long),
         sample_keys=torch.tensor([stable_key(sample.id) for sample in samples], dtype=torch.long),
         ids=[sample.id for sample in samples],
-        rows=None if rows is None else torch.tensor(rows),
     )
 
 
-def collate_packed(
-    rows: list[list[int]], samples: Dataset[EncodedExample] | Sequence[EncodedExample], pad_token_id: int
-) -> ResponseBatch:
+def collate_packed(rows: Sequence[Sequence[EncodedExample]], pad_token_id: int) -> ResponseBatch:
     """Return the batch of the samples of rows.
 
     Args:
-        rows: Indices of each row's samples.
-        samples: All samples.
+        rows: Each row's samples.
         pad_token_id: The padding token.
     """
-    numbers = [number for number, row in enumerate(rows) for _ in row]
-    return collate_responses([samples[i] for row in rows for i in row], pad_token_id, rows=numbers)
+    batch = collate_responses([sample for row in rows for sample in row], pad_token_id)
+    return replace(batch, rows=torch.tensor([number for number, row in enumerate(rows) for _ in row]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
@@ -68,19 +70,15 @@ class EvaluationBatches(DistributedSampler[list[int]]):
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int, num_ranks: int) -> None:
         super().__init__(range(max(num_samples, 1)), num_replicas=num_ranks, rank=rank)  # type: ignore[arg-type]
-        fewest, more = divmod(num_samples, num_ranks)
-        start = rank * fewest + min(rank, more)
-        self._share = list(range(start, start + fewest + (rank < more)))
-        self._size = batch_size
-        self._num_batches = max(-(-fewest // batch_size), 1)
+        share = np.array_split(np.arange(num_samples), num_ranks)[rank]
+        num_batches = max(math.ceil(num_samples // num_ranks / batch_size), 1)  # of the process with the fewest samples
+        ends = range(batch_size, batch_size * num_batches, batch_size)
+        self._batches = [batch.tolist() for batch in np.split(share, ends)]
 
     def __len__(self) -> int:
         """Return the number of batches, the same on all processes."""
-        return self._num_batches
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this process's batches of sample indices."""
-        last = (self._num_batches - 1) * self._size
-        for first in range(0, last, self._size):
-            yield self._share[first : first + self._size]
-        yield self._share[last:]
+        """Return an iterator over this process's batches of sample indices."""
+        return iter(self._batches)

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import lightning as L
@@ -74,6 +75,8 @@ class InstructionDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
+        if max_eval_prompts is not None:
+            sizes["max_eval_prompts"] = max_eval_prompts
         for option, value in sizes.items():
             require_at_least(f"data.{option}", value, 1)
         fits = pack_length is None or pack_length >= max_length
@@ -140,29 +143,28 @@ class InstructionDataModule(L.LightningDataModule):
             loader = TrainingLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
         else:
             share = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
-            if self.pack_length is None:
-                batches = BatchDataset(data, self._collate)
-                length_of = data.length if isinstance(data, EncodedOnRead) else lambda index: len(data[index])
-                order = LengthGroupedBatches(len(data), self.batch_size, length_of, seed=self.seed, **share)
-            else:
+            samples: Any = data
+            collate = self._collate
+            length_of = data.length if isinstance(data, EncodedOnRead) else lambda index: len(data[index])
+            if self.pack_length is not None:
                 assert not isinstance(data, EncodedOnRead), "samples are encoded beforehand where they are packed"
-                rows = self._packed(data, self.pack_length)
-                batches = BatchDataset(rows, partial(collate_packed, samples=data, **self._collate.keywords))
-                order = LengthGroupedBatches(
-                    len(rows), self.batch_size, None, seed=self.seed, pack_length=self.pack_length, **share
-                )
+                samples, length_of = self._packed(data, self.pack_length), None
+                collate = partial(collate_packed, **self._collate.keywords)
+            order = LengthGroupedBatches(
+                len(samples), self.batch_size, length_of, seed=self.seed, pack_length=self.pack_length, **share
+            )
             workers: dict[str, Any] = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
-            loader = TrainingLoader(batches, sampler=order, batch_size=None, **workers)
+            loader = TrainingLoader(BatchDataset(samples, collate), sampler=order, batch_size=None, **workers)
         loader.trainer = self.trainer
         return loader
 
-    def _packed(self, data: list[EncodedExample], pack_length: int) -> list[list[int]]:
-        """Return the indices of each row's samples."""
+    def _packed(self, data: list[EncodedExample], pack_length: int) -> list[list[EncodedExample]]:
+        """Return each row's samples."""
         lengths = list(map(len, data))
         rows = pack_samples(lengths, pack_length, seed=self.seed)
         padding = 1 - sum(lengths) / (len(rows) * pack_length)
         rank_zero_info(f"train: {len(lengths)} samples packed in {len(rows)} rows, {padding:.1%} padding")
-        return rows
+        return [[data[index] for index in row] for row in rows]
 
     # --- evaluation ------------------------------------------------------------------------------------------
 
@@ -185,9 +187,7 @@ class InstructionDataModule(L.LightningDataModule):
             ValueError: If there are none, or two have the same id.
         """
         if not self._prompts:
-            examples = examples_of(self.task, "test")
-            if self.max_eval_prompts is not None:
-                examples = [examples[i] for i in range(min(self.max_eval_prompts, len(examples)))]
+            examples = list(islice(examples_of(self.task, "test"), self.max_eval_prompts))
             require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
             [(name, count)] = Counter(example.id for example in examples).most_common(1)
             require(count == 1, "data.task", "examples with different ids", name, "rename one of them")

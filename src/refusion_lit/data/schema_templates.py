@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from types import NoneType
 from typing import Any
@@ -47,26 +46,13 @@ Span = Sequence[Sequence[Tensor]]
 """Alternatives of one length; each place has the ids that may stand there, int [id]."""
 
 
-@dataclass(frozen=True)
-class Filling(Constraint):
-    """Keeps spans within their alternatives.
+class Filling(ConstraintState):
+    """The alternatives that are left of each span: at first all of them.
 
-    Attributes:
+    Args:
         size: Number of ids of the vocabulary.
         spans: The spans, by the place of their first token.
     """
-
-    size: int
-    spans: Mapping[int, Span]
-    left_to_right = False
-
-    def begin(self, max_length: int) -> ConstraintState:  # noqa: ARG002
-        """Return the state in which all alternatives are left."""
-        return _Filling(self.size, self.spans)
-
-
-class _Filling(ConstraintState):
-    """The alternatives that are left of each span."""
 
     def __init__(self, size: int, spans: Mapping[int, Span]) -> None:
         self._size = size
@@ -74,6 +60,7 @@ class _Filling(ConstraintState):
         self._starts = {start + i: start for start, span in spans.items() for i in range(len(span[0]))}
 
     def allowed(self, place: int, before: Sequence[int]) -> Tensor | None:  # noqa: ARG002
+        """Return the ids that any of the alternatives that are left has at a place."""
         start = self._starts.get(place)
         if start is None:
             return None
@@ -83,6 +70,7 @@ class _Filling(ConstraintState):
         return mask
 
     def settle(self, place: int, before: Sequence[int], token: int) -> int:  # noqa: ARG002
+        """Drop the alternatives that a drawn token does not fit; return it, or the token of one that is left."""
         start = self._starts.get(place)
         if start is None:
             return token
@@ -116,7 +104,7 @@ class Templates:
         sizes = [len(text) * (text.isprintable() and not any(map(text.count, banned))) for text in self._texts]
         self._sizes = torch.tensor(sizes)  # characters of those that may stand in a string
 
-    def of(self, schema: object) -> tuple[tuple[int | None, ...], Filling]:
+    def of(self, schema: object) -> tuple[tuple[int | None, ...], Constraint]:
         """Return the given tokens of every response, and what keeps its spans.
 
         Raises:
@@ -141,7 +129,8 @@ class Templates:
             for span in group:
                 spans[len(given)] = span
                 given += [None] * len(span[0])
-        return (*given, int(self._tokenizer.eos_token_id)), Filling(len(self._texts), spans)  # type: ignore[arg-type]
+        constraint = Constraint(begin=lambda _: Filling(len(self._texts), spans), left_to_right=False)
+        return (*given, int(self._tokenizer.eos_token_id)), constraint  # type: ignore[arg-type]
 
     def _parts(self, schema: Any, name: str) -> Iterator[Any]:  # noqa: ANN401 - text, and spans
         """Yield the text and the spans of a value; ``name`` is for errors."""

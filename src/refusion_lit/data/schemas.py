@@ -12,8 +12,9 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Context, Decimal
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -88,17 +89,18 @@ class Schemas:
         require(not ends, _OPTION, "neither stop strings nor min_entropy, which cut a text", ends, "leave them out")
         if not decoder.is_left_to_right:
             self._templates = self._templates or Templates(self._tokenizer, self._special.vocab_size)
-            given, filling = self._templates.of(schema)
-            return [replace(prompt, given=given, constraint=filling) for prompt in prompts]
+            given, constraint = self._templates.of(schema)
+            return [replace(prompt, given=given, constraint=constraint) for prompt in prompts]
         self._vocabulary = self._vocabulary or _Vocabulary(self._tokenizer, self._special)
-        grammar = _Grammar(self._vocabulary, self._vocabulary.compiled(tightened))
-        end = grammar.begin(_MAX_END).shortest_end(_MAX_END)
+        begin = partial(_Matching, self._vocabulary, self._vocabulary.compiled(tightened))
+        end = begin(_MAX_END).shortest_end(_MAX_END)
         fix = "simplify the schema, or bound its values"
         require(end is not None, _OPTION, f"an answer of at most {_MAX_END} tokens", "none that was found", fix)
         fewest = len(end or ())
         expected = f"at least {fewest}, the length of an answer that keeps the schema"
         require(fewest <= sampling.max_new_tokens, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")
-        return [replace(prompt, constraint=grammar) for prompt in prompts]
+        constraint = Constraint(begin=begin, left_to_right=True)
+        return [replace(prompt, constraint=constraint) for prompt in prompts]
 
 
 def _tightened(schema: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -205,18 +207,6 @@ class _Vocabulary:
     def matcher(self, grammar: str) -> Any:  # noqa: ANN401 - llguidance has no types of its own
         """Return a matcher at the beginning of a text."""
         return self._library.LLMatcher(self.tokenizer, grammar)
-
-
-@dataclass(frozen=True)
-class _Grammar(Constraint):
-    """A compiled schema."""
-
-    vocabulary: _Vocabulary
-    grammar: str
-    left_to_right = True
-
-    def begin(self, max_length: int) -> _Matching:
-        return _Matching(self.vocabulary, self.grammar, max_length)
 
 
 class _Matching(ConstraintState):

@@ -7,6 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,6 @@ class TrainedBPE(TokenizerSource):
         """
         if task is None:
             raise ValueError("tokenizer: expected a task for TrainedBPE to learn from, got none; set data.task.")
-        examples = task.examples("train")
-        num_examples = min(len(examples), _MAX_BPE_EXAMPLES)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
         tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -116,7 +115,7 @@ class TrainedBPE(TokenizerSource):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(_texts(examples[i] for i in range(num_examples)), trainer)
+        tokenizer.train_from_iterator(_texts(islice(task.examples("train"), _MAX_BPE_EXAMPLES)), trainer)
         return _wrap(tokenizer)
 
 

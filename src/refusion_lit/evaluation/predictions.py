@@ -201,7 +201,6 @@ class PredictionsFile:
         self._fingerprint = json.loads(json.dumps({**fingerprint, "num_processes": num_ranks}, default=str))
         self.state: Any = None
         self.done: set[str] = set()
-        self._num_lines = 0
         try:
             place = self.path.with_name(f".{self.path.name}.lock")
             fix = "wait for it, or choose another file"
@@ -230,7 +229,6 @@ class PredictionsFile:
             for values in lines:
                 self._file.write(as_line(values))
                 self.done.add(str(values["id"]))
-                self._num_lines += 1
             self._file.flush()
             os.fsync(self._file.fileno())  # the meta file must not reach the disk before the lines that it counts
             self.state = state
@@ -269,7 +267,7 @@ class PredictionsFile:
             write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint})
 
     def _write_meta(self) -> None:
-        progress = {"num_lines": self._num_lines, "state": self.state}
+        progress = {"num_lines": len(self.done), "state": self.state}
         write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint, "progress": progress})
 
     def _opened(self) -> TextIO:
@@ -316,5 +314,4 @@ class PredictionsFile:
             fix = "start again without resume, or choose another file"
             require(bool(self._parts) or len(self.done) >= num_prompts, "resume", f"{num_prompts} answers", got, fix)
             raise NothingToDoError(f"{self.path} is complete; there is nothing left to do")
-        self._num_lines = len(lines)
         write_atomically(self.path, b"".join(line + b"\n" for line in lines))

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -124,7 +124,7 @@ class Sandbox:
         Raises:
             ValueError: If that is less than the minimum.
         """
-        with _started(self) as process:
+        with contextlib.closing(_SandboxedProcess(self.limits, self.layers)) as process:
             found = process.applied_layers()
         holds = self.minimum == "limits" or found == LAYERS
         fix = "use Linux 6.2 or newer on x86-64, or lower minimum_isolation, which gives generated code more access"
@@ -146,7 +146,7 @@ class Sandbox:
             ValueError: If the isolation is weaker than the minimum, or is no longer :attr:`applied`.
         """
         expected = self.applied
-        with _started(self) as process:
+        with contextlib.closing(_SandboxedProcess(self.limits, self.layers)) as process:
             found = process.applied_layers()
             require(found == expected, "isolation", str(expected), found, "nothing was run; run the command again")
             return process.run(program, tests)
@@ -157,25 +157,12 @@ def _described(layers: Sequence[str]) -> str:
     return f"{level} ({', '.join(layers) or 'resource limits only'})"
 
 
-@contextlib.contextmanager
-def _started(sandbox: Sandbox) -> Iterator[_SandboxedProcess]:
-    """Start a process in an empty directory; at the end, kill its group and delete its files."""
-    directory = tempfile.mkdtemp(prefix="refusion-lit-")
-    process = _SandboxedProcess(directory, sandbox.limits, sandbox.layers)
-    try:
-        yield process
-    finally:
-        process.kill()
-        # The system's programs delete trees of any depth, and directories without permissions.
-        delete = 'chmod -R u+rwX "$0"; rm -rf "$0"'
-        subprocess.run(["sh", "-c", delete, directory], stderr=subprocess.DEVNULL, check=False)
-
-
 class _SandboxedProcess:
-    """A started process, and the caller's end of its control socket."""
+    """A process started in an empty directory, and the caller's end of its control socket."""
 
-    def __init__(self, directory: str, limits: Limits, layers: Sequence[str]) -> None:
+    def __init__(self, limits: Limits, layers: Sequence[str]) -> None:
         self._limits = limits
+        self._directory = tempfile.mkdtemp(prefix="refusion-lit-")
         self._control, theirs = socket.socketpair()
         self._buffer = b""
         interpreter = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)  # of no environment
@@ -183,9 +170,9 @@ class _SandboxedProcess:
         options = {"limits": asdict(limits), "readable": _READABLE, "layers": list(layers)}
         with theirs:
             self._process = subprocess.Popen(
-                [interpreter, "-I", "-S", "-c", source, str(theirs.fileno()), directory, json.dumps(options)],
-                cwd=directory,
-                env={"HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"},
+                [interpreter, "-I", "-S", "-c", source, str(theirs.fileno()), self._directory, json.dumps(options)],
+                cwd=self._directory,
+                env={"HOME": self._directory, "TMPDIR": self._directory, "LANG": "C.UTF-8"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -219,12 +206,15 @@ class _SandboxedProcess:
         except OSError:
             return exited
 
-    def kill(self) -> None:
-        """Kill the process group."""
+    def close(self) -> None:
+        """Kill the process group, and delete the directory."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._control.close()
+        # The system's programs delete trees of any depth, and directories without permissions.
+        delete = 'chmod -R u+rwX "$0"; rm -rf "$0"'
+        subprocess.run(["sh", "-c", delete, self._directory], stderr=subprocess.DEVNULL, check=False)
 
     def _send(self, message: object, deadline: float) -> None:
         self._control.settimeout(_remaining(deadline))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from refusion_lit.sandbox import LEVELS, Level, Limits, Outcome, Sandbox
+from refusion_lit.sandbox import LEVELS, Level, Limits, Sandbox
 from refusion_lit.tasks.base import Split, Task
 from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.readers import Row, text_field, values_of
@@ -72,21 +72,16 @@ class CodeTask(Task):
     def score(self, example: Example, response: str) -> float | None:
         """Return 1 if the response's program passes the tests, else 0; ``None`` if running it is not allowed."""
         if self.allow_code_execution:
-            return float(self.run(example, response).passed)
-        _ = self._unscored_notice
-        return None
-
-    def run(self, example: Example, response: str) -> Outcome:
-        """Run the program of a response with its problem's tests.
-
-        Raises:
-            ValueError: If this is not allowed, or the machine offers too little isolation.
-        """
-        return self.sandbox.run(*self.program(example, response))
+            return float(self.sandbox.run(*self.program(example, response)).passed)
+        return self._missing_score
 
     @cached_property
     def sandbox(self) -> Sandbox:
-        """The sandbox of this task, if code may run; prints the isolation it found on first access."""
+        """The sandbox of this task; prints the isolation it found on first access.
+
+        Raises:
+            ValueError: If code may not run, or the machine offers too little isolation.
+        """
         expected = "true, because scoring runs programs that a model wrote on this machine"
         fix = "set it to allow that"
         require(self.allow_code_execution, "allow_code_execution", expected, False, fix)
@@ -95,14 +90,12 @@ class CodeTask(Task):
         return sandbox
 
     @cached_property
-    def _unscored_notice(self) -> str:
-        """The notice that scores are missing; printed on first access, so once per task."""
-        notice = (
+    def _missing_score(self) -> None:
+        """The score of a response that is not run; a notice is printed on first access, so once per task."""
+        sys.stderr.write(
             f"{type(self).__name__}: generated code is not run without allow_code_execution; scores are missing (0 in "
             "tables) until `refusion-lit score` computes them.\n"
         )
-        sys.stderr.write(notice)
-        return notice
 
     @cached_property
     def _problems(self) -> Mapping[Split, list[Example]]:

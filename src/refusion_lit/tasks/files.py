@@ -76,12 +76,9 @@ class InstructionFiles(Task):
         """Return the examples of a split; each file is read once."""
         if split == "test" and self._sources("test") is None:
             split = "validation"
-        if split == "validation" and self._sources("validation") is None:
-            return [e for e in self._read_split("train") if self._is_held_out(e)]
-        found = self._read_split(split)
-        if split == "train" and self._sources("validation") is None:
-            return [e for e in found if not self._is_held_out(e)]
-        return found
+        if split == "test" or self._sources("validation") is not None:
+            return self._read_split(split)
+        return [e for e in self._read_split("train") if self._is_held_out(e) == (split == "validation")]
 
     def tested(self) -> str:
         """Return whether test examples have a source of their own, or are the validation examples."""

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock as Lock
 from filelock import Timeout
 
+from refusion_lit.utils.errors import write_failure
 from refusion_lit.utils.require import require
 
 Options = dict[str, Any]
@@ -59,7 +60,12 @@ def atomic_writer(path: str | Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename is None:  # a failed write, as on a full disk, names no file
             error.filename = str(target)
         raise
-    _sync_directory(target.parent)
+    with suppress(OSError):  # sync the renaming too, on systems that let a directory be opened
+        descriptor = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -69,17 +75,17 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     Otherwise it is removed with everything in it, and so are the parent directories that were created for it.
 
     Args:
-        path: The directory to create; it may exist if it is empty.
+        path: The directory to create, which the option ``output`` names; it may exist if it is empty.
 
     Raises:
-        OSError: If it cannot be created.
+        ValueError: If it cannot be written, for lack of space or permission.
     """
     target = Path(path).resolve()
     unfinished = target.with_name(f".{target.name}.unfinished")
     missing = [parent for parent in target.parents if not parent.exists()]
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-    unfinished.mkdir(parents=True)
     try:
+        unfinished.mkdir(parents=True)
         yield unfinished
         mask = os.umask(0)  # which only setting it returns
         os.umask(mask)
@@ -92,12 +98,17 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
             unfinished.rmdir()
         else:
             unfinished.replace(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         for parent in missing:
             with suppress(OSError):
                 parent.rmdir()
-        raise
+        reason = write_failure(error)
+        if reason is None or isinstance(error, ValueError) or not isinstance(error, Exception):
+            raise
+        raise ValueError(
+            f"output: {path} cannot be written ({reason}). Make room, or choose another directory."
+        ) from error
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -266,18 +277,6 @@ def release_lock(lock: Lock) -> None:
     """Release a lock and remove its file."""
     Path(lock.lock_file).unlink(missing_ok=True)  # before unlocking: no other process can lock a removed file
     lock.release()
-
-
-def _sync_directory(directory: Path) -> None:
-    """Sync the renaming itself to disk, on systems that let a directory be opened."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def digest(values: object) -> str:
