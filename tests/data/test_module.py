@@ -70,6 +70,14 @@ def test_collation_pads_on_the_right() -> None:
     assert batch.sample_keys.tolist() == [stable_key("a"), stable_key("b")]
 
 
+@pytest.mark.parametrize("option", ["batch_size", "eval_batch_size", "max_length", "max_eval_prompts"])
+def test_sizes_below_one_are_refused(option: str) -> None:
+    task = Additions(num_train=4, num_validation=1, num_test=1)
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=f"^data.{option}: expected an integer of at least 1, got {value}"):
+            InstructionDataModule(task, CharacterTokenizer(), **{option: value})
+
+
 @pytest.mark.parametrize("num_train", [40, 30_000])  # kept, and encoded as drawn
 def test_a_generated_task_from_text_to_batches(num_train: int) -> None:
     task = Additions(num_train=num_train, num_validation=6, num_test=5)
