@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -389,15 +389,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
         word: What was given.
         known: Names that exist.
     """
-
-    def similarity(name: str) -> tuple[float, float]:
-        given = word.lower().replace("-", "_")
-        right = name.lower()
-        of_leaves = SequenceMatcher(None, _leaf(given), _leaf(right)).ratio()
-        return of_leaves, SequenceMatcher(None, given, right).ratio()
-
-    best = max(known, key=similarity, default="")
-    return f"; did you mean {best!r}?" if similarity(best)[0] >= _LEAST_SIMILAR else ""
+    given = word.lower().replace("-", "_")
+    by_whole_name = sorted(known, key=lambda name: SequenceMatcher(None, given, name.lower()).ratio())
+    leaves = {_leaf(name.lower()): name for name in by_whole_name}  # of equal ones, that of the most similar name
+    found = get_close_matches(_leaf(given), leaves, n=1, cutoff=_LEAST_SIMILAR)
+    return f"; did you mean {leaves[found[0]]!r}?" if found else ""
 
 
 def _leaf(name: str) -> str:
