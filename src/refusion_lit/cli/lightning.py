@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -138,15 +137,26 @@ class RefusionCLI(LightningCLI):
         run_directory: Where this process's run lands, as soon as it is chosen; ``None`` with loggers of the user's own.
             It belongs to the class, as the constructor does the whole work and may raise.
         claim: The right to write that directory; ``None`` on processes that do not write to it.
+
+    Args:
+        args: A subcommand and its options.
     """
 
     run_directory: ClassVar[Path | None] = None
     _first_step = 0  # that is logged, of a resumed training
     claim: ClassVar[run_directory.Claim | None] = None
 
-    def __init__(self, *classes: Any, args: Sequence[str], **options: Any) -> None:  # noqa: ANN401 - Lightning's
+    def __init__(self, args: Sequence[str]) -> None:
         self._given = args
-        super().__init__(*classes, args=list(args), **options)
+        super().__init__(
+            SlotDiffusionModule,
+            InstructionDataModule,
+            args=list(args),
+            save_config_callback=SaveRun,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            auto_configure_optimizers=False,  # model.optimizer and model.lr_scheduler spare norms and biases
+        )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
@@ -167,11 +177,6 @@ class RefusionCLI(LightningCLI):
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
-    @property
-    def parsers(self) -> dict[str, LightningArgumentParser]:
-        """The parsers of the subcommands by name."""
-        return getattr(self, "_subcommand_parsers", {})
-
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's
         """Return a subcommand's parser, with help that says what these options do here.
 
@@ -187,8 +192,6 @@ class RefusionCLI(LightningCLI):
                 action.help = _CKPT_PATH["fit" if subcommand == "fit" else "others"]
             elif action.dest == "weights_only":
                 action.help = "without effect: checkpoints are always loaded as data only"
-            elif action.dest.split(".")[0] in ("optimizer", "lr_scheduler"):
-                action.help = SUPPRESS  # Lightning's own; model.optimizer and model.lr_scheduler spare norms and biases
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
@@ -203,18 +206,17 @@ class RefusionCLI(LightningCLI):
         Raises:
             ValueError: Naming the wrong option.
         """
-        command = args[0] if args and args[0] in self.parsers else ""
-        own = self.parsers[command] if command else parser
-        options = args[1:] if command else args
+        command, *options = args
+        own = self._subcommand_parsers[command]
         given = options_given(options)
         self._names_threads = any(each.name == "num_threads" and not each.file for each in given)
         check_groups(own, given)
         options = _with_decoder_files(options, given)
         try:
-            config = parser.parse_args([command, *options] if command else options)
+            config = parser.parse_args([command, *options])
         except PARSER_ERRORS as error:
             raise explained(own, options, error, command) from error
-        if command and type(config[command].seed_everything) is int:
+        if type(config[command].seed_everything) is int:
             # On the command line it goes before the seeds of a file, such as a run's config, which names all options.
             is_own = any(each.name == "seed_everything" and not each.file for each in given)
             for name in {"model.seed", "data.seed"} - {each.name for each in given if not (is_own and each.file)}:
@@ -260,7 +262,7 @@ class RefusionCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Choose the run's directory, and take architecture and tokenizer from a given checkpoint."""
-        config = self.config[self.subcommand] if self.subcommand else self.config
+        config = self.config[self.subcommand]
         if "verbose" in config:
             config.verbose = False  # we show the figures ourselves
         if "weights_only" in config:
@@ -272,7 +274,7 @@ class RefusionCLI(LightningCLI):
         _check_trainer(config.trainer)
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
-            path = run_directory.last_checkpoint(config, str(self.subcommand))
+            path = run_directory.last_checkpoint(config, self.subcommand)
             if path is None:
                 sys.stderr.write(f"no checkpoint of {config.run_name} yet: training starts at the beginning\n")
             config.ckpt_path = None if path is None else str(path)
@@ -297,13 +299,13 @@ class RefusionCLI(LightningCLI):
         resumes = {"checkpoints": goes_on}
         resumes["predictions"] = goes_on or (self.subcommand in ("test", "predict") and config.model.resume)
         for results, pattern in (("checkpoints", "*.ckpt"), ("predictions", "predictions*.jsonl")):
-            holds = not self.subcommand or resumes[results] or not any(directory.rglob(pattern))
+            holds = resumes[results] or not any(directory.rglob(pattern))
             is_own = self.subcommand != "validate" and (results == "checkpoints") == (self.subcommand == "fit")
             fix = "add --resume to continue it, or choose another name" if is_own else "choose another name"
             require(holds, "run_version", "a new run", f"{directory}, which holds {results}", fix)
         if not goes_on:
             self._first_step = 0
-        RefusionCLI.claim = run_directory.claim(directory) if self.subcommand else None
+        RefusionCLI.claim = run_directory.claim(directory)
         RefusionCLI.run_directory = directory
 
     def instantiate_classes(self) -> None:
@@ -315,7 +317,7 @@ class RefusionCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            config = self.config[self.subcommand] if self.subcommand else self.config
+            config = self.config[self.subcommand]
             components = {"model.objective": config.model.objective}
             components |= {f"model.decoders.{name}": each for name, each in (config.model.decoders or {}).items()}
             raise ValueError(located(brief(str(error)), components)) from error
@@ -453,4 +455,4 @@ class _ParseOnly(RefusionCLI):
 
 def parse_only(*subcommand: str) -> RefusionCLI:
     """Return the command line of the Trainer's subcommands, or of one, which has parsed and built nothing."""
-    return _ParseOnly(SlotDiffusionModule, InstructionDataModule, args=subcommand, seed_everything_default=0)
+    return _ParseOnly(subcommand)

@@ -15,9 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI, SaveRun
 from refusion_lit.cli.messages import show_own_logs
-from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.training.callbacks import last_checkpoint
-from refusion_lit.training.module import SlotDiffusionModule
 
 # True, but nothing a user could act on.
 _EXPECTED = (
@@ -61,14 +59,7 @@ def run(command: str, args: list[str]) -> int:
     failed = True
     try:
         with run_directory.quiet_writers():
-            cli = RefusionCLI(
-                SlotDiffusionModule,
-                InstructionDataModule,
-                args=[command, *args],
-                save_config_callback=SaveRun,
-                save_config_kwargs={"overwrite": True},
-                seed_everything_default=0,
-            )
+            cli = RefusionCLI([command, *args])
         failed = False
     except SIGTERMException as stopped:
         failed = False
