@@ -6,18 +6,17 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -41,10 +40,9 @@ from refusion_lit.cli.usage_errors import (
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.architecture import check_source, stored_config
 from refusion_lit.modeling.saving import HAS_DRAFTER
-from refusion_lit.reports.results import ENVIRONMENT, environment, read_config, read_environment, shortened
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
-from refusion_lit.utils.files import read_yaml, write_atomically, write_json_atomically
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
@@ -72,64 +70,6 @@ class OneLineLightningParser(OneLineErrors, LightningArgumentParser):
     """Lightning's parser with errors of one line."""
 
 
-class SaveRun(SaveConfigCallback):
-    """Saves the resolved config and the environment into the run's directory, which is ``directory``."""
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Note the run's directory on all processes: asking for it waits for all of them."""
-        self.directory = Path(trainer.log_dir or trainer.default_root_dir)
-        # A resumed run keeps the config that it was started with.
-        resumed = self.config.model.resume or _continues(self.config, self.directory)
-        self._is_resumed = resumed and (self.directory / run_directory.CONFIG).is_file()
-        self.save_to_log_dir = False  # save_config does
-        # Where this run landed is no part of what it did: the config of a training is given to a test, too.
-        self.config.run_version = None
-        super().setup(trainer, pl_module, stage)
-
-    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Write the config and ``environment.json``; called on the first process alone."""
-        assert isinstance(pl_module, SlotDiffusionModule)
-        described = environment(self.config.get("seed_everything"))
-        text = self.parser.dump(self.config, skip_none=False)
-        if self._is_resumed:  # by another command; the one that started the run stays
-            before = read_environment(self.directory) or described
-            changed = _changed(read_yaml(self.directory / run_directory.CONFIG, "resume"), yaml.safe_load(text))
-            resumed = {"command": described["command"], "changed": changed}
-            described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
-            names = sorted(changed.keys() - _LENGTHS)
-            if names and stage == "fit":  # the others refuse what would change their predictions
-                kept = f"{run_directory.CONFIG} keeps those of its start, {ENVIRONMENT} has the change"
-                rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
-        write_json_atomically(self.directory / ENVIRONMENT, described)
-        if self._is_resumed:
-            config = read_config(self.directory)
-        else:
-            write_atomically(self.directory / run_directory.CONFIG, text)
-            config = shortened(yaml.safe_load(text))
-        pl_module.evaluation.config = config
-        pl_module.evaluation.environment = described
-
-
-_LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
-"""Options that a resumed run may change without a word."""
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the options of a config that another one has with other values, by their dotted names, as they are now.
-
-    Where a run lands and what it resumes from is left out.
-    """
-    changed = {}
-    for name in after.keys() - {"ckpt_path", "resume", "run_name", "run_version", "runs_dir"}:
-        old = before.get(name)
-        new = after[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changed |= _changed(old, new, f"{prefix}{name}.")
-        elif old != new:
-            changed[f"{prefix}{name}"] = new
-    return changed
-
-
 class RefusionCLI(LightningCLI):
     """LightningCLI with runs in ``runs/NAME/VERSION``, one-line errors, and checkpoints that override no option.
 
@@ -152,7 +92,7 @@ class RefusionCLI(LightningCLI):
             SlotDiffusionModule,
             InstructionDataModule,
             args=list(args),
-            save_config_callback=SaveRun,
+            save_config_callback=run_directory.SaveRun,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,  # model.optimizer and model.lr_scheduler spare norms and biases
@@ -295,7 +235,7 @@ class RefusionCLI(LightningCLI):
             return
         folder = Path(config.runs_dir) / config.run_name
         directory = folder / (config.run_version or run_directory.next_version(folder))
-        goes_on = self.subcommand == "fit" and _continues(config, directory)
+        goes_on = self.subcommand == "fit" and run_directory.continues(config, directory)
         resumes = {"checkpoints": goes_on}
         resumes["predictions"] = goes_on or (self.subcommand in ("test", "predict") and config.model.resume)
         for results, pattern in (("checkpoints", "*.ckpt"), ("predictions", "predictions*.jsonl")):
@@ -345,12 +285,6 @@ def _with_decoder_files(args: Sequence[str], given: Sequence[Given]) -> list[str
         option = f"--{each.name}"
         expanded = [{file: content, f"{option}={file}": f"{option}={content}"}.get(arg, arg) for arg in expanded]
     return expanded
-
-
-def _continues(config: Namespace, directory: Path) -> bool:
-    """Return whether a fit continues from a checkpoint in its own directory."""
-    source = config.get("ckpt_path")
-    return bool(source) and Path(source).resolve().is_relative_to(directory.resolve())
 
 
 def _check_trainer(trainer: Namespace) -> None:
