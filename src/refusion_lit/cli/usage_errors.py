@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
@@ -249,9 +250,7 @@ class _Refusal:
 
     def _first_unknown(self, name: str) -> str:
         """Return the group that holds an unknown option if there is none of its name, else the option."""
-        parts = name.split(".")
-        for count in range(1, len(parts)):
-            above = ".".join(parts[:count])
+        for above in accumulate(name.split(".")[:-1], "{}.{}".format):
             is_known = any(f"{each}.".startswith(f"{above}.") for each in self._actions)
             if not is_known and self._component(above) is None:
                 return above
@@ -345,9 +344,8 @@ class _Refusal:
 
     def _component(self, name: str) -> Any:  # noqa: ANN401
         """Return the action of the component at or above a dotted name; ``None`` for names of groups."""
-        parts = name.split(".")
-        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        action = next((self._actions[each] for each in names if each in self._actions), None)
+        names = [*accumulate(name.split("."), "{}.{}".format)]
+        action = next((self._actions[each] for each in reversed(names) if each in self._actions), None)
         return action if hasattr(action, "_typehint") else None
 
     def _classes(self, name: str) -> list[type]:
