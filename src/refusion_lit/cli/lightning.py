@@ -202,7 +202,7 @@ class RefusionCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Choose the run's directory, and take architecture and tokenizer from a given checkpoint."""
-        config = self.config[self.subcommand]
+        config = self.config[str(self.subcommand)]
         if "verbose" in config:
             config.verbose = False  # we show the figures ourselves
         if "weights_only" in config:
@@ -214,7 +214,7 @@ class RefusionCLI(LightningCLI):
         _check_trainer(config.trainer)
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
-            path = run_directory.last_checkpoint(config, self.subcommand)
+            path = run_directory.last_checkpoint(config, str(self.subcommand))
             if path is None:
                 sys.stderr.write(f"no checkpoint of {config.run_name} yet: training starts at the beginning\n")
             config.ckpt_path = None if path is None else str(path)
@@ -257,7 +257,7 @@ class RefusionCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            config = self.config[self.subcommand]
+            config = self.config[str(self.subcommand)]
             components = {"model.objective": config.model.objective}
             components |= {f"model.decoders.{name}": each for name, each in (config.model.decoders or {}).items()}
             raise ValueError(located(brief(str(error)), components)) from error
