@@ -37,7 +37,7 @@ def pages() -> dict[str, str]:
         found[command] = shown.getvalue()
     groups = {
         command: re.split(r"\n\n(?=\S)", parser.format_help().rstrip())
-        for command, parser in parse_only().parsers.items()
+        for command, parser in parse_only()._subcommand_parsers.items()
     }
     shared = [group for group in groups["fit"] if all(group in others for others in groups.values())]
     for command, own in groups.items():

@@ -58,13 +58,17 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
     The number of steps is a multiple of ``CHECKPOINTS``, so that the last one is saved.
     """
     from refusion_lit.cli.lightning import RefusionCLI
-    from refusion_lit.data.module import InstructionDataModule
     from refusion_lit.noise import KeyedNoise
-    from refusion_lit.training.module import SlotDiffusionModule
     from refusion_lit.types import SpecialTokens
 
-    args = [*args, "--trainer.logger", "false"]  # which makes no directory
-    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False, save_config_callback=None)
+    class Built(RefusionCLI):
+        """Builds what a training needs, in no directory, and runs nothing."""
+
+        def _choose_directory(self, config: Any) -> None: ...
+
+        def _run_subcommand(self, subcommand: str) -> None: ...
+
+    cli = Built(["fit", *args, "--trainer.logger=false"])
     special_tokens = SpecialTokens.of(cli.datamodule.built_tokenizer)
 
     def positions(batch: Any) -> int:

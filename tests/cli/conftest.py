@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch  # noqa: F401 - its log handler keeps the standard error of its import
 import pytest
@@ -32,6 +33,20 @@ TINY = [
 KEYS = ["id", "prompt", "response", "response_ids", "reference", "score", "decoder", "num_tokens",
         "num_forwards", "seconds"]  # fmt: skip
 """Keys of a prediction, as ``docs/commands.md`` documents them."""
+
+
+def built(*args: str) -> Any:
+    """Return the command line of a fit that has built trainer, model and data, but runs nothing, in no directory."""
+    from refusion_lit.cli.lightning import RefusionCLI
+
+    class Built(RefusionCLI):
+        run_directory = claim = None  # those of an earlier run are the class's
+
+        def _choose_directory(self, config: object) -> None: ...
+
+        def _run_subcommand(self, subcommand: str) -> None: ...
+
+    return Built(["fit", *args])
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_a_checkpoint_or_a_directory_brings_the_model(
 def test_a_directorys_tokenizer_is_read_as_its_weights_are() -> None:
     cli = parse_only("test")
     read_as = ["--model.backbone.revision=v1.0", "--model.backbone.checkpoint_format=refusion"]
-    config = cli.parsers["test"].parse_args(["--config", QUICKSTART, *read_as])
+    config = cli.parse(cli.parser, ["test", "--config", QUICKSTART, *read_as]).test
     _use_source(config, str(MODEL))
     options = config.data.tokenizer.init_args
     assert (options.source, options.revision, options.checkpoint_format) == (str(MODEL), "v1.0", "refusion")

@@ -12,10 +12,9 @@ import pytest
 import torch
 import yaml
 
-from cli.conftest import QUICKSTART, REPOSITORY
+from cli.conftest import QUICKSTART, REPOSITORY, built
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Decoder
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.objectives import Objective
@@ -64,26 +63,15 @@ def _overrides(name: str, data_file: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["refusion_qwen3_0_6b", "refusion_qwen3_8b"])
-def test_another_task_reads_the_fields_of_its_own_preset(
-    name: str, data_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from refusion_lit.cli.lightning import RefusionCLI
-
-    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
-    args = ["--config", str(CONFIGS / f"{name}.yaml"), f"--runs_dir={tmp_path}", "--data.task=Gsm8k"]
-    args += _overrides(name, data_file)
-    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
+def test_another_task_reads_the_fields_of_its_own_preset(name: str, data_file: str) -> None:
+    args = ["--config", str(CONFIGS / f"{name}.yaml"), "--data.task=Gsm8k"]
+    cli = built(*args, *_overrides(name, data_file))
     assert cli.datamodule.task.examples("train")[0].query.startswith("q ")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from refusion_lit.cli.lightning import RefusionCLI
-
-    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
-    args = ["--config", str(path), f"--runs_dir={tmp_path / 'runs'}", *_overrides(path.stem, data_file)]
-    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
-    assert not (tmp_path / "runs").exists()  # nothing runs: no directory, and no lock that keeps the next one out
+def test_run_configs_instantiate(path: Path, data_file: str) -> None:
+    cli = built("--config", str(path), *_overrides(path.stem, data_file))
     written = yaml.safe_load(path.read_text())
     assert set(cli.model.evaluation.named) == set(written["model"]["decoders"])
     assert cli.model.evaluation.sampling.max_new_tokens == written["model"]["sampling"]["max_new_tokens"]
@@ -93,12 +81,9 @@ def test_run_configs_instantiate(path: Path, data_file: str, tmp_path: Path, mon
     assert mask == cli.datamodule.built_tokenizer.mask_token_id
 
 
-def test_the_ablation_compares_decoders_that_fit_the_quickstarts_model(tmp_path: Path) -> None:
-    from refusion_lit.cli.lightning import RefusionCLI
-
+def test_the_ablation_compares_decoders_that_fit_the_quickstarts_model() -> None:
     def made(name: str) -> SlotDiffusionModule:
-        args = ["--config", str(CONFIGS / f"{name}.yaml"), f"--runs_dir={tmp_path}", *_overrides(name, "")]
-        return RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False).model
+        return built("--config", str(CONFIGS / f"{name}.yaml"), *_overrides(name, "")).model
 
     traits = made("quickstart").objective.traits
     decoders = made("ablation").evaluation.named
@@ -112,16 +97,13 @@ def test_the_ablation_compares_decoders_that_fit_the_quickstarts_model(tmp_path:
     ("environment", "option", "expected"), [("1", [], 1), (None, [], 2), ("1", ["--num_threads=2"], 2)]
 )
 def test_threads_of_a_config_yield_to_the_environment(
-    environment: str | None, option: list[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: str | None, option: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from refusion_lit.cli.lightning import RefusionCLI
-
     if environment is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    args = ["--config", str(CONFIGS / "quickstart.yaml"), f"--runs_dir={tmp_path}", *option]
-    RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
+    built("--config", str(CONFIGS / "quickstart.yaml"), *option)
     assert torch.get_num_threads() == expected
 
 
@@ -141,14 +123,12 @@ def test_every_config_trains_float32_weights(path: Path) -> None:
     assert config["model"].get("backbone", {}).get("dtype", "float32") == "float32"
 
 
-def test_the_8b_config_builds_the_whole_model_on_the_meta_device(data_file: str, tmp_path: Path) -> None:
-    from refusion_lit.cli.lightning import RefusionCLI
-
+def test_the_8b_config_builds_the_whole_model_on_the_meta_device(data_file: str) -> None:
     architecture = CONFIGS / "architecture" / "qwen3_8b.yaml"
-    args = ["--config", str(CONFIGS / "refusion_qwen3_8b.yaml"), f"--runs_dir={tmp_path}", *CPU, *NO_DOWNLOAD]
+    args = ["--config", str(CONFIGS / "refusion_qwen3_8b.yaml"), *CPU, *NO_DOWNLOAD]
     args += ["--trainer.devices=1", "--trainer.strategy.data_parallel_size=1", f"--data.task.train={data_file}"]
     args += [f"--model.backbone.config={json.dumps(yaml.safe_load(architecture.read_text()))}"]
-    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False)
+    cli = built(*args)
     with torch.device("meta"):
         cli.model.configure_model()
     hidden, heads, key_heads, dim, inner, vocab = 4096, 32, 8, 128, 12288, 151936
@@ -215,12 +195,8 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "published").glob("*.yaml")), ids=lambda path: path.stem)
-def test_published_settings_fit_their_layout(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from refusion_lit.cli.lightning import RefusionCLI
-
-    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
-    args = ["--config", str(path), f"--runs_dir={tmp_path}", *CPU, *NO_DOWNLOAD]
-    module = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=args, run=False).model
+def test_published_settings_fit_their_layout(path: Path) -> None:
+    module = built("--config", str(path), *CPU, *NO_DOWNLOAD).model
     (decoder,) = module.evaluation.named.values()
     decoder.check(module.evaluation.sampling)
     name = PUBLISHED[path.stem]

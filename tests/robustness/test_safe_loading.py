@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from transformers import AutoTokenizer
 
 import refusion_lit
-from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from cli.conftest import QUICKSTART, REPOSITORY, TINY, built
 from refusion_lit.cli import main
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.modeling.loading import BackboneConfig
@@ -60,18 +60,11 @@ def test_lightning_loads_data_only_for_any_option(malicious: tuple[Path, Path], 
     assert not trace.exists()
 
 
-def test_the_command_line_installs_it_and_leaves_a_chosen_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from refusion_lit.cli.lightning import RefusionCLI
-    from refusion_lit.data.module import InstructionDataModule
-    from refusion_lit.training.module import SlotDiffusionModule
-
-    monkeypatch.delenv("REFUSION_LIT_RUN_VERSION", raising=False)
+def test_the_command_line_installs_it_and_leaves_a_chosen_one() -> None:
     args = ["--config", QUICKSTART, *TINY]
     chosen = "--trainer.plugins=lightning.pytorch.plugins.io.TorchCheckpointIO"
     for options, expected in (([], AtomicCheckpointIO), ([chosen], TorchCheckpointIO)):
-        places = f"--runs_dir={tmp_path / expected.__name__}"  # a directory holds one run
-        cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, args=[*args, places, *options], run=False)
-        assert type(cli.trainer.strategy.checkpoint_io) is expected
+        assert type(built(*args, *options).trainer.strategy.checkpoint_io) is expected
 
 
 @pytest.mark.parametrize("command", ["fit", "test", "export", "generate", "python"])

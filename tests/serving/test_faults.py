@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -147,7 +149,7 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     worker = Worker(model, Autoregressive(), SamplingParams(), DecodingOptions(batch_size=4), Limits())
     worker._renew()
     prompt = Prompt(token_ids=tuple(model.encode("1+1")), id="0")
-    job = partial(SimpleNamespace, prompt=prompt, sampling=SamplingParams(), watched=False, is_over=lambda: False)
+    job = partial(SimpleNamespace, prompt=prompt, sampling=SamplingParams(), watched=False, deadline=math.inf)
     jobs: Any = [job(name=name) for name in "abcde"]
     worker.submit(jobs[:3])
     worker._take()
@@ -245,14 +247,16 @@ def test_a_client_that_leaves_just_as_something_happens_has_left() -> None:
     """Waiting must not swallow the cancellation, or the answer would be decoded to its end."""
 
     async def leave() -> bool:
-        run: Any = SimpleNamespace(news=asyncio.Queue(), started=time.monotonic(), jobs=[])
-        service: Any = SimpleNamespace(worker=SimpleNamespace(limits=Limits()))
-        task = asyncio.create_task(Service._next(service, run))
+        job: Any = SimpleNamespace(ended=None, deadline=math.inf)
+        usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "forwards"), 0)
+        run: Any = SimpleNamespace(news=asyncio.Queue(), started=time.monotonic(), jobs=[job], usage=usage, id="chat")
+        service: Any = MagicMock(worker=SimpleNamespace(limits=Limits()))
+        task = asyncio.create_task(anext(Service._events(service, run)))
         await asyncio.sleep(0.01)
         run.news.put_nowait("an update")
         task.cancel()
         await asyncio.wait([task])
-        return task.cancelled()
+        return task.cancelled() and job.deadline == 0
 
     assert asyncio.run(leave())
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import Setup, schema_of, setup_of, template_of
+from refusion_lit.cli.parser import schema_of, setup_of, template_of
 from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.data.templates import candidates
 from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
@@ -67,7 +67,10 @@ def write_answers(options: Namespace) -> None:
     ]
     if schema is not None:
         model.schemas.constrain([], schema, setup.decoder, setup.sampling)
-    _check_model(setup, prompts)
+    # The model and the prompts are checked before the output file is emptied.
+    model.check_decoder(setup.decoder, allow_mismatch=setup.decoding.allow_mismatch)
+    decoded_by = model.model_for(setup.decoder)
+    check_prompts(decoded_by, setup.decoder, prompts, setup.sampling, setup.decoding.max_cache_tokens)
     extra = {name: templates[name] or schema for name in encoded}
     contents = {name: (tokens, extra[name]) if extra[name] else tokens for name, tokens in encoded.items()}
     fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items())
@@ -115,18 +118,6 @@ def _check_output(options: Namespace) -> None:
     is_free = options.resume or options.overwrite or not output.exists()
     fix = "add --resume to keep them and answer what is missing, or --overwrite to replace them"
     require(is_free, "output", "a new file", f"{output}, which holds answers", fix)
-
-
-def _check_model(setup: Setup, prompts: Sequence[Prompt]) -> None:
-    """Refuse a model that the decoder cannot run on, or prompts that do not fit, before the output file is emptied.
-
-    Raises:
-        ValueError: With the reason.
-    """
-    model = setup.model.model_for(setup.decoder)
-    setup.model.check_decoder(setup.decoder, allow_mismatch=setup.decoding.allow_mismatch)
-    check_prompts(model, setup.decoder, prompts, setup.sampling, setup.decoding.max_cache_tokens)
-    setup.decoder.begin(prompts[0], setup.sampling, model.special_tokens)  # SelfSpeculative looks for its drafter here
 
 
 class _Answers(GenerationCallback):

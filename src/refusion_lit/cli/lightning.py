@@ -6,19 +6,17 @@ import json
 import os
 import re
 import sys
-from argparse import SUPPRESS
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -42,10 +40,9 @@ from refusion_lit.cli.usage_errors import (
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.architecture import check_source, stored_config
 from refusion_lit.modeling.saving import HAS_DRAFTER
-from refusion_lit.reports.results import ENVIRONMENT, environment, read_config, read_environment, shortened
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
-from refusion_lit.utils.files import read_yaml, write_atomically, write_json_atomically
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
@@ -73,64 +70,6 @@ class OneLineLightningParser(OneLineErrors, LightningArgumentParser):
     """Lightning's parser with errors of one line."""
 
 
-class SaveRun(SaveConfigCallback):
-    """Saves the resolved config and the environment into the run's directory, which is ``directory``."""
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Note the run's directory on all processes: asking for it waits for all of them."""
-        self.directory = Path(trainer.log_dir or trainer.default_root_dir)
-        # A resumed run keeps the config that it was started with.
-        resumed = self.config.model.resume or _continues(self.config, self.directory)
-        self._is_resumed = resumed and (self.directory / run_directory.CONFIG).is_file()
-        self.save_to_log_dir = False  # save_config does
-        # Where this run landed is no part of what it did: the config of a training is given to a test, too.
-        self.config.run_version = None
-        super().setup(trainer, pl_module, stage)
-
-    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Write the config and ``environment.json``; called on the first process alone."""
-        assert isinstance(pl_module, SlotDiffusionModule)
-        described = environment(self.config.get("seed_everything"))
-        text = self.parser.dump(self.config, skip_none=False)
-        if self._is_resumed:  # by another command; the one that started the run stays
-            before = read_environment(self.directory) or described
-            changed = _changed(read_yaml(self.directory / run_directory.CONFIG, "resume"), yaml.safe_load(text))
-            resumed = {"command": described["command"], "changed": changed}
-            described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
-            names = sorted(changed.keys() - _LENGTHS)
-            if names and stage == "fit":  # the others refuse what would change their predictions
-                kept = f"{run_directory.CONFIG} keeps those of its start, {ENVIRONMENT} has the change"
-                rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
-        write_json_atomically(self.directory / ENVIRONMENT, described)
-        if self._is_resumed:
-            config = read_config(self.directory)
-        else:
-            write_atomically(self.directory / run_directory.CONFIG, text)
-            config = shortened(yaml.safe_load(text))
-        pl_module.evaluation.config = config
-        pl_module.evaluation.environment = described
-
-
-_LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
-"""Options that a resumed run may change without a word."""
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the options of a config that another one has with other values, by their dotted names, as they are now.
-
-    Where a run lands and what it resumes from is left out.
-    """
-    changed = {}
-    for name in after.keys() - {"ckpt_path", "resume", "run_name", "run_version", "runs_dir"}:
-        old = before.get(name)
-        new = after[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changed |= _changed(old, new, f"{prefix}{name}.")
-        elif old != new:
-            changed[f"{prefix}{name}"] = new
-    return changed
-
-
 class RefusionCLI(LightningCLI):
     """LightningCLI with runs in ``runs/NAME/VERSION``, one-line errors, and checkpoints that override no option.
 
@@ -138,15 +77,26 @@ class RefusionCLI(LightningCLI):
         run_directory: Where this process's run lands, as soon as it is chosen; ``None`` with loggers of the user's own.
             It belongs to the class, as the constructor does the whole work and may raise.
         claim: The right to write that directory; ``None`` on processes that do not write to it.
+
+    Args:
+        args: A subcommand and its options.
     """
 
     run_directory: ClassVar[Path | None] = None
     _first_step = 0  # that is logged, of a resumed training
     claim: ClassVar[run_directory.Claim | None] = None
 
-    def __init__(self, *classes: Any, args: Sequence[str], **options: Any) -> None:  # noqa: ANN401 - Lightning's
+    def __init__(self, args: Sequence[str]) -> None:
         self._given = args
-        super().__init__(*classes, args=list(args), **options)
+        super().__init__(
+            SlotDiffusionModule,
+            InstructionDataModule,
+            args=list(args),
+            save_config_callback=run_directory.SaveRun,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            auto_configure_optimizers=False,  # model.optimizer and model.lr_scheduler spare norms and biases
+        )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
@@ -167,11 +117,6 @@ class RefusionCLI(LightningCLI):
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
-    @property
-    def parsers(self) -> dict[str, LightningArgumentParser]:
-        """The parsers of the subcommands by name."""
-        return getattr(self, "_subcommand_parsers", {})
-
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's
         """Return a subcommand's parser, with help that says what these options do here.
 
@@ -187,8 +132,6 @@ class RefusionCLI(LightningCLI):
                 action.help = _CKPT_PATH["fit" if subcommand == "fit" else "others"]
             elif action.dest == "weights_only":
                 action.help = "without effect: checkpoints are always loaded as data only"
-            elif action.dest.split(".")[0] in ("optimizer", "lr_scheduler"):
-                action.help = SUPPRESS  # Lightning's own; model.optimizer and model.lr_scheduler spare norms and biases
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
@@ -203,18 +146,17 @@ class RefusionCLI(LightningCLI):
         Raises:
             ValueError: Naming the wrong option.
         """
-        command = args[0] if args and args[0] in self.parsers else ""
-        own = self.parsers[command] if command else parser
-        options = args[1:] if command else args
+        command, *options = args
+        own = self._subcommand_parsers[command]
         given = options_given(options)
         self._names_threads = any(each.name == "num_threads" and not each.file for each in given)
         check_groups(own, given)
         options = _with_decoder_files(options, given)
         try:
-            config = parser.parse_args([command, *options] if command else options)
+            config = parser.parse_args([command, *options])
         except PARSER_ERRORS as error:
             raise explained(own, options, error, command) from error
-        if command and type(config[command].seed_everything) is int:
+        if type(config[command].seed_everything) is int:
             # On the command line it goes before the seeds of a file, such as a run's config, which names all options.
             is_own = any(each.name == "seed_everything" and not each.file for each in given)
             for name in {"model.seed", "data.seed"} - {each.name for each in given if not (is_own and each.file)}:
@@ -260,7 +202,7 @@ class RefusionCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Choose the run's directory, and take architecture and tokenizer from a given checkpoint."""
-        config = self.config[self.subcommand] if self.subcommand else self.config
+        config = self.config[str(self.subcommand)]
         if "verbose" in config:
             config.verbose = False  # we show the figures ourselves
         if "weights_only" in config:
@@ -293,17 +235,17 @@ class RefusionCLI(LightningCLI):
             return
         folder = Path(config.runs_dir) / config.run_name
         directory = folder / (config.run_version or run_directory.next_version(folder))
-        goes_on = self.subcommand == "fit" and _continues(config, directory)
+        goes_on = self.subcommand == "fit" and run_directory.continues(config, directory)
         resumes = {"checkpoints": goes_on}
         resumes["predictions"] = goes_on or (self.subcommand in ("test", "predict") and config.model.resume)
         for results, pattern in (("checkpoints", "*.ckpt"), ("predictions", "predictions*.jsonl")):
-            holds = not self.subcommand or resumes[results] or not any(directory.rglob(pattern))
+            holds = resumes[results] or not any(directory.rglob(pattern))
             is_own = self.subcommand != "validate" and (results == "checkpoints") == (self.subcommand == "fit")
             fix = "add --resume to continue it, or choose another name" if is_own else "choose another name"
             require(holds, "run_version", "a new run", f"{directory}, which holds {results}", fix)
         if not goes_on:
             self._first_step = 0
-        RefusionCLI.claim = run_directory.claim(directory) if self.subcommand else None
+        RefusionCLI.claim = run_directory.claim(directory)
         RefusionCLI.run_directory = directory
 
     def instantiate_classes(self) -> None:
@@ -315,7 +257,7 @@ class RefusionCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            config = self.config[self.subcommand] if self.subcommand else self.config
+            config = self.config[str(self.subcommand)]
             components = {"model.objective": config.model.objective}
             components |= {f"model.decoders.{name}": each for name, each in (config.model.decoders or {}).items()}
             raise ValueError(located(brief(str(error)), components)) from error
@@ -343,12 +285,6 @@ def _with_decoder_files(args: Sequence[str], given: Sequence[Given]) -> list[str
         option = f"--{each.name}"
         expanded = [{file: content, f"{option}={file}": f"{option}={content}"}.get(arg, arg) for arg in expanded]
     return expanded
-
-
-def _continues(config: Namespace, directory: Path) -> bool:
-    """Return whether a fit continues from a checkpoint in its own directory."""
-    source = config.get("ckpt_path")
-    return bool(source) and Path(source).resolve().is_relative_to(directory.resolve())
 
 
 def _check_trainer(trainer: Namespace) -> None:
@@ -453,4 +389,4 @@ class _ParseOnly(RefusionCLI):
 
 def parse_only(*subcommand: str) -> RefusionCLI:
     """Return the command line of the Trainer's subcommands, or of one, which has parsed and built nothing."""
-    return _ParseOnly(SlotDiffusionModule, InstructionDataModule, args=subcommand, seed_everything_default=0)
+    return _ParseOnly(subcommand)

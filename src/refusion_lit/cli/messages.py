@@ -6,7 +6,6 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import TextIO
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -15,28 +14,20 @@ def show_warnings() -> None:
     """Print each warning of this process once, as one line."""
     shown: set[str] = set()
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,  # noqa: ARG001
-        lineno: int,  # noqa: ARG001
-        file: TextIO | None = None,
-        line: str | None = None,  # noqa: ARG001
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
         text = " ".join(str(message).split())
         if text in shown or issubclass(category, DeprecationWarning | FutureWarning | PendingDeprecationWarning):
             return
         shown.add(text)
-        print_warning(text, file)
+        print_warning(text)
 
     warnings.showwarning = show
 
 
-def print_warning(text: str, file: TextIO | None = None) -> None:
-    """Print a warning, to standard error by default; its first word is coloured on a terminal."""
-    stream = file or sys.stderr
-    name = "\x1b[33mwarning\x1b[0m" if stream.isatty() else "warning"
-    stream.write(f"refusion-lit: {name}: {text}\n")
+def print_warning(text: str) -> None:
+    """Print a warning on standard error; its first word is coloured on a terminal."""
+    name = "\x1b[33mwarning\x1b[0m" if sys.stderr.isatty() else "warning"
+    sys.stderr.write(f"refusion-lit: {name}: {text}\n")
 
 
 def show_own_logs() -> None:

@@ -12,7 +12,7 @@ from refusion_lit.decoding import Generation, GenerationCallback, RowState
 
 
 def bars(console: Console) -> Progress:
-    """Return bars with a text each, which show on a terminal only and disappear when they are stopped."""
+    """Return bars with a text each, which show on an interactive terminal only and disappear when they are stopped."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -20,7 +20,7 @@ def bars(console: Console) -> Progress:
         TextColumn("{task.fields[text]}", markup=False),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
 
 
 @dataclass

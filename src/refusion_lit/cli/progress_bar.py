@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 
 from refusion_lit.cli.progress import AnswerProgress, bars
 from refusion_lit.decoding import GenerationCallback
@@ -28,11 +28,14 @@ class RunProgress(ProgressBar):
         super().__init__()
         self._console = Console(stderr=True)
         self._enabled = True
-        self._bars: Progress | None = None
+        self._started = (0.0, 0)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._bars = bars(self._console)
+        self._answers = AnswerProgress(self._console)
         self._steps: TaskID | None = None
         self._batches: TaskID | None = None
-        self._answers: AnswerProgress | None = None
-        self._started = (0.0, 0)
 
     def disable(self) -> None:
         """Show nothing; Lightning calls this on all processes but the first."""
@@ -44,14 +47,11 @@ class RunProgress(ProgressBar):
 
     def print(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - Lightning's signature
         """Print above the bars."""
-        (self._bars.console if self._bars else self._console).print(*args, **options)
+        self._console.print(*args, **options)
 
     def watch(self, name: str, total: int, finished: int = 0) -> list[GenerationCallback]:
         """Return what shows the answers of one call of ``decode``; for arguments see :class:`AnswerProgress`."""
-        if not self._enabled:
-            return []
-        self._answers = self._answers or AnswerProgress(self._console)
-        return [self._answers.watch(name, total, finished)]
+        return [self._answers.watch(name, total, finished)] if self._enabled else []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the size of the model and the bar of the steps."""
@@ -61,31 +61,28 @@ class RunProgress(ProgressBar):
         trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
         size = sum(p.numel() for p in pl_module.parameters())
         what = f"{size:,} parameters" if trained == size else f"{trained:,} of {size:,} parameters"
-        self._console.print(f"training {what}", highlight=False)
-        self._start_bars()
-        total = _num_steps(trainer)
-        self._steps = self._add("training", total, trainer.global_step)
+        self.print(f"training {what}", highlight=False)
+        self._steps = self._add("training", _num_steps(trainer), trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
         """Move the bar of the steps."""
-        if self._bars and self._steps is not None:
+        if self._steps is not None:
             self._bars.update(self._steps, completed=trainer.global_step, text=self._state(trainer))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Show the bar of the validation's batches."""
         if self._enabled:
-            self._start_bars()
             batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
             self._batches = self._add("validation", sum(batches) if isinstance(batches, list) else batches, 0)
 
     def on_validation_batch_end(self, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
         """Move the bar of the validation."""
-        if self._bars and self._batches is not None:
+        if self._batches is not None:
             self._bars.advance(self._batches)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Replace the bar of the validation by a line with the losses."""
-        if self._bars and self._batches is not None:
+        if self._batches is not None:
             self._bars.remove_task(self._batches)
         self._batches = None
         if trainer.state.fn != TrainerFn.FITTING:
@@ -102,25 +99,19 @@ class RunProgress(ProgressBar):
             seconds = time.monotonic() - self._started[0]
             line = f"trained to step {trainer.global_step} in {timedelta(seconds=round(seconds))}"
             line = ": ".join(filter(None, (line, self._losses(trainer))))
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _start_bars(self) -> None:
-        if self._bars is None:
-            self._bars = bars(self._console)
-            self._bars.start()
+            self.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _add(self, name: str, total: float | None, completed: int) -> TaskID:
-        assert self._bars is not None
+        """Add a bar, and show the bars if they are not shown yet."""
+        self._bars.start()
         bounded = None if total is None or not math.isfinite(total) else total
         return self._bars.add_task(name, total=bounded, completed=completed, text="")
 
     def _stop(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the arguments of several hooks
         """Remove the bars: before the table of a test, after predictions, and so that an error stands alone."""
-        if self._bars is not None:
-            self._bars.stop()
-        if self._answers is not None:
-            self._answers.stop()
-        self._bars = self._steps = self._batches = self._answers = None
+        self._bars.stop()
+        self._answers.stop()
+        self._clear()
 
     on_test_epoch_end = on_predict_end = on_exception = _stop
 

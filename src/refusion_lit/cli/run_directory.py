@@ -1,4 +1,4 @@
-"""Where a run of the Trainer lands: RUNS_DIR/RUN_NAME/VERSION, which holds one run; the loggers that write there."""
+"""Where a run of the Trainer lands: RUNS_DIR/RUN_NAME/VERSION, which holds one run; what is written there."""
 
 from __future__ import annotations
 
@@ -14,19 +14,30 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import yaml
 from jsonargparse import Namespace
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.usage_errors import options_given
+from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config, read_environment, shortened
+from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.errors import NothingToDoError
-from refusion_lit.utils.files import Lock, acquire_lock, read_yaml, release_lock, write_atomically
+from refusion_lit.utils.files import (
+    Lock,
+    acquire_lock,
+    read_yaml,
+    release_lock,
+    write_atomically,
+    write_json_atomically,
+)
 from refusion_lit.utils.require import require
 
-CONFIG = "config.yaml"
 _OPTIONS = ("runs_dir", "run_name", "run_version")
 
 
@@ -103,7 +114,7 @@ def claim(directory: Path) -> Claim | None:
 
 def _is_beginning(path: Path) -> bool:
     """Return whether a run writes this before its first result: config, environment, headers, or an empty file."""
-    names = (CONFIG, "environment.json", "events.out.tfevents.*", "*.meta.json")
+    names = (CONFIG, ENVIRONMENT, "events.out.tfevents.*", "*.meta.json")
     return path.is_dir() or path.stat().st_size == 0 or any(path.match(name) for name in names)
 
 
@@ -193,6 +204,70 @@ def check_unfinished(path: Path, trainer: Namespace) -> int:
             done = f"{path.parent.parent} is complete: {number} of {limit} {unit}"
             raise NothingToDoError(f"{done}; raise trainer.max_{unit} to train longer")
     return int(checkpoint["global_step"])
+
+
+def continues(config: Namespace, directory: Path) -> bool:
+    """Return whether a fit continues from a checkpoint in its own directory."""
+    source = config.get("ckpt_path")
+    return bool(source) and Path(source).resolve().is_relative_to(directory.resolve())
+
+
+class SaveRun(SaveConfigCallback):
+    """Saves the resolved config and the environment into the run's directory, which is ``directory``."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Note the run's directory on all processes: asking for it waits for all of them."""
+        self.directory = Path(trainer.log_dir or trainer.default_root_dir)
+        # A resumed run keeps the config that it was started with.
+        resumed = self.config.model.resume or continues(self.config, self.directory)
+        self._is_resumed = resumed and (self.directory / CONFIG).is_file()
+        self.save_to_log_dir = False  # save_config does
+        # Where this run landed is no part of what it did: the config of a training is given to a test, too.
+        self.config.run_version = None
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Write the config and ``environment.json``; called on the first process alone."""
+        assert isinstance(pl_module, SlotDiffusionModule)
+        described = environment(self.config.get("seed_everything"))
+        text = self.parser.dump(self.config, skip_none=False)
+        if self._is_resumed:  # by another command; the one that started the run stays
+            before = read_environment(self.directory) or described
+            changed = _changed(read_yaml(self.directory / CONFIG, "resume"), yaml.safe_load(text))
+            resumed = {"command": described["command"], "changed": changed}
+            described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
+            names = sorted(changed.keys() - _LENGTHS)
+            if names and stage == "fit":  # the others refuse what would change their predictions
+                kept = f"{CONFIG} keeps those of its start, {ENVIRONMENT} has the change"
+                rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
+        write_json_atomically(self.directory / ENVIRONMENT, described)
+        if self._is_resumed:
+            config = read_config(self.directory)
+        else:
+            write_atomically(self.directory / CONFIG, text)
+            config = shortened(yaml.safe_load(text))
+        pl_module.evaluation.config = config
+        pl_module.evaluation.environment = described
+
+
+_LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
+"""Options that a resumed run may change without a word."""
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the options of a config that another one has with other values, by their dotted names, as they are now.
+
+    Where a run lands and what it resumes from is left out.
+    """
+    changed = {}
+    for name in after.keys() - {"ckpt_path", "resume", "run_name", "run_version", "runs_dir"}:
+        old = before.get(name)
+        new = after[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changed |= _changed(old, new, f"{prefix}{name}.")
+        elif old != new:
+            changed[f"{prefix}{name}"] = new
+    return changed
 
 
 def loggers(directory: Path, first_step: int, held: Claim | None) -> list[Logger]:

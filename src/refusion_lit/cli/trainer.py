@@ -13,11 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from refusion_lit.cli import run_directory
-from refusion_lit.cli.lightning import RefusionCLI, SaveRun
+from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.messages import show_own_logs
-from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.training.callbacks import last_checkpoint
-from refusion_lit.training.module import SlotDiffusionModule
 
 # True, but nothing a user could act on.
 _EXPECTED = (
@@ -61,14 +59,7 @@ def run(command: str, args: list[str]) -> int:
     failed = True
     try:
         with run_directory.quiet_writers():
-            cli = RefusionCLI(
-                SlotDiffusionModule,
-                InstructionDataModule,
-                args=[command, *args],
-                save_config_callback=SaveRun,
-                save_config_kwargs={"overwrite": True},
-                seed_everything_default=0,
-            )
+            cli = RefusionCLI([command, *args])
         failed = False
     except SIGTERMException as stopped:
         failed = False
@@ -120,7 +111,7 @@ def _say_what_next(cli: RefusionCLI) -> None:
         path = last_checkpoint(cli.trainer)
         if path is not None:
             callbacks = cli.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-            saved = next(each for each in callbacks if isinstance(each, SaveRun))
+            saved = next(each for each in callbacks if isinstance(each, run_directory.SaveRun))
             own = saved.directory / run_directory.CONFIG  # which has the options of the command line, too
             files = [own] if own.is_file() else [Path(str(file)) for file in cli.config["fit"].get("config") or []]
             configs = " ".join(f"--config {_quoted(file)}" for file in files)

@@ -10,9 +10,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
@@ -249,9 +250,7 @@ class _Refusal:
 
     def _first_unknown(self, name: str) -> str:
         """Return the group that holds an unknown option if there is none of its name, else the option."""
-        parts = name.split(".")
-        for count in range(1, len(parts)):
-            above = ".".join(parts[:count])
+        for above in accumulate(name.split(".")[:-1], "{}.{}".format):
             is_known = any(f"{each}.".startswith(f"{above}.") for each in self._actions)
             if not is_known and self._component(above) is None:
                 return above
@@ -345,9 +344,8 @@ class _Refusal:
 
     def _component(self, name: str) -> Any:  # noqa: ANN401
         """Return the action of the component at or above a dotted name; ``None`` for names of groups."""
-        parts = name.split(".")
-        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        action = next((self._actions[each] for each in names if each in self._actions), None)
+        names = [*accumulate(name.split("."), "{}.{}".format)]
+        action = next((self._actions[each] for each in reversed(names) if each in self._actions), None)
         return action if hasattr(action, "_typehint") else None
 
     def _classes(self, name: str) -> list[type]:
@@ -389,15 +387,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
         word: What was given.
         known: Names that exist.
     """
-
-    def similarity(name: str) -> tuple[float, float]:
-        given = word.lower().replace("-", "_")
-        right = name.lower()
-        of_leaves = SequenceMatcher(None, _leaf(given), _leaf(right)).ratio()
-        return of_leaves, SequenceMatcher(None, given, right).ratio()
-
-    best = max(known, key=similarity, default="")
-    return f"; did you mean {best!r}?" if similarity(best)[0] >= _LEAST_SIMILAR else ""
+    given = word.lower().replace("-", "_")
+    by_whole_name = sorted(known, key=lambda name: SequenceMatcher(None, given, name.lower()).ratio())
+    leaves = {_leaf(name.lower()): name for name in by_whole_name}  # of equal ones, that of the most similar name
+    found = get_close_matches(_leaf(given), leaves, n=1, cutoff=_LEAST_SIMILAR)
+    return f"; did you mean {leaves[found[0]]!r}?" if found else ""
 
 
 def _leaf(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
@@ -157,6 +158,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Stop when the engine's thread has ended, drained or failed for good, or hangs in a call of the model."""
-        is_over = not self.worker.thread.is_alive() or self.worker.is_overdue(_GRACE_SECONDS)
+        hangs = time.monotonic() > self.worker.stop_at + _GRACE_SECONDS
+        is_over = not self.worker.thread.is_alive() or hangs
         self.should_exit = self.should_exit or is_over
         return await super().on_tick(counter)

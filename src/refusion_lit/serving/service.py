@@ -23,7 +23,7 @@ from refusion_lit.data.schemas import Schemas
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
-from refusion_lit.serving.worker import Job, Update, Worker, too_late
+from refusion_lit.serving.worker import Job, Update, Worker
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -195,9 +195,13 @@ class Service:
         """
         outcome = "gone"
         has_text = False
+        # Not told by the worker, which looks between calls of the model: one that hangs keeps no client.
+        too_late = (run.jobs[0], HTTPException(504, "the time limit of a request is over"))
+        left = run.started + self.worker.limits.max_seconds - time.monotonic()
+        alarm = asyncio.get_running_loop().call_later(left, run.news.put_nowait, too_late)
         try:
             while not all(job.ended for job in run.jobs):
-                job, event = await self._next(run)
+                job, event = await run.news.get()
                 if isinstance(event, HTTPException):
                     outcome = "failed"
                     raise event
@@ -208,6 +212,7 @@ class Service:
                 yield job, event
             outcome = "done"
         finally:
+            alarm.cancel()
             for job in run.jobs:
                 job.deadline = 0.0  # the worker drops it, unless it has ended
             self._requests.labels(outcome).inc()
@@ -216,15 +221,6 @@ class Service:
                 self._counts.labels(kind).inc(run.usage[kind])
             log.info("%s %s %s", run.id, outcome, json.dumps(run.usage))
             log.debug("%s answered: %s", run.id, [job.ended.text for job in run.jobs if job.ended])
-
-    async def _next(self, run: Run) -> tuple[Job, Update | HTTPException]:
-        """Return what happens next; an error if that is nothing, as in a call of the model that hangs."""
-        left = run.started + self.worker.limits.max_seconds - time.monotonic()
-        try:
-            async with asyncio.timeout(left + 1):  # the worker looks between calls, and tells first
-                return await run.news.get()
-        except TimeoutError:
-            return run.jobs[0], too_late()
 
     async def _collect(self, run: Run) -> dict[str, Any]:
         """Return an answer's body."""

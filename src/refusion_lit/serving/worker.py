@@ -34,12 +34,8 @@ from refusion_lit.utils.require import require
 log = logging.getLogger("refusion_lit.serving")
 
 
-def too_late() -> HTTPException:
-    """Return how a request ends that takes too long; a new error, as each one that is raised collects tracebacks."""
-    return HTTPException(504, "the time limit of a request is over")
-
-
 def _stopping() -> HTTPException:
+    """Return how a request ends that is refused; a new error, as each one that is raised collects tracebacks."""
     return HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
 
 
@@ -66,7 +62,7 @@ class Job:
         prompt: The prompt.
         sampling: Length limit, sampling options and stop strings.
         tell: Receives pairs of the job and an update, or last an error; called by the worker's thread.
-        deadline: When it is given up, by :func:`time.monotonic`; 0 once nobody waits for it any more.
+        deadline: When it is dropped, by :func:`time.monotonic`; 0 once nobody waits for it any more.
         watched: Whether every forward is told.
         stream: Cuts the text into pieces.
         num_rounds: Forwards that were told.
@@ -83,13 +79,6 @@ class Job:
     has_begun: bool = False
     ended: Generation | None = None
 
-    def is_over(self) -> bool:
-        """Return whether it is too late, which is then told."""
-        is_over = time.monotonic() > self.deadline
-        if is_over:
-            self.tell((self, too_late()))
-        return is_over
-
 
 class Worker:
     """Runs jobs on one engine, in a thread of its own.
@@ -105,6 +94,7 @@ class Worker:
         is_ready: Whether the model has run once.
         is_draining: Whether no further jobs are taken.
         has_failed: Whether the engine could not be made again after a failed call, so that the thread has ended.
+        stop_at: When the thread ends at the latest, by :func:`time.monotonic`, unless a call of the model hangs.
         checked, engine, thread: The model, its logits checked; what decodes with it; the thread, which warms it up.
     """
 
@@ -126,7 +116,7 @@ class Worker:
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
         self._suspects: set[int] = set()  # jobs that were in flight in a call that failed: each runs alone
-        self._stop_at = math.inf
+        self.stop_at = math.inf
         self.thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], name="engine", daemon=True)
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -153,12 +143,8 @@ class Worker:
         """Take no further jobs, and end the thread once the jobs are done or some seconds have passed."""
         with self._news:
             self.is_draining = True
-            self._stop_at = min(self._stop_at, time.monotonic() + seconds)
+            self.stop_at = min(self.stop_at, time.monotonic() + seconds)
             self._news.notify()
-
-    def is_overdue(self, seconds: float) -> bool:
-        """Return whether the thread should have ended some seconds ago."""
-        return time.monotonic() > self._stop_at + seconds
 
     @property
     def num_active(self) -> int:
@@ -201,8 +187,9 @@ class Worker:
         with self._news:
             while not (self._active or self._waiting or self.is_draining):
                 self._news.wait()
-            self._waiting = deque(job for job in self._waiting if not job.is_over())
-            for number in [number for number, job in self._active.items() if job.is_over()]:
+            now = time.monotonic()
+            self._waiting = deque(job for job in self._waiting if now <= job.deadline)
+            for number in [number for number, job in self._active.items() if now > job.deadline]:
                 self.engine.abort(number)
                 del self._active[number]
             self._suspects &= self._active.keys() | set(map(id, self._waiting))
@@ -210,7 +197,7 @@ class Worker:
                 job = self._waiting.popleft()
                 self._active[id(job)] = job
                 self.engine.submit(id(job), job.prompt, job.sampling, trace=job.watched)
-            return not self.is_draining or (bool(self._active) and time.monotonic() < self._stop_at)
+            return not self.is_draining or (bool(self._active) and now < self.stop_at)
 
     def _step(self) -> None:
         self.engine.num_sharing = self.num_active

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from importlib.resources import files
 from string import Template
 from typing import Any
+
+from jinja2.utils import htmlsafe_json_dumps
 
 from refusion_lit.traces.document import FORMAT, Trace, explain, visible, visible_lines
 from refusion_lit.traces.timeline import Change, timeline, trace_statistics
@@ -28,7 +29,7 @@ def page(trace: Trace) -> str:
         style_hash=_hash(style),
         script_hash=_hash(script),
         format=FORMAT,
-        data=_embedded_json(_data(trace)),
+        data=htmlsafe_json_dumps(_data(trace), separators=(",", ":"), allow_nan=False),
     )
 
 
@@ -38,14 +39,6 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _embedded_json(values: dict[str, Any]) -> str:
-    r"""Return ASCII JSON without HTML's special characters: ``</script>`` becomes ``\u003c/script\u003e``."""
-    text = json.dumps(values, separators=(",", ":"), allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def _data(trace: Trace) -> dict[str, Any]:
