@@ -16,13 +16,7 @@ from torch import Tensor
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, mask_probability, random_subset, required_mask_id
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.refusion.objective import (
-    Hybrid,
-    corrupt_slots,
-    draw_slot_sizes,
-    independent_slots,
-    most_slots,
-)
+from refusion_lit.refusion.objective import Hybrid, corrupt_slots, draw_slot_sizes, most_slots
 from refusion_lit.types import SpecialTokens
 from refusion_lit.utils.require import is_number, require
 
@@ -90,7 +84,7 @@ class Zarya(Hybrid):
             span = (self.max_span // slot_sizes).clamp(min=1)
             slot_is_masked = grouped_slots(noise, num_slots, probability, lengths=num_own, span=span)
         else:
-            slot_is_masked = independent_slots(noise, num_slots, probability)
+            slot_is_masked = noise.uniform("slot_mask", num_slots) < probability[:, None]
         layout = corrupt_slots(
             batch,
             noise,
