@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,26 +75,19 @@ def decode(
         )
         for index, prompt in group:
             engine.submit(index, prompt, sampling)
-        with _memory_errors(engine, num_rows):
+        try:
             while engine.is_busy:
                 results |= engine.step()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            used = f"{num_rows} and no memory left (the cache takes {engine.cache_bytes / 2**20:.0f} MB)"
+            fix = "lower it, or set max_cache_tokens."
+            raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
         engine.close(output)
     output.rows = [results[i] for i in range(len(prompts))]
     output.seconds = synchronised_time(model.device) - started
     return output
-
-
-@contextmanager
-def _memory_errors(engine: Engine, num_rows: int) -> Iterator[None]:
-    """Turn an out-of-memory error into a ``ValueError`` that names the options to lower."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        used = f"{num_rows} and no memory left (the cache takes {engine.cache_bytes / 2**20:.0f} MB)"
-        fix = "lower it, or set max_cache_tokens."
-        raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
 
 
 class Engine:
