@@ -109,7 +109,7 @@ class SearchState(SlotState):
         top: First free cache index after the context and the tree.
     """
 
-    root: Node
+    root: Node = field(default_factory=lambda: Node(None, -1, [], [], 0, []))
     top: int = 0
 
     def begin_block(self) -> None:
@@ -188,9 +188,7 @@ class SlotSearch(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SearchState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        sizes = (self.slot_size, self.num_serial_blocks)
-        root = Node(None, -1, [], [], 0, [])
-        return SearchState.cut(prompt, sampling, special_tokens, *sizes, root=root)
+        return SearchState.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks)
 
     def step(self, state: SearchState) -> Steps[None]:  # type: ignore[override]
         """Search and commit: one slot, or with a beam the whole serial block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Self
 
 from refusion_lit.engine.decoder import RowState, max_length
 from refusion_lit.engine.drafting import Acceptance
@@ -13,8 +13,6 @@ from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Read
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
-
-State = TypeVar("State", bound="SlotState")
 
 
 @dataclass(kw_only=True)
@@ -37,20 +35,19 @@ class SlotState(RowState):
 
     @classmethod
     def cut(
-        cls: type[State],
+        cls,
         prompt: Prompt,
         sampling: SamplingParams,
         special_tokens: SpecialTokens,
         slot_size: int,
         num_serial_blocks: int,
-        **fields: Any,  # noqa: ANN401 - fields of the subclass
-    ) -> State:
+    ) -> Self:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
         length = max_length(prompt, sampling, special_tokens)
         given = prompt.given[: prompt.given_length]
         slots, blocks = slot_grid(given, length, slot_size, num_serial_blocks)
         length = max([len(given), *(slot.stop for slot in slots)])
-        return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks, **fields)
+        return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
 
     def places(self, slots: Sequence[int]) -> list[int]:
         """Return the canvas places of slots' tokens, slot by slot."""
