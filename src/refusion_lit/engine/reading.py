@@ -51,9 +51,8 @@ class Reader:
         waiting = [(group, self._draw(hidden, group)) for group in groups.values()]
         if not waiting:
             return
-        numbers = iter(_transferred([drawn for _, drawn in waiting]))
-        for group, drawn in waiting:
-            _fill(group, *next(numbers), drawn.distributions, every=self._all_probabilities)
+        for (group, drawn), numbers in zip(waiting, _transferred([drawn for _, drawn in waiting]), strict=True):
+            _fill(group, *numbers, drawn.distributions, every=self._all_probabilities)
 
     def _draw(self, hidden: Tensor, group: Sequence[Read]) -> Drawn:
         """Queue all work of reads that draw in the same way: drafts first, then given tokens, in chunks.

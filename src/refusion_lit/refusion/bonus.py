@@ -27,10 +27,7 @@ def open_slots(state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Seq
         chosen: Numbers of the slots, in text order.
         drafts: The first tokens of each slot, one for each mask that the plan had.
     """
-    slots = state.opened(chosen, drafts, [1] * len(chosen))
-    for slot, own in zip(slots, drafts, strict=True):
-        slot.num_drafts = len(own) - 1
-    infill = SlotInfill(state, slots, packed=True)
+    infill = SlotInfill(state, state.opened(chosen, drafts, [1] * len(chosen)), packed=True)
     infill.commit()
     state.remaining = [slot for slot in state.remaining if slot not in chosen]
     _close(state, infill)

@@ -136,7 +136,9 @@ class ReFusionState(SlotState):
         for number, own, accepted in zip(chosen, drafts, num_accepted, strict=True):
             places = self.slots[number]
             undefined = [self.special_tokens.pad_token_id] * (len(places) - len(own))
-            found.append(OpenSlot(number, self.prompt_length + places.start, write_at, [*own, *undefined], accepted))
+            start = self.prompt_length + places.start
+            tokens = [*own, *undefined]
+            found.append(OpenSlot(number, start, write_at, tokens, accepted, num_drafts=len(own) - accepted))
             write_at += len(places)
         return found
 

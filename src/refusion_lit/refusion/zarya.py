@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from numbers import Real
 from typing import Literal
@@ -61,16 +60,12 @@ class Zarya(Hybrid):
         expected = f"{len(self.slot_sizes)} ascending numbers in (0, 1], one for each of slot_sizes, or null"
         require(holds, "objective.slot_borders", expected, self.slot_borders, "state where each size ends")
 
-    @cached_property
-    def _stages(self) -> tuple[Zarya, ...]:
-        """The objective of each stage of the curriculum, made once: their options are checked when they are made."""
-        return tuple(replace(self, slot_sizes=(size,), slot_borders=None) for size in self.slot_sizes)
-
     def at(self, progress: float) -> Zarya:
         """Return the objective with the slot size of the curriculum; see :meth:`Objective.at`."""
         if self.slot_borders is None:
             return self
-        return self._stages[sum(border < progress for border in self.slot_borders[:-1])]
+        size = self.slot_sizes[sum(border < progress for border in self.slot_borders[:-1])]
+        return replace(self, slot_sizes=(size,), slot_borders=None)
 
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
