@@ -127,7 +127,6 @@ class ReFusion(Decoder):
         tokens = [token for own in drafts for token in own]
         passes = yield from self._verify(state, chosen, tokens)
         if not self._accept_prefix(state, chosen, tokens, passes):
-            state.planned = None
             yield from self._fill(state, chosen, drafts, passes)
         state.finished = state.is_filled
 
@@ -208,11 +207,10 @@ class ReFusion(Decoder):
         bounds = state.bounds(chosen)
         eos = state.first_eos(tokens[:length])
         num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
-        has_passed = eos is not None or num_accepted == len(tokens)
+        if eos is None and num_accepted < len(tokens):
+            state.planned = None  # its masks have seen drafts that were not accepted
         if num_accepted == 0:
             return False
-        if not has_passed:
-            state.planned = None  # its masks have seen drafts that were not accepted
         state.commit(state.places(chosen)[:num_accepted], tokens[:num_accepted])
         state.context_length += num_accepted
         state.remaining = state.left(_reached(chosen, bounds, num_accepted), ends=eos is not None)
