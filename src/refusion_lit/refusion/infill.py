@@ -66,16 +66,17 @@ class OpenSlot:
         """Whether nothing is left to accept."""
         return self.ends or self.num_accepted == len(self.tokens)
 
-    def accept(self, scores: Sequence[float], threshold: float) -> None:
-        """Extend the accepted prefix by one token, then while the probability of proposals is above the threshold.
+    def accept(self, scores: Sequence[float], threshold: float, *, num_free: int = 1) -> None:
+        """Extend the accepted prefix by ``num_free`` tokens, then while proposals are above the threshold.
 
         Args:
-            scores: Probability of each proposal but the first.
+            scores: Probability of each proposal but the first ``num_free``.
             threshold: Proposals above it are accepted.
+            num_free: Number of proposals that need no test.
         """
         if not self.is_complete:
             rejected = next((i for i, score in enumerate(scores) if not score > threshold), len(scores))
-            self.num_accepted += 1 + rejected
+            self.num_accepted += num_free + rejected
 
 
 @dataclass(slots=True)
@@ -234,7 +235,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float) -> Steps
         token_threshold: Proposals above it are accepted.
     """
     draw = Draw(sampling=infill.state.sampling.greedy(), with_probability=False)
-    is_first = True
+    num_free = 0
     while not infill.is_done:
         branches = []
         for slot in infill.slots:
@@ -248,13 +249,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float) -> Steps
             if slot.is_complete:
                 continue
             before = slot.num_accepted
-            while slot.num_accepted < len(slot.tokens):
-                score = reading.scores[slot.num_accepted - before]
-                # After the first round, the first proposal is the model's own choice: progress every round.
-                own_choice = not is_first and slot.num_accepted == before
-                if not (own_choice or score > token_threshold):
-                    break
-                slot.num_accepted += 1
+            slot.accept(reading.scores[num_free:], token_threshold, num_free=num_free)
             slot.tokens[slot.num_accepted :] = reading.tokens[slot.num_accepted - before :]
-        is_first = False
+        num_free = 1  # from now on, the first proposal is the model's own choice: progress every round
         infill.close_round()
