@@ -64,11 +64,8 @@ class Reader:
         draw = group[0].draw
         index = [read.start + offset for read in group for offset in read.draft_at]
         num_drafts = len(index)
-        given: list[int] = []
-        for read in group:
-            for offset, token in read.score_at:
-                index.append(read.start + offset)
-                given.append(token)
+        index += [read.start + offset for read in group for offset, _ in read.score_at]
+        given = [token for read in group for _, token in read.score_at]
         is_scored = self._all_probabilities or bool(given) or any(read.draw.with_probability for read in group)
         sent = to_device([*index, *given], hidden.device)
         is_greedy = draw.is_plain and not (group[0].spans_end or group[0].allowed)  # the fast path

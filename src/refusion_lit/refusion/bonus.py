@@ -34,16 +34,15 @@ def open_slots(state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Seq
 
 
 def advance(
-    state: ReFusionState, infill: SlotInfill, masks: Branch, upcoming: list[int], *, num_drafts: int | None,
-    fused: bool,
-) -> Steps[bool]:  # fmt: skip
+    state: ReFusionState, infill: SlotInfill, masks: Branch, *, num_drafts: int | None, fused: bool
+) -> Steps[bool]:
     """Verify the drafts of all open slots in one forward, and draft and plan in it where that may save a forward.
 
     Args:
         state: Changed in place.
         infill: The open slots, changed in place.
-        masks: Branch that plans the slots after the open ones, written after their places in the cache.
-        upcoming: Numbers of these slots; empty if none is left.
+        masks: Branch that plans the slots after the open ones, written after their places in the cache; without tokens
+            if no slot is left.
         num_drafts: Maximum number of drafts per slot; ``None``: the rest of the slot.
         fused: Whether masks may be fed before the drafts that they follow are known to be accepted.
 
@@ -57,7 +56,7 @@ def advance(
     is_few = num_masks <= FEW_POSITIONS
     branches = [_branch(infill, slot) for slot in fed]
     branches += [branch if is_few else replace(branch, draft_at=()) for branch in groups.values()]
-    plans = bool(upcoming) and _pays(state, infill, len(masks.tokens), fused=fused)
+    plans = bool(masks.tokens) and _pays(state, infill, len(masks.tokens), fused=fused)
     draw = state.draw
     # A plan may be sampled, the model's own tokens are not: with both, the plan is read once it is needed.
     own = draw if draw.is_plain or not is_open else Draw(sampling=draw.sampling.greedy(), with_probability=False)

@@ -237,8 +237,7 @@ class ReFusion(Decoder):
         upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
         last = infill.slots[-1]
         masks = self._masks(state, upcoming, num_seen=last.fed_end, write_at=last.end)
-        limit = self.num_drafts
-        return (yield from bonus.advance(state, infill, masks, upcoming, num_drafts=limit, fused=self.fused))
+        return (yield from bonus.advance(state, infill, masks, num_drafts=self.num_drafts, fused=self.fused))
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
