@@ -145,7 +145,7 @@ class WrappedModel(LanguageModel):
     def head_runner(self) -> Any:
         return self.logits
 
-    def make_cache(self, num_rows: int) -> KVCache | None:
+    def make_cache(self, num_rows: int) -> KVCache:
         return self.model.make_cache(num_rows)
 
 

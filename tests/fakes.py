@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 
@@ -149,8 +150,8 @@ class OracleModel(FakeModel):
             rows.append(row.log())
         return torch.stack(rows)
 
-    def make_cache(self, num_rows: int) -> None:
-        return None
+    def make_cache(self, num_rows: int) -> KVCache:
+        return KVCache(0, num_rows)  # no layers: it keeps no state
 
 
 def oracle_text(end: int | None, special: SpecialTokens = SPECIAL) -> Callable[[int], int]:

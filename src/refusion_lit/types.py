@@ -61,15 +61,12 @@ class ModelTraits:
         require_choice("attention", self.attention, get_args(AttentionKind))
         for prediction in self.predictions or ():
             require_choice("predictions", prediction, get_args(Prediction))
-        if (self.attention == "block_causal") != (self.block_size is not None):
-            raise ValueError(
-                f"block_size: expected a value if and only if attention is 'block_causal', got "
-                f"attention={self.attention!r} and block_size={self.block_size!r}. Set both or neither."
-            )
-        if self.prompt_is_block and self.attention != "block_causal":
-            raise ValueError(
-                f"prompt_is_block: expected attention 'block_causal', got {self.attention!r}. Leave it out."
-            )
+        has_blocks = self.attention == "block_causal"
+        expected = "a value if and only if attention is 'block_causal'"
+        holds = has_blocks == (self.block_size is not None)
+        require(holds, "block_size", expected, self.block_size, f"set both or neither (attention is {self.attention})")
+        holds = has_blocks or not self.prompt_is_block
+        require(holds, "prompt_is_block", "attention 'block_causal'", self.attention, "leave it out")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values (stored under ``refusion_lit`` in a model's config)."""

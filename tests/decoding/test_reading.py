@@ -16,6 +16,7 @@ from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.engine import reading as reading_module
 from refusion_lit.engine.reading import Reader
 from refusion_lit.engine.requests import Branch, Draw, Proposal, Read
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 GREEDY = Draw(sampling=SamplingParams())
@@ -37,8 +38,8 @@ class TableModel(FakeModel):
         self.rows.append(hidden[:, 0].tolist())
         return self.table[hidden[:, 0]]
 
-    def make_cache(self, num_rows: int) -> None:
-        return None
+    def make_cache(self, num_rows: int) -> KVCache:
+        return KVCache(0, num_rows)  # no layers: it keeps no state
 
 
 def read_of(draw: Draw, index: Any, scored: Any = (), proposals: Any = None, prompt_id: str = "") -> Read:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fakes import PlainModel, tiny_backbone
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 PROGRAM = Path(__file__).parents[2] / "experiments" / "dependency_study" / "dependency.py"
@@ -32,8 +33,8 @@ class Neighbours(PlainModel):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def make_cache(self, num_rows: int) -> None:
-        return None
+    def make_cache(self, num_rows: int) -> KVCache:
+        return KVCache(0, num_rows)  # no layers: it keeps no state
 
     def logits(self, hidden: Tensor) -> Tensor:
         scores = torch.full((*hidden.shape[:-1], VOCAB), -30.0, dtype=torch.float64)

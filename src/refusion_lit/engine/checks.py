@@ -108,9 +108,9 @@ def check_context(
         return
     longest, length = max(lengths.items(), key=lambda item: item[1])
     context = model.max_positions
-    fits = context is None or max_new_tokens < context
-    require(fits, "max_new_tokens", f"less than the model's context of {context} tokens", max_new_tokens, "lower it")
     if context is not None:
+        expected = f"less than the model's context of {context} tokens"
+        require(max_new_tokens < context, "max_new_tokens", expected, max_new_tokens, "lower it")
         room = context - max_new_tokens
         expected = f"at most {room} tokens (a context of {context} less max_new_tokens {max_new_tokens})"
         require(length <= room, f"prompt {longest}", expected, length, "shorten it or lower max_new_tokens")

@@ -5,7 +5,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 from refusion_lit.engine.requests import Branch, Steps
 from refusion_lit.types import (
@@ -17,8 +17,6 @@ from refusion_lit.types import (
     SpecialTokens,
 )
 from refusion_lit.utils.require import Ranges, check_options, require
-
-State = TypeVar("State", bound="RowState")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +114,13 @@ class RowState:
 
     @classmethod
     def blank(
-        cls: type[State],
+        cls,
         prompt: Prompt,
         sampling: SamplingParams,
         special_tokens: SpecialTokens,
         length: int | None = None,
         **fields: Any,  # noqa: ANN401 - fields of the subclass
-    ) -> State:
+    ) -> Self:
         """Create a state with a canvas of ``length`` tokens, by default :func:`max_length`: masks and given tokens."""
         length = max_length(prompt, sampling, special_tokens) if length is None else length
         given = [*prompt.given[:length], *[None] * (length - len(prompt.given))]

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
 from refusion_lit.engine.stopping import Stopping
 from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
@@ -76,26 +74,19 @@ def decode(
         )
         for index, prompt in group:
             engine.submit(index, prompt, sampling)
-        with _memory_errors(engine, num_rows):
+        try:
             while engine.is_busy:
                 results |= engine.step()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            used = f"{num_rows} and no memory left (the cache takes {engine.cache_bytes / 2**20:.0f} MB)"
+            fix = "lower it, or set max_cache_tokens."
+            raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
         engine.close(output)
     output.rows = [results[i] for i in range(len(prompts))]
     output.seconds = synchronised_time(model.device) - started
     return output
-
-
-@contextmanager
-def _memory_errors(engine: Engine, num_rows: int) -> Iterator[None]:
-    """Turn an out-of-memory error into a ``ValueError`` that names the options to lower."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        used = f"{num_rows} and no memory left (the cache takes {engine.cache_bytes / 2**20:.0f} MB)"
-        fix = "lower it, or set max_cache_tokens."
-        raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
 
 
 class Engine:
@@ -132,14 +123,9 @@ class Engine:
         self.detokenize = detokenize
         self.trace = trace
         self.kept = kept if options.share_prefixes else None
-        held: Mapping[int, tuple[int, ...]] = {}
-        self.cache: KVCache | None = None
-        if self.kept is not None:
-            self.cache, held = self.kept.take(decoder, num_rows)
-        if self.cache is None:
-            self.cache = model.make_cache(num_rows)
-        shares = options.share_prefixes and self.cache is not None
-        self.queue = Admission(num_rows, decoder if shares else None, held)
+        cache, held = (None, {}) if self.kept is None else self.kept.take(decoder, num_rows)
+        self.cache = model.make_cache(num_rows) if cache is None else cache
+        self.queue = Admission(num_rows, decoder if options.share_prefixes else None, held)
         self.rows: list[InFlight] = []
         self.reader = Reader(model, all_probabilities=trace)
         self.run_body = model.runner()
@@ -179,7 +165,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Memory of the cache in bytes, which never shrinks."""
-        return 0 if self.cache is None else self.cache.num_bytes
+        return self.cache.num_bytes
 
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
@@ -201,8 +187,6 @@ class Engine:
         output.num_calls += self.num_calls
         output.num_positions += self.num_positions
         output.num_shared += self.num_shared
-        if self.cache is None:
-            return
         output.cache_bytes = max(output.cache_bytes, self.cache_bytes)
         if self.cache_bytes:
             output.cache_bytes_per_token = self.cache_bytes / (self.cache.num_rows * self.cache.capacity)
@@ -216,7 +200,6 @@ class Engine:
         require(isinstance(state, RowState), name, "a RowState", state, "return RowState.blank(...), say")
         state.forward_cost = self.forward_cost
         if admitted.num_shared:
-            assert self.cache is not None
             self.cache.copy(admitted.source, admitted.storage, admitted.num_shared)
             self.num_shared += admitted.num_shared
             state.num_shared = admitted.num_shared

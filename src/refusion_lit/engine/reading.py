@@ -51,9 +51,8 @@ class Reader:
         waiting = [(group, self._draw(hidden, group)) for group in groups.values()]
         if not waiting:
             return
-        numbers = iter(_transferred([drawn for _, drawn in waiting]))
-        for group, drawn in waiting:
-            _fill(group, *next(numbers), drawn.distributions, every=self._all_probabilities)
+        for (group, drawn), numbers in zip(waiting, _transferred([drawn for _, drawn in waiting]), strict=True):
+            _fill(group, *numbers, drawn.distributions, every=self._all_probabilities)
 
     def _draw(self, hidden: Tensor, group: Sequence[Read]) -> Drawn:
         """Queue all work of reads that draw in the same way: drafts first, then given tokens, in chunks.
@@ -65,14 +64,12 @@ class Reader:
         draw = group[0].draw
         index = [read.start + offset for read in group for offset in read.draft_at]
         num_drafts = len(index)
-        given: list[int] = []
-        for read in group:
-            for offset, token in read.score_at:
-                index.append(read.start + offset)
-                given.append(token)
+        index += [read.start + offset for read in group for offset, _ in read.score_at]
+        given = [token for read in group for _, token in read.score_at]
         is_scored = self._all_probabilities or bool(given) or any(read.draw.with_probability for read in group)
         sent = to_device([*index, *given], hidden.device)
-        general = None if _is_plain(group) else General(group, self._special, self._banned, hidden.device)
+        is_greedy = draw.is_plain and not (group[0].spans_end or group[0].allowed)  # the fast path
+        general = None if is_greedy else General(group, self._special, self._banned, hidden.device)
         drawn = Drawn()
         at = 0
         positions, scored = sent.split_with_sizes((len(index), len(given)))
@@ -134,31 +131,18 @@ def _finite(logits: Tensor) -> Tensor:
     return logits.nan_to_num_(nan=lowest, posinf=highest, neginf=lowest)
 
 
-def _is_plain(group: Sequence[Read]) -> bool:
-    """Whether reads are greedy, without further options: the fast path."""
-    return group[0].draw.is_plain and not (group[0].spans_end or group[0].allowed)
-
-
 def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[list[float]]]]:
     """Return each group's tokens, values and statistics as numbers, with one transfer from an accelerator."""
     parts = [part for group in drawn for part in (group.tokens, group.values, group.statistics)]
-    tensors = [joined(part) if part else None for part in parts]
-    present = [tensor for tensor in tensors if tensor is not None]
-    if present[0].device.type == "cpu":
-        numbers = [[] if tensor is None else tensor.tolist() for tensor in tensors]
-    else:
+    tensors = [joined(part) for part in parts if part]
+    if tensors[0].device.type != "cpu":
         # float64 holds ids exactly.
-        flat = iter(to_host(torch.cat([tensor.flatten().double() for tensor in present])))
-        numbers = [[] if tensor is None else _shaped(flat, tensor.shape) for tensor in tensors]
-        numbers[::3] = [[int(token) for token in tokens] for tokens in numbers[::3]]
-    return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
-
-
-def _shaped(flat: Iterator[float], shape: torch.Size) -> list:
-    """Take the next numbers and return them as lists of one or two axes."""
-    if len(shape) == 1:
-        return [next(flat) for _ in range(shape[0])]
-    return [[next(flat) for _ in range(shape[1])] for _ in range(shape[0])]
+        flat = torch.tensor(to_host(torch.cat([tensor.flatten().double() for tensor in tensors])), dtype=torch.float64)
+        split = flat.split([tensor.numel() for tensor in tensors])
+        tensors = [own.to(tensor.dtype).view(tensor.shape) for own, tensor in zip(split, tensors, strict=True)]
+    present = iter(tensors)
+    numbers = iter([next(present).tolist() if part else [] for part in parts])
+    return list(zip(numbers, numbers, numbers, strict=True))
 
 
 def _fill(

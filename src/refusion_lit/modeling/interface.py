@@ -71,5 +71,5 @@ class LanguageModel(ABC):
         return 32.0
 
     @abstractmethod
-    def make_cache(self, num_rows: int) -> KVCache | None:
-        """Return an empty cache with ``num_rows`` rows; ``None`` if the model keeps no state (fakes)."""
+    def make_cache(self, num_rows: int) -> KVCache:
+        """Return an empty cache with ``num_rows`` rows."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from refusion_lit.engine.drafting import FEW_POSITIONS
+from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.refusion.slots import Plan, ReFusionState
@@ -27,30 +27,22 @@ def open_slots(state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Seq
         chosen: Numbers of the slots, in text order.
         drafts: The first tokens of each slot, one for each mask that the plan had.
     """
-    slots = []
-    for index, (slot, own) in enumerate(zip(chosen, drafts, strict=True)):
-        places = state.slots[slot]
-        undefined = [state.special_tokens.pad_token_id] * (len(places) - len(own))
-        start = state.prompt_length + places.start
-        slots.append(OpenSlot(start, index, [*own, *undefined], num_accepted=1, num_drafts=len(own) - 1))
-    infill = SlotInfill(state, slots, state.context_length, chosen, packed=True)
-    _commit(state, infill, [0] * len(slots))
+    infill = SlotInfill(state, state.opened(chosen, drafts, [1] * len(chosen)), packed=True)
+    infill.commit()
     state.remaining = [slot for slot in state.remaining if slot not in chosen]
     _close(state, infill)
 
 
 def advance(
-    state: ReFusionState, infill: SlotInfill, masks: Branch, upcoming: list[int], draw: Draw, *,
-    num_drafts: int | None, fused: bool,
-) -> Steps[bool]:  # fmt: skip
+    state: ReFusionState, infill: SlotInfill, masks: Branch, *, num_drafts: int | None, fused: bool
+) -> Steps[bool]:
     """Verify the drafts of all open slots in one forward, and draft and plan in it where that may save a forward.
 
     Args:
         state: Changed in place.
         infill: The open slots, changed in place.
-        masks: Branch that plans the slots after the open ones, written after :func:`region_end`.
-        upcoming: Numbers of these slots; empty if none is left.
-        draw: How a plan is drawn. The model's own tokens, and drafts after them, are greedy.
+        masks: Branch that plans the slots after the open ones, written after their places in the cache; without tokens
+            if no slot is left.
         num_drafts: Maximum number of drafts per slot; ``None``: the rest of the slot.
         fused: Whether masks may be fed before the drafts that they follow are known to be accepted.
 
@@ -64,7 +56,8 @@ def advance(
     is_few = num_masks <= FEW_POSITIONS
     branches = [_branch(infill, slot) for slot in fed]
     branches += [branch if is_few else replace(branch, draft_at=()) for branch in groups.values()]
-    plans = bool(upcoming) and _pays(state, infill, len(masks.tokens), fused=fused)
+    plans = bool(masks.tokens) and _pays(state, infill, len(masks.tokens), fused=fused)
+    draw = state.draw
     # A plan may be sampled, the model's own tokens are not: with both, the plan is read once it is needed.
     own = draw if draw.is_plain or not is_open else Draw(sampling=draw.sampling.greedy(), with_probability=False)
     is_plan_read = own is draw and (is_few or not is_open)
@@ -74,12 +67,11 @@ def advance(
     phase = "+".join(["verify"] * is_open + ["draft"] * bool(groups) + ["plan"] * plans)
     readings = yield Forward(phase=phase, branches=tuple(branches), draw=own, packed=True)
     planned = readings[-1]
-    before = [slot.num_accepted for slot in infill.slots]
     had_eos = infill.found_eos
     accepted = [(slot, _accept(state, slot, reading)) for slot, reading in zip(fed, readings, strict=False)]
     infill.drop_after_end()
-    _commit(state, infill, before)
-    used = {(slot.index, number): slot for slot, number in accepted if slot in infill.slots and not slot.is_complete}
+    infill.commit()
+    used = {(slot.number, number): slot for slot, number in accepted if slot in infill.slots and not slot.is_complete}
     used = {key: slot for key, slot in used.items() if key in groups}
     if used and not is_few:
         wanted = [branch.draft_at if key in used else () for key, branch in groups.items()]
@@ -90,19 +82,9 @@ def advance(
     if plans and _is_cached(infill) and infill.found_eos == had_eos:
         if not is_plan_read:
             planned = (yield MoreDrafts(draft_at=(*[()] * (len(branches) - 1), masks.draft_at), draw=draw))[-1]
-        state.planned = Plan(upcoming, 0, len(branches), planned)
+        state.planned = Plan(0, len(branches), planned)
     _close(state, infill)
     return is_open
-
-
-def region_end(infill: SlotInfill) -> int:
-    """Return the cache index after the places of the open slots, which lie one after the other."""
-    return infill.cache_index(infill.slots[-1]) + len(infill.slots[-1].tokens)
-
-
-def cache_end(infill: SlotInfill) -> int:
-    """Return the cache index after the last slot's tokens and drafts; nothing follows an EOS."""
-    return infill.cache_index(infill.slots[-1]) + infill.slots[-1].num_fed
 
 
 def _is_cached(infill: SlotInfill) -> bool:
@@ -124,15 +106,14 @@ def _branch(infill: SlotInfill, slot: OpenSlot) -> Branch:
 def _groups(
     state: ReFusionState, infill: SlotInfill, num_drafts: int | None, *, fused: bool
 ) -> Mapping[tuple[int, int], Branch]:
-    """Return masks after the acceptances that are worth them: each by its slot's index and its number of drafts.
+    """Return masks after the acceptances that are worth them: each by its slot's number and its number of drafts.
 
     The first mask of a group stands where the model's own token will, and drafts nothing.
     """
     groups = {}
     open_ones = [slot for slot in infill.slots if not slot.is_complete]
-    write_at = region_end(infill)
+    write_at = infill.slots[-1].end
     for slot in open_ones:
-        first = infill.cache_index(slot)
         cost = state.forward_cost / (state.num_rows * len(open_ones))  # they share it
         last = slot.num_drafts if fused or slot.num_drafts == 0 else -1
         for accepted in range(last + 1):
@@ -142,10 +123,10 @@ def _groups(
             number = _num_masks(state, slot, accepted, most, cost)
             if number == 0:
                 continue
-            groups[slot.index, accepted] = Branch(
+            groups[slot.number, accepted] = Branch(
                 tokens=[state.mask_token_id] * (1 + number),
                 positions=range(slot.start + place, slot.start + place + 1 + number),
-                visible=((0, infill.context_length), (first, first + place)),
+                visible=((0, infill.context_length), (slot.write_at, slot.write_at + place)),
                 write_at=write_at,
                 draft_at=range(1, 1 + number),
             )
@@ -160,7 +141,7 @@ def _num_masks(state: ReFusionState, slot: OpenSlot, accepted: int, most: int, f
     forwards per token, times the chance of the case and the cost of a forward, must be worth their positions. A forward
     costs a fixed amount and about as many positions as this one.
     """
-    rate = _rate(state, slot)
+    rate = _counts(state, slot).rate
     is_rejected = accepted < slot.num_drafts
     chance = rate**accepted * (1 - rate if is_rejected else 1)
     num_guesses = slot.num_drafts - accepted - is_rejected
@@ -175,9 +156,9 @@ def _num_masks(state: ReFusionState, slot: OpenSlot, accepted: int, most: int, f
     return best[1]
 
 
-def _rate(state: ReFusionState, slot: OpenSlot) -> float:
-    """Return the estimated probability that a draft of a slot is accepted."""
-    return (state.guesses if slot.is_guessed else state.acceptance).rate
+def _counts(state: ReFusionState, slot: OpenSlot) -> Acceptance:
+    """Return the counts of recent drafts that were made as those of a slot were."""
+    return state.guesses if slot.is_guessed else state.acceptance
 
 
 def _accept(state: ReFusionState, slot: OpenSlot, reading: Reading) -> int:
@@ -191,21 +172,13 @@ def _accept(state: ReFusionState, slot: OpenSlot, reading: Reading) -> int:
     drafts = slot.tokens[slot.num_accepted : slot.num_fed]
     pairs = zip(drafts, reading.tokens, strict=False)
     accepted = next((i for i, (draft, own) in enumerate(pairs) if draft != own), len(drafts))
-    counts = state.guesses if slot.is_guessed else state.acceptance
-    counts.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
+    _counts(state, slot).count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
     own = reading.tokens[accepted : accepted + 1]  # nothing after a slot's last token
     slot.num_cached = slot.num_accepted + accepted
     slot.num_accepted = slot.num_cached + len(own)
     slot.tokens[slot.num_cached : slot.num_accepted] = own
     slot.propose(reading.tokens[accepted + 1 :], guessed=True)
     return accepted
-
-
-def _commit(state: ReFusionState, infill: SlotInfill, before: Sequence[int]) -> None:
-    """Commit what was accepted of each slot since it had ``before`` accepted tokens."""
-    for slot, start in zip(infill.slots, before, strict=False):  # slots after an EOS were dropped
-        first = slot.start - state.prompt_length
-        state.commit(range(first + start, first + slot.num_accepted), slot.tokens[start : slot.num_accepted])
 
 
 def _pays(state: ReFusionState, infill: SlotInfill, num_masks: int, *, fused: bool) -> bool:
@@ -215,7 +188,7 @@ def _pays(state: ReFusionState, infill: SlotInfill, num_masks: int, *, fused: bo
         return True
     if not fused or any(slot.num_fed < len(slot.tokens) for slot in open_ones):
         return False
-    chance = prod(_rate(state, slot) ** slot.num_drafts for slot in open_ones)
+    chance = prod(_counts(state, slot).rate ** slot.num_drafts for slot in open_ones)
     return chance * state.forward_cost / state.num_rows > (1 - chance) * num_masks
 
 
@@ -225,6 +198,6 @@ def _close(state: ReFusionState, infill: SlotInfill) -> None:
     is_last = infill.is_done and not state.upcoming(infill.taken, ends=infill.found_eos)
     state.infill = infill
     if is_last or _is_cached(infill):
-        state.context_length = cache_end(infill)
+        state.context_length = infill.slots[-1].fed_end
         state.infill = None
     state.finished = state.infill is None and state.is_filled

@@ -14,9 +14,9 @@ from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best, most_certain
 from refusion_lit.engine.drafting import FEW_POSITIONS
-from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.engine.requests import Branch, Compaction, MoreDrafts, Reading, Steps
 from refusion_lit.refusion import bonus
-from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_autoregressively, infill_by_masks
+from refusion_lit.refusion.infill import SlotInfill, infill_autoregressively, infill_by_masks
 from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
@@ -102,10 +102,8 @@ class ReFusion(Decoder):
         """Return the decoder with no more serial blocks than slots."""
         if self.num_serial_blocks is None:
             return self
-        return replace(self, num_serial_blocks=min(self.num_serial_blocks, self._num_slots(sampling)))
-
-    def _num_slots(self, sampling: SamplingParams) -> int:
-        return -(-sampling.max_new_tokens // self.slot_size)
+        num_slots = -(-sampling.max_new_tokens // self.slot_size)
+        return replace(self, num_serial_blocks=min(self.num_serial_blocks, num_slots))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
@@ -129,8 +127,7 @@ class ReFusion(Decoder):
         tokens = [token for own in drafts for token in own]
         passes = yield from self._verify(state, chosen, tokens)
         if not self._accept_prefix(state, chosen, tokens, passes):
-            state.planned = None
-            yield from self._fill(state, chosen, tokens, passes)
+            yield from self._fill(state, chosen, drafts, passes)
         state.finished = state.is_filled
 
     def _plan(self, state: ReFusionState) -> Steps[Plan]:
@@ -139,18 +136,16 @@ class ReFusion(Decoder):
         known = state.known[state.num_shared :] if is_first else ()
         seen = state.num_shared if is_first else state.context_length
         branch = self._masks(state, state.remaining, num_seen=seen, write_at=seen, known=known)
-        forward = Forward(phase="plan", branches=(branch,), draw=self._draw(state), keep=state.take_keep())
-        readings = yield forward
+        [reading] = yield state.forward("plan", [branch], state.draw)
         state.context_length = seen + len(known)
-        return Plan(state.remaining, len(known), 1, readings[-1])
+        return Plan(len(known), 1, reading)
 
     def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[list[int]]]]:
         """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
-        assert plan.slots == state.remaining
-        bounds = self._bounds(state, plan.slots)
+        bounds = self._bounds(state, state.remaining)
         groups = list(pairwise(bounds))
         reading = plan.reading
-        draw = self._draw(state)
+        draw = state.draw
         state.num_plans += 1
         if len(reading.tokens) == bounds[-1]:  # all were read
             chosen = self._chosen(state, [self._confidence(reading.probabilities[slice(*group)]) for group in groups])
@@ -163,7 +158,7 @@ class ReFusion(Decoder):
             readings = yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False))
             following = iter(readings[-1].tokens)
             drafts = [[reading.tokens[i], *islice(following, len(own))] for i, own in zip(chosen, rest, strict=True)]
-        return [plan.slots[i] for i in chosen], drafts
+        return [state.remaining[i] for i in chosen], drafts
 
     def _confidence(self, probabilities: Sequence[float]) -> float:
         """Return the confidence of a slot from its drafts' probabilities."""
@@ -212,66 +207,55 @@ class ReFusion(Decoder):
         bounds = state.bounds(chosen)
         eos = state.first_eos(tokens[:length])
         num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
-        has_passed = eos is not None or num_accepted == len(tokens)
+        if eos is None and num_accepted < len(tokens):
+            state.planned = None  # its masks have seen drafts that were not accepted
         if num_accepted == 0:
             return False
-        if not has_passed:
-            state.planned = None  # its masks have seen drafts that were not accepted
         state.commit(state.places(chosen)[:num_accepted], tokens[:num_accepted])
         state.context_length += num_accepted
         state.remaining = state.left(_reached(chosen, bounds, num_accepted), ends=eos is not None)
         return True
 
-    def _fill(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> Steps[None]:
+    def _fill(
+        self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]
+    ) -> Steps[None]:
         """Fill all chosen slots in parallel, and commit them."""
-        slots: list[OpenSlot] = []
         packed = self.infill_layout != "reference" and self.infill == "mask"
-        for index, (slot, bounds) in enumerate(zip(chosen, pairwise(state.bounds(chosen)), strict=True)):
-            part = slice(*bounds)
-            prefix = [*passes[part], False].index(False)
-            # The first slot has seen nothing but the context, so its entries are final.
-            cached = prefix if packed and index == 0 else 0
-            start = state.prompt_length + state.slots[slot].start
-            slots.append(OpenSlot(start, index, tokens[part], prefix, num_cached=cached))
-        infill = SlotInfill(state, slots, state.context_length, chosen, packed=packed)
+        prefixes = [[*passes[slice(*part)], False].index(False) for part in pairwise(state.bounds(chosen))]
+        slots = state.opened(chosen, drafts, prefixes)
+        if packed:  # the first slot has seen nothing but the context, so its entries are final
+            slots[0].num_cached = prefixes[0]
+        infill = SlotInfill(state, slots, packed=packed)
         fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
         yield from fill(infill, self.token_threshold)
-        taken = infill.taken
-        yield from self._store(state, infill, state.upcoming(taken, ends=infill.found_eos))
-        for slot in infill.slots:
-            first = slot.start - state.prompt_length
-            state.commit(range(first, first + slot.num_accepted), slot.tokens[: slot.num_accepted])
-        state.remaining = state.left(taken, ends=infill.found_eos)
+        yield from self._store(state, infill, state.upcoming(infill.taken, ends=infill.found_eos))
+        infill.commit()
+        state.remaining = state.left(infill.taken, ends=infill.found_eos)
 
     def _advance(self, state: ReFusionState, infill: SlotInfill) -> Steps[bool]:
         """Run one forward of ``infill: bonus``; return whether it did more than plan."""
         upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
-        masks = self._masks(state, upcoming, num_seen=bonus.cache_end(infill), write_at=bonus.region_end(infill))
-        limit = self.num_drafts
-        draw = self._draw(state)
-        return (yield from bonus.advance(state, infill, masks, upcoming, draw, num_drafts=limit, fused=self.fused))
+        last = infill.slots[-1]
+        masks = self._masks(state, upcoming, num_seen=last.fed_end, write_at=last.end)
+        return (yield from bonus.advance(state, infill, masks, num_drafts=self.num_drafts, fused=self.fused))
 
     def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
-        state.keep = Compaction(infill.context_length, infill.kept_indices())
-        state.context_length = infill.context_length + len(state.keep.indices)
+        state.keep = Compaction(state.context_length, infill.kept_indices())
+        state.context_length += len(state.keep.indices)
         yield from ()
 
     def _forward_and_plan(
         self, state: ReFusionState, phase: str, branch: Branch, upcoming: list[int], num_seen: int
     ) -> Steps[Reading]:
         """Forward a branch followed by the masks of the next plan, which see its first ``num_seen`` tokens."""
-        state.planned = None
-        keep = state.take_keep()
-        if not self.fused or not upcoming:
-            return (yield Forward(phase=phase, branches=(branch,), draw=self._draw(state), keep=keep))[0]
-        seen = branch.write_at + num_seen
-        write_at = branch.write_at + len(branch.tokens)
-        branches = (branch, self._masks(state, upcoming, num_seen=seen, write_at=write_at))
-        phase = f"{phase}+plan"
-        draw = self._draw(state)
-        readings = yield Forward(phase=phase, branches=branches, draw=draw, packed=True, keep=keep)
-        state.planned = Plan(upcoming, 0, 2, readings[-1])
+        branches = [branch]
+        if plans := self.fused and bool(upcoming):
+            seen = branch.write_at + num_seen
+            write_at = branch.write_at + len(branch.tokens)
+            branches.append(self._masks(state, upcoming, num_seen=seen, write_at=write_at))
+        readings = yield state.forward(phase + "+plan" * plans, branches, state.draw)
+        state.planned = Plan(0, 2, readings[-1]) if plans else None
         return readings[0]
 
     def _masks(
@@ -300,9 +284,6 @@ class ReFusion(Decoder):
     def _bounds(self, state: ReFusionState, slots: Sequence[int]) -> list[int]:
         """Return the offsets at which the masks of slots start in a plan, and the end of the last one."""
         return list(accumulate((len(state.slots[slot][: self._num_masks]) for slot in slots), initial=0))
-
-    def _draw(self, state: ReFusionState) -> Draw:
-        return Draw(sampling=state.sampling, round=state.num_plans)
 
 
 @dataclass(frozen=True, kw_only=True)

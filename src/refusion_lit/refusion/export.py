@@ -175,10 +175,8 @@ class _Decoding:
                 if end is not None:
                     accepted[i] = end + 1
                     ends[i] = True
-                    slots = slots[: i + 1]
-                    drafts = drafts[: i + 1]
-                    accepted = accepted[: i + 1]
-                    ends = ends[: i + 1]
+                    for own in (slots, drafts, accepted, ends):
+                        del own[i + 1 :]
                     break
             seen = max(min(self.size if end else n for n, end in zip(accepted, ends, strict=True)) - 1, 0)
         self.store(slots, [tokens[:n] for tokens, n in zip(drafts, accepted, strict=True)])

@@ -8,8 +8,7 @@ lie one after the other in one row, and only tokens that are not cached yet are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 
 from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
@@ -20,8 +19,9 @@ class OpenSlot:
     """A chosen slot that is being filled.
 
     Attributes:
+        number: Its number among the slots of the response.
         start: Position of its first token.
-        index: Its place among the chosen slots, which determines its cache region.
+        write_at: Cache index of its first token; the others follow, then the next slot.
         tokens: Its tokens; those from ``num_accepted`` on are proposals.
         num_accepted: Length of its accepted prefix, at least 1.
         ends: Whether its accepted prefix ends with an EOS.
@@ -30,8 +30,9 @@ class OpenSlot:
         is_guessed: Whether these are the model's choices after a rejected draft, not masks'.
     """
 
+    number: int
     start: int
-    index: int
+    write_at: int
     tokens: list[int]
     num_accepted: int
     ends: bool = False
@@ -40,9 +41,19 @@ class OpenSlot:
     is_guessed: bool = False
 
     @property
+    def end(self) -> int:
+        """Cache index after its last token."""
+        return self.write_at + len(self.tokens)
+
+    @property
     def num_fed(self) -> int:
         """Tokens that are fed or cached with bonus tokens: the accepted ones, and drafts of an open slot."""
         return self.num_accepted + (0 if self.is_complete else self.num_drafts)
+
+    @property
+    def fed_end(self) -> int:
+        """Cache index after the last of these."""
+        return self.write_at + self.num_fed
 
     def propose(self, drafts: Sequence[int], *, guessed: bool = False) -> None:
         """Take drafts of the tokens after the accepted prefix."""
@@ -55,16 +66,17 @@ class OpenSlot:
         """Whether nothing is left to accept."""
         return self.ends or self.num_accepted == len(self.tokens)
 
-    def accept(self, scores: Sequence[float], threshold: float) -> None:
-        """Extend the accepted prefix by one token, then while the probability of proposals is above the threshold.
+    def accept(self, scores: Sequence[float], threshold: float, *, num_free: int = 1) -> None:
+        """Extend the accepted prefix by ``num_free`` tokens, then while proposals are above the threshold.
 
         Args:
-            scores: Probability of each proposal but the first.
+            scores: Probability of each proposal but the first ``num_free``.
             threshold: Proposals above it are accepted.
+            num_free: Number of proposals that need no test.
         """
         if not self.is_complete:
             rejected = next((i for i, score in enumerate(scores) if not score > threshold), len(scores))
-            self.num_accepted += 1 + rejected
+            self.num_accepted += num_free + rejected
 
 
 @dataclass(slots=True)
@@ -73,30 +85,18 @@ class SlotInfill:
 
     Attributes:
         state: The prompt's state: its special ids and sampling options.
-        slots: The slots in text order; those after a found EOS are removed.
-        context_length: Cache entries of the shared context.
-        chosen: Numbers of the slots at first, before any was removed.
+        slots: The slots in text order; those after an EOS are removed.
         packed: Whether the slots share one row, or are a row each.
-        found_eos: Whether a slot ended with an EOS.
     """
 
     state: RowState
     slots: list[OpenSlot]
-    context_length: int
-    chosen: Sequence[int]
     packed: bool = False
-    found_eos: bool = False
-    _offsets: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Lay out the slots, and look for an EOS among the tokens accepted so far."""
-        self._offsets = list(accumulate((len(slot.tokens) for slot in self.slots), initial=0))
+        """Look for an EOS among the tokens accepted so far."""
         if self.packed:
             self.drop_after_end()
-
-    def cache_index(self, slot: OpenSlot) -> int:
-        """Return the cache index of a slot's first token."""
-        return self.context_length + self._offsets[slot.index]
 
     def branch(
         self,
@@ -107,22 +107,32 @@ class SlotInfill:
         shift: int = 0,
     ) -> Branch:
         """Return the branch that feeds a slot's tokens after those that are cached."""
-        first = self.cache_index(slot)
-        cached = slot.num_cached
+        start = slot.start + slot.num_cached
+        write_at = slot.write_at + slot.num_cached
         return Branch(
             tokens=tokens,
-            positions=range(slot.start + cached, slot.start + cached + len(tokens)),
-            visible=((0, self.context_length), (first, first + cached)),
-            write_at=first + cached,
+            positions=range(start, start + len(tokens)),
+            visible=((0, self.context_length), (slot.write_at, write_at)),
+            write_at=write_at,
             shift=shift,
             draft_at=draft_at,
             score_at=score_at,
         )
 
     @property
+    def context_length(self) -> int:
+        """Cache entries of the shared context."""
+        return self.slots[0].write_at
+
+    @property
     def taken(self) -> list[int]:
         """The open slots' numbers among those of the response."""
-        return [self.chosen[slot.index] for slot in self.slots]
+        return [slot.number for slot in self.slots]
+
+    @property
+    def found_eos(self) -> bool:
+        """Whether a slot, which is then the last one, ends with an EOS."""
+        return self.slots[-1].ends
 
     def close_round(self) -> None:
         """Look for an EOS, drop the slots after it, and update the number of final cache entries."""
@@ -143,7 +153,6 @@ class SlotInfill:
                 slot.num_accepted = eos + 1
                 slot.ends = True
                 slot.num_cached = min(slot.num_cached, eos + 1)
-                self.found_eos = True
             if slot.ends:
                 del self.slots[place + 1 :]
                 return
@@ -155,8 +164,14 @@ class SlotInfill:
 
     def kept_indices(self) -> list[int]:
         """Return the cache indices of accepted tokens, slots in text order."""
-        firsts = [(self.cache_index(slot), slot.num_accepted) for slot in self.slots]
-        return [first + i for first, length in firsts for i in range(length)]
+        return [slot.write_at + i for slot in self.slots for i in range(slot.num_accepted)]
+
+    def commit(self) -> None:
+        """Commit the accepted tokens that are not committed yet."""
+        for slot in self.slots:
+            first = slot.start - self.state.prompt_length
+            new = [place for place in range(first, first + slot.num_accepted) if self.state.is_masked[place]]
+            self.state.commit(new, [slot.tokens[place - first] for place in new])
 
 
 def infill_by_masks(infill: SlotInfill, token_threshold: float) -> Steps[None]:
@@ -220,7 +235,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float) -> Steps
         token_threshold: Proposals above it are accepted.
     """
     draw = Draw(sampling=infill.state.sampling.greedy(), with_probability=False)
-    is_first = True
+    num_free = 0
     while not infill.is_done:
         branches = []
         for slot in infill.slots:
@@ -234,13 +249,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float) -> Steps
             if slot.is_complete:
                 continue
             before = slot.num_accepted
-            while slot.num_accepted < len(slot.tokens):
-                score = reading.scores[slot.num_accepted - before]
-                # After the first round, the first proposal is the model's own choice: progress every round.
-                own_choice = not is_first and slot.num_accepted == before
-                if not (own_choice or score > token_threshold):
-                    break
-                slot.num_accepted += 1
+            slot.accept(reading.scores[num_free:], token_threshold, num_free=num_free)
             slot.tokens[slot.num_accepted :] = reading.tokens[slot.num_accepted - before :]
-        is_first = False
+        num_free = 1  # from now on, the first proposal is the model's own choice: progress every round
         infill.close_round()

@@ -70,7 +70,7 @@ class Hybrid(Objective):
         """Cut into slots, mask some, move the clean ones forward; see :meth:`Objective.corrupt`."""
         probability = mask_probability(noise, self.eps, mask_ratio)
         slot_sizes = draw_slot_sizes(noise, self.slot_sizes)
-        slot_is_masked = independent_slots(noise, most_slots(batch, self.slot_sizes), probability)
+        slot_is_masked = noise.uniform("slot_mask", most_slots(batch, self.slot_sizes)) < probability[:, None]
         mask_token_id = required_mask_id(self, special_tokens)
         layout = corrupt_slots(batch, noise, slot_is_masked, slot_sizes=slot_sizes, mask_token_id=mask_token_id)
         return self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
@@ -107,13 +107,6 @@ def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tenso
 def most_slots(batch: ResponseBatch, slot_sizes: tuple[int, ...]) -> int:
     """Return an upper bound of the number of slots that the host knows: reading drawn sizes waits for the device."""
     return -(-batch.input_ids.shape[1] // min(slot_sizes))
-
-
-def independent_slots(
-    noise: KeyedNoise, num_slots: int, mask_probability: Float[Tensor, " batch"]
-) -> Bool[Tensor, "batch slot"]:
-    """Mask each slot independently; uses the stream ``slot_mask``."""
-    return noise.uniform("slot_mask", num_slots) < mask_probability[:, None]
 
 
 def corrupt_slots(

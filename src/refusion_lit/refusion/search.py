@@ -15,7 +15,7 @@ from sys import float_info
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements
-from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Steps
+from refusion_lit.engine.requests import Branch, Compaction, Draw, Steps
 from refusion_lit.refusion.slots import SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
@@ -109,12 +109,8 @@ class SearchState(SlotState):
         top: First free cache index after the context and the tree.
     """
 
-    root: Node
+    root: Node = field(default_factory=lambda: Node(None, -1, [], [], 0, []))
     top: int = 0
-
-    def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
-        """Return a forward of branches in one row, after the pending compaction."""
-        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=self.take_keep())
 
     def begin_block(self) -> None:
         """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
@@ -192,9 +188,7 @@ class SlotSearch(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SearchState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        sizes = (self.slot_size, self.num_serial_blocks)
-        root = Node(None, -1, [], [], 0, [])
-        return SearchState.cut(prompt, sampling, special_tokens, *sizes, root=root)
+        return SearchState.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks)
 
     def step(self, state: SearchState) -> Steps[None]:  # type: ignore[override]
         """Search and commit: one slot, or with a beam the whole serial block."""
@@ -297,9 +291,8 @@ class SlotSearch(Decoder):
                 Branch(tokens=masks, positions=positions, visible=node.visible, write_at=at, draft_at=firsts)
             )
             at += len(positions)
-        draw = Draw(sampling=state.sampling, round=state.num_plans)
+        readings = yield state.forward("plan", branches, state.draw)
         state.num_plans += 1
-        readings = yield state.forward("plan", branches, draw)
         planned = [reading for reading, branch in zip(readings, branches, strict=True) if branch.draft_at]
         for node, reading in zip(nodes, planned, strict=True):
             drafts = zip(reading.tokens, reading.probabilities, strict=True)

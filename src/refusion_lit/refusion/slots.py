@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Self
 
 from refusion_lit.engine.decoder import RowState, max_length
 from refusion_lit.engine.drafting import Acceptance
-from refusion_lit.engine.requests import Compaction, Reading
-from refusion_lit.refusion.infill import SlotInfill
+from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Reading
+from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
-
-State = TypeVar("State", bound="SlotState")
 
 
 @dataclass(kw_only=True)
@@ -37,20 +35,19 @@ class SlotState(RowState):
 
     @classmethod
     def cut(
-        cls: type[State],
+        cls,
         prompt: Prompt,
         sampling: SamplingParams,
         special_tokens: SpecialTokens,
         slot_size: int,
         num_serial_blocks: int,
-        **fields: Any,  # noqa: ANN401 - fields of the subclass
-    ) -> State:
+    ) -> Self:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
         length = max_length(prompt, sampling, special_tokens)
         given = prompt.given[: prompt.given_length]
         slots, blocks = slot_grid(given, length, slot_size, num_serial_blocks)
         length = max([len(given), *(slot.stop for slot in slots)])
-        return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks, **fields)
+        return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
 
     def places(self, slots: Sequence[int]) -> list[int]:
         """Return the canvas places of slots' tokens, slot by slot."""
@@ -64,11 +61,16 @@ class SlotState(RowState):
         """Return the offsets at which the slots start if their tokens are concatenated, and the end of the last one."""
         return list(accumulate((len(self.slots[slot]) for slot in slots), initial=0))
 
-    def take_keep(self) -> Compaction | None:
-        """Return the pending compaction, once."""
+    @property
+    def draw(self) -> Draw:
+        """How the next plan is drawn."""
+        return Draw(sampling=self.sampling, round=self.num_plans)
+
+    def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
+        """Return a forward of branches in one row, after the pending compaction."""
         keep = self.keep
         self.keep = None
-        return keep
+        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
 
     def upcoming_block(self) -> list[int]:
         """Return the slots of the serial block after the current one, if there is one."""
@@ -80,13 +82,11 @@ class Plan:
     """A plan: the masks of all remaining slots in a forward, and the reading of their drafts.
 
     Attributes:
-        slots: The remaining slots of a serial block, in text order.
         offset: Offset of the first mask in its branch, which is the last branch of the forward.
         num_branches: Number of branches of the forward.
         reading: The reading of that branch.
     """
 
-    slots: list[int]
     offset: int
     num_branches: int
     reading: Reading
@@ -126,6 +126,21 @@ class ReFusionState(SlotState):
         """Return what remains of the serial block once slots are taken; nothing after an EOS in the last of them."""
         limit = taken[-1] if ends else len(self.slots)
         return [slot for slot in self.remaining if slot not in taken and slot < limit]
+
+    def opened(
+        self, chosen: Sequence[int], drafts: Sequence[Sequence[int]], num_accepted: Sequence[int]
+    ) -> list[OpenSlot]:
+        """Return slots to fill after the context, each with its drafts and how many of them are accepted."""
+        found = []
+        write_at = self.context_length
+        for number, own, accepted in zip(chosen, drafts, num_accepted, strict=True):
+            places = self.slots[number]
+            undefined = [self.special_tokens.pad_token_id] * (len(places) - len(own))
+            start = self.prompt_length + places.start
+            tokens = [*own, *undefined]
+            found.append(OpenSlot(number, start, write_at, tokens, accepted, num_drafts=len(own) - accepted))
+            write_at += len(places)
+        return found
 
     def upcoming(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return the slots of the next plan, once slots are taken."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from numbers import Real
 from typing import Literal
@@ -16,13 +15,7 @@ from torch import Tensor
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, mask_probability, random_subset, required_mask_id
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.refusion.objective import (
-    Hybrid,
-    corrupt_slots,
-    draw_slot_sizes,
-    independent_slots,
-    most_slots,
-)
+from refusion_lit.refusion.objective import Hybrid, corrupt_slots, draw_slot_sizes, most_slots
 from refusion_lit.types import SpecialTokens
 from refusion_lit.utils.require import is_number, require
 
@@ -67,16 +60,12 @@ class Zarya(Hybrid):
         expected = f"{len(self.slot_sizes)} ascending numbers in (0, 1], one for each of slot_sizes, or null"
         require(holds, "objective.slot_borders", expected, self.slot_borders, "state where each size ends")
 
-    @cached_property
-    def _stages(self) -> tuple[Zarya, ...]:
-        """The objective of each stage of the curriculum, made once: their options are checked when they are made."""
-        return tuple(replace(self, slot_sizes=(size,), slot_borders=None) for size in self.slot_sizes)
-
     def at(self, progress: float) -> Zarya:
         """Return the objective with the slot size of the curriculum; see :meth:`Objective.at`."""
         if self.slot_borders is None:
             return self
-        return self._stages[sum(border < progress for border in self.slot_borders[:-1])]
+        size = self.slot_sizes[sum(border < progress for border in self.slot_borders[:-1])]
+        return replace(self, slot_sizes=(size,), slot_borders=None)
 
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
@@ -90,7 +79,7 @@ class Zarya(Hybrid):
             span = (self.max_span // slot_sizes).clamp(min=1)
             slot_is_masked = grouped_slots(noise, num_slots, probability, lengths=num_own, span=span)
         else:
-            slot_is_masked = independent_slots(noise, num_slots, probability)
+            slot_is_masked = noise.uniform("slot_mask", num_slots) < probability[:, None]
         layout = corrupt_slots(
             batch,
             noise,

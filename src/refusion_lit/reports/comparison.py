@@ -34,7 +34,7 @@ class Interval:
 
 
 @dataclass(kw_only=True)
-class Row:
+class ComparisonRow:
     """One decoder of one run: a row of the comparison.
 
     Attributes:
@@ -123,8 +123,8 @@ class Difference:
         tokens_per_forward: Difference of the tokens per forward; ``None`` without shared prompts.
     """
 
-    row: Row
-    baseline: Row
+    row: ComparisonRow
+    baseline: ComparisonRow
     num_shared: int
     num_differing: int
     num_only_row: int
@@ -148,14 +148,14 @@ class Comparison:
     """
 
     runs: list[Run]
-    rows: list[Row]
+    rows: list[ComparisonRow]
     notes: list[str]
     baseline: str
     differences: list[Difference]
     option_names: dict[str, str]
     metrics: list[str]
 
-    def prompts_of(self, row: Row) -> str:
+    def prompts_of(self, row: ComparisonRow) -> str:
         """Return the number of a row's prompts, and of how many if the largest test had more."""
         most = max(max(len(each.predictions), int(each.figures.get("num_prompts", 0))) for each in self.rows)
         return f"{row.num_prompts or 'unknown'}" + (f" of {most}" if 0 < row.num_prompts < most else "")
@@ -189,7 +189,7 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
     )
 
 
-def _rows(runs: Sequence[Run]) -> list[Row]:
+def _rows(runs: Sequence[Run]) -> list[ComparisonRow]:
     """Return a row for each decoder of each run; rows with the same label get the run's name."""
     varied = {run.source: _varied_options([r for r in runs if r.source == run.source]) for run in runs}
     rows = []
@@ -198,7 +198,7 @@ def _rows(runs: Sequence[Run]) -> list[Row]:
         options = {name: short(run.options.get(name)) for name in names}
         for decoder in run.results["results"]:
             method = f"{run.source}: {decoder}" if len(varied) > 1 else decoder
-            rows.append(Row(name=method, decoder=decoder, method=method, run=run, options=options))
+            rows.append(ComparisonRow(name=method, decoder=decoder, method=method, run=run, options=options))
     labels = [row.label for row in rows]
     for row, label in zip(rows, labels, strict=True):
         if labels.count(label) > 1:
@@ -213,18 +213,18 @@ def _varied_options(runs: Sequence[Run]) -> list[str]:
     return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
 
 
-def _scores(row: Row, ids: Iterable[str]) -> list[float]:
+def _scores(row: ComparisonRow, ids: Iterable[str]) -> list[float]:
     """Return the score of each prompt in percent."""
     return [100 * row.predictions[i].score for i in ids]
 
 
-def _counts(row: Row, ids: Iterable[str]) -> tuple[list[float], list[float]]:
+def _counts(row: ComparisonRow, ids: Iterable[str]) -> tuple[list[float], list[float]]:
     """Return the tokens and the forwards of each prompt."""
     predictions = [row.predictions[i] for i in ids]
     return [float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions]
 
 
-def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
+def _find_baseline(row: ComparisonRow, rows: Sequence[ComparisonRow], name: str) -> ComparisonRow:
     exact = [other for other in rows if other.label == name]
     same_decoder = [other for other in rows if name in (other.decoder, other.method)]
     same_run = [other for other in same_decoder if other.run is row.run]
@@ -237,7 +237,7 @@ def _find_baseline(row: Row, rows: Sequence[Row], name: str) -> Row:
     return found[0]
 
 
-def _difference(row: Row, baseline: Row) -> Difference:
+def _difference(row: ComparisonRow, baseline: ComparisonRow) -> Difference:
     common = [i for i in row.predictions if i in baseline.predictions]
     shared = [i for i in common if row.predictions[i].example == baseline.predictions[i].example]
     return Difference(

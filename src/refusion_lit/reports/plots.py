@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from refusion_lit.reports.comparison import Comparison, Row
+from refusion_lit.reports.comparison import Comparison, ComparisonRow
 from refusion_lit.reports.runs import Run
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ _SETTINGS: dict[Any, Any] = {
 
 def tradeoff_plot(comparison: Comparison) -> str:
     """Plot score over tokens per forward, with intervals and the Pareto front, as an SVG element."""
-    methods: dict[str, list[Row]] = {}
+    methods: dict[str, list[ComparisonRow]] = {}
     for m in comparison.rows:
         methods.setdefault(m.method, []).append(m)
     names = [f"{_shown(method)}{' *' * any(m.mismatches for m in rows)}" for method, rows in methods.items()]
@@ -163,7 +163,7 @@ def _thinned(curve: Curve) -> Curve:
     return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
 
 
-def describe(row: Row, comparison: Comparison) -> str:
+def describe(row: ComparisonRow, comparison: Comparison) -> str:
     """Return what a point is, in one line."""
     options = ", ".join(f"{comparison.option_names[name]} {value}" for name, value in row.options.items())
     name = f"{row.name} ({options})" if options else row.name
@@ -183,7 +183,7 @@ def standalone(picture: str) -> str:
     return f"{picture[:start]}{style}{picture[start:]}\n"
 
 
-def _draw_point(ax: Axes, m: Row, number: int) -> None:
+def _draw_point(ax: Axes, m: ComparisonRow, number: int) -> None:
     """Draw a row's intervals and its marker, which is hollow if the model was not trained for the decoder."""
     x, y = _place(m)
     style: dict[str, Any] = {"color": _colour(number), "clip_on": False}
@@ -251,7 +251,7 @@ def _svg(figure: Figure, description: str, titles: Mapping[str, str]) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _place(m: Row) -> tuple[float, float]:
+def _place(m: ComparisonRow) -> tuple[float, float]:
     return m.tokens_per_forward.estimate, m.score.estimate
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.reports.comparison import Comparison, Interval, Row
+from refusion_lit.reports.comparison import Comparison, ComparisonRow, Interval
 
 MISMATCH = "the model was not trained for this decoder"
 FIGURES = (
@@ -134,7 +134,7 @@ def _cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) ->
     return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in shown]
 
 
-def _estimate(row: Row, value: Interval, spec: str) -> str:
+def _estimate(row: ComparisonRow, value: Interval, spec: str) -> str:
     return _interval(value, spec) if row.has_intervals else format(value.estimate, spec)
 
 

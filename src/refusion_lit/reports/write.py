@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, Row, compare
+from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, ComparisonRow, compare
 from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
 from refusion_lit.reports.results import RESULTS, described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
@@ -159,7 +159,7 @@ def _examples(comparison: Comparison) -> list[dict[str, Any]]:
     """Return a few prompts, those with a wrong response first, with the responses of the first rows."""
     rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
     # Rows with another prompt or reference under the same id are another example.
-    answers: dict[tuple[str, tuple[str, str | None]], list[tuple[Row, ScoredPrediction]]] = {}
+    answers: dict[tuple[str, tuple[str, str | None]], list[tuple[ComparisonRow, ScoredPrediction]]] = {}
     for row in rows:
         for identity, prediction in row.predictions.items():
             answers.setdefault((identity, prediction.example), []).append((row, prediction))

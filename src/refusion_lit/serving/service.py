@@ -31,7 +31,7 @@ log = logging.getLogger("refusion_lit.serving")  # texts of users at level DEBUG
 
 
 @dataclass
-class Run:
+class ServedRequest:
     """One request on its way.
 
     Attributes:
@@ -112,28 +112,28 @@ class Service:
             HTTPException: If it is refused, or fails.
         """
         try:
-            run = await self._begin(asked)
+            served = await self._begin(asked)
         except (ValueError, HTTPException) as error:
             self._requests.labels("refused").inc()
             message = str(error).replace("max_new_tokens", "max_tokens")  # the API's name
             raise error if isinstance(error, HTTPException) else HTTPException(400, message) from error
         if asked.stream:
-            return StreamingResponse(self._stream(run), media_type="text/event-stream")
-        collecting = asyncio.create_task(self._collect(run))
+            return StreamingResponse(self._stream(served), media_type="text/event-stream")
+        collecting = asyncio.create_task(self._collect(served))
         while not (await asyncio.wait({collecting}, timeout=0.5))[0]:  # seconds
             if await request.is_disconnected():
                 collecting.cancel()
                 return Response(status_code=499)
         return JSONResponse(collecting.result())
 
-    async def _begin(self, asked: ChatRequest | CompletionRequest) -> Run:
+    async def _begin(self, asked: ChatRequest | CompletionRequest) -> ServedRequest:
         """Check a request, encode its prompts and submit its jobs; all this takes part of its time limit.
 
         Raises:
             HTTPException: If the server is loading, stopping or busy, or another model is asked for.
             ValueError: If the request asks for what cannot be done.
         """
-        run = Run(asked, f"{'chat' * asked.is_chat}cmpl-{secrets.token_hex(12)}")
+        served = ServedRequest(asked, f"{'chat' * asked.is_chat}cmpl-{secrets.token_hex(12)}")
         worker = self.worker
         if asked.model != self.name:
             raise HTTPException(404, f"model: expected {self.name!r}, got {asked.model[:60]!r}; see /v1/models.")
@@ -149,17 +149,17 @@ class Service:
         most = worker.limits.max_prompt_tokens
         require(longest <= most, "prompt", f"at most {most} tokens, with those of a schema", longest, "shorten it")
         check_prompts(worker.checked, worker.decoder, prompts, sampling)
-        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, run.news.put_nowait)
-        run.jobs = [
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, served.news.put_nowait)
+        served.jobs = [
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, tell=tell,
-                deadline=run.started + worker.limits.max_seconds, watched=asked.stream_options.include_decode,
+                deadline=served.started + worker.limits.max_seconds, watched=asked.stream_options.include_decode,
                 stream=TextStream(worker.model.detokenize, sampling))
             for prompt in prompts
             for number in range(asked.n)  # keys the noise of a choice
         ]  # fmt: skip
-        worker.submit(run.jobs)
-        log.debug("%s asked: %r", run.id, asked)
-        return run
+        worker.submit(served.jobs)
+        log.debug("%s asked: %r", served.id, asked)
+        return served
 
     def _sampling(self, asked: ChatRequest | CompletionRequest) -> SamplingParams:
         """Return a request's sampling options: its own, and the server's for the rest."""
@@ -187,7 +187,7 @@ class Service:
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", asked.prompt[:2], "split the request")
         return [encode_text(self.model.tokenizer, text) for text in asked.prompt]
 
-    async def _events(self, run: Run) -> AsyncIterator[tuple[Job, Update]]:
+    async def _events(self, served: ServedRequest) -> AsyncIterator[tuple[Job, Update]]:
         """Yield what happens until all choices have ended; leave nothing in flight when the client goes.
 
         Raises:
@@ -196,51 +196,51 @@ class Service:
         outcome = "gone"
         has_text = False
         # Not told by the worker, which looks between calls of the model: one that hangs keeps no client.
-        too_late = (run.jobs[0], HTTPException(504, "the time limit of a request is over"))
-        left = run.started + self.worker.limits.max_seconds - time.monotonic()
-        alarm = asyncio.get_running_loop().call_later(left, run.news.put_nowait, too_late)
+        too_late = (served.jobs[0], HTTPException(504, "the time limit of a request is over"))
+        left = served.started + self.worker.limits.max_seconds - time.monotonic()
+        alarm = asyncio.get_running_loop().call_later(left, served.news.put_nowait, too_late)
         try:
-            while not all(job.ended for job in run.jobs):
-                job, event = await run.news.get()
+            while not all(job.ended for job in served.jobs):
+                job, event = await served.news.get()
                 if isinstance(event, HTTPException):
                     outcome = "failed"
                     raise event
                 job.ended = event.generation
                 if event.text and not has_text:
                     has_text = True
-                    self._seconds.labels("first_text").observe(time.monotonic() - run.started)
+                    self._seconds.labels("first_text").observe(time.monotonic() - served.started)
                 yield job, event
             outcome = "done"
         finally:
             alarm.cancel()
-            for job in run.jobs:
+            for job in served.jobs:
                 job.deadline = 0.0  # the worker drops it, unless it has ended
             self._requests.labels(outcome).inc()
-            self._seconds.labels("end").observe(time.monotonic() - run.started)
+            self._seconds.labels("end").observe(time.monotonic() - served.started)
             for kind in ("prompt_tokens", "completion_tokens", "forwards"):
-                self._counts.labels(kind).inc(run.usage[kind])
-            log.info("%s %s %s", run.id, outcome, json.dumps(run.usage))
-            log.debug("%s answered: %s", run.id, [job.ended.text for job in run.jobs if job.ended])
+                self._counts.labels(kind).inc(served.usage[kind])
+            log.info("%s %s %s", served.id, outcome, json.dumps(served.usage))
+            log.debug("%s answered: %s", served.id, [job.ended.text for job in served.jobs if job.ended])
 
-    async def _collect(self, run: Run) -> dict[str, Any]:
+    async def _collect(self, served: ServedRequest) -> dict[str, Any]:
         """Return an answer's body."""
-        async for _ in self._events(run):
+        async for _ in self._events(served):
             pass
-        choices = [run.choice(job, job.ended.text) for job in run.jobs if job.ended]
-        return run.body(*choices, usage=run.usage)
+        choices = [served.choice(job, job.ended.text) for job in served.jobs if job.ended]
+        return served.body(*choices, usage=served.usage)
 
-    async def _stream(self, run: Run) -> AsyncIterator[str]:
+    async def _stream(self, served: ServedRequest) -> AsyncIterator[str]:
         """Yield an answer's server-sent events: text in text order, a reason at the end of each choice, counts."""
         size = getattr(self.worker.decoder, "slot_size", None) or 1
         try:
-            async for job, update in self._events(run):
+            async for job, update in self._events(served):
                 more = {"decode": {"slot_size": size, "rounds": update.rounds}} if job.watched else {}
-                yield _sent(run.body(run.choice(job, update.text), **more))
+                yield _sent(served.body(served.choice(job, update.text), **more))
         except HTTPException as error:
             yield _sent(error_body(error))
             return
-        if run.asked.stream_options.include_usage:
-            yield _sent(run.body(usage=run.usage))
+        if served.asked.stream_options.include_usage:
+            yield _sent(served.body(usage=served.usage))
         yield "data: [DONE]\n\n"
 
 

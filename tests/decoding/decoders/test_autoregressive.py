@@ -14,6 +14,7 @@ from fakes import HashModel, PlainModel
 from refusion_lit import decoding
 from refusion_lit.decoding import Autoregressive, ModelMismatchError, check_model, decode
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -107,8 +108,8 @@ class TokenTable(PlainModel):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[..., 0].long()]
 
-    def make_cache(self, num_rows: int) -> None:
-        return None
+    def make_cache(self, num_rows: int) -> KVCache:
+        return KVCache(0, num_rows)  # no layers: it keeps no state
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])

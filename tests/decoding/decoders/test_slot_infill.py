@@ -15,9 +15,10 @@ SIZE = 4
 def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill:
     """Return slots 0, 1, ... with their tokens and accepted prefixes, after a context."""
     return SlotInfill(
-        slots=[OpenSlot(100 + SIZE * i, i, list(tokens), prefix) for i, (tokens, prefix) in enumerate(slots)],
-        context_length=CONTEXT,
-        chosen=range(len(slots)),
+        slots=[
+            OpenSlot(i, 100 + SIZE * i, CONTEXT + SIZE * i, list(tokens), prefix)
+            for i, (tokens, prefix) in enumerate(slots)
+        ],
         state=RowState.blank(Prompt(token_ids=(3,), id="p"), SamplingParams(temperature=0.7), SPECIAL),
     )
 
@@ -35,7 +36,7 @@ def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill:
     ],
 )
 def test_each_round_accepts_a_token_regardless(prefix: int, scores: list[float], num_accepted: int) -> None:
-    slot = OpenSlot(100, 0, [5, 6, 7, 8], prefix)
+    slot = OpenSlot(0, 100, CONTEXT, [5, 6, 7, 8], prefix)
     slot.accept(scores, 0.5)
     assert slot.num_accepted == num_accepted
 
@@ -60,7 +61,7 @@ def test_entries_of_the_common_length_are_final(prefixes: list[int], expected: i
 def test_slots_after_an_eos_are_dropped_and_the_ended_one_delays_no_other() -> None:
     infill = infill_of([([5, 6, 7, 8], 3), ([5, EOS, EOS, 8], 3), ([EOS, 6, 7, 8], 2)])
     infill.close_round()
-    assert [slot.index for slot in infill.slots] == [0, 1]
+    assert infill.taken == [0, 1]
     assert infill.slots[1].ends
     assert infill.slots[1].num_accepted == 2
     assert infill.found_eos

@@ -17,6 +17,7 @@ from fakes import MASK, SPECIAL, VOCAB, FakeModel, HashModel, tiny_backbone
 from refusion_lit.decoding import BlockDiffusion, TokenEditing, decode
 from refusion_lit.families.block_diffusion.token_editing import MAX_POST_FORWARDS
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import as_mask
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from slow_decoding import best_allowed, cut
@@ -151,8 +152,8 @@ class Regrets(FakeModel):
         logits = torch.zeros(len(ids), self.num_head_rows, dtype=torch.float64)
         return logits.scatter(1, ids[:, None], 9.0)
 
-    def make_cache(self, num_rows: int) -> None:
-        return None
+    def make_cache(self, num_rows: int) -> KVCache:
+        return KVCache(0, num_rows)  # no layers: it keeps no state
 
 
 @pytest.mark.parametrize(("cycles", "expected", "num_forwards"), [(False, [6, 5, 5, 5], 3), (True, [5, 5, 5, 5], 17)])

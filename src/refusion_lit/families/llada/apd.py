@@ -168,6 +168,6 @@ class PairedModel(LanguageModel):
 
         return logits
 
-    def make_cache(self, num_rows: int) -> KVCache | None:
+    def make_cache(self, num_rows: int) -> KVCache:
         """Return the verifier's cache; the masked model has none."""
         return self._verifier.make_cache(num_rows)
