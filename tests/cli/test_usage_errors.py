@@ -160,6 +160,20 @@ def test_right_arguments_are_parsed(cli: RefusionCLI, args: list[str], monkeypat
     assert cli.parse(cli.parser, ["fit", "--config", QUICKSTART, *args]).fit.data.batch_size
 
 
+def test_a_boolean_option_alone_means_true_beside_a_trainer(cli: RefusionCLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    alone = ["--trainer.enable_progress_bar", "--model.decoding.allow_mismatch", "--trainer.fast_dev_run"]
+    given = ["--trainer.enable_model_summary", "false", "--model.decoding.share_prefixes=false"]
+    parsed = cli.parse(cli.parser, ["fit", *alone, *given, "--config", QUICKSTART]).fit
+    assert (
+        parsed.trainer.enable_progress_bar
+        is parsed.trainer.fast_dev_run
+        is parsed.model.decoding.allow_mismatch
+        is True
+    )
+    assert parsed.trainer.enable_model_summary is parsed.model.decoding.share_prefixes is False
+
+
 def test_a_command_without_a_trainer_explains_its_options_and_those_of_the_decoder() -> None:
     parser = build_parser()
     with pytest.raises(ValueError, match=r"unknown option 'decoder\.slot_sise'; did you mean 'decoder\.slot_size'"):

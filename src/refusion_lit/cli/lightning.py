@@ -24,7 +24,7 @@ from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
 from refusion_lit.checkpoints.models import CheckpointMetadata, own_draft
 from refusion_lit.cli import run_directory
-from refusion_lit.cli.parser import OneLineErrors, PlainHelp
+from refusion_lit.cli.parser import OneLineErrors, PlainHelp, let_booleans_alone
 from refusion_lit.cli.progress_bar import RunProgress
 from refusion_lit.cli.usage_errors import (
     PARSER_ERRORS,
@@ -127,6 +127,7 @@ class RefusionCLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser.description = _SUMMARIES[subcommand] + ("" if subcommand == "validate" else _RESUME)
         parser.usage = f"refusion-lit {subcommand} --config FILE [--OPTION VALUE ...]"
+        let_booleans_alone(parser)
         for action in parser._actions:
             if action.dest == "ckpt_path":
                 action.help = _CKPT_PATH["fit" if subcommand == "fit" else "others"]

@@ -8,7 +8,8 @@ import sys
 from argparse import Action
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
@@ -53,8 +54,7 @@ class OneLineParser(OneLineErrors, ArgumentParser):
         Raises:
             ValueError: Naming the wrong option, what was expected and what was got.
         """
-        for action in (each for each in self._actions if getattr(each, "_typehint", None) is bool):
-            action.nargs, action.const = "?", True
+        let_booleans_alone(self)
         args = _with_decoder_first(args)
         try:
             parsed = self.parse_args(args)
@@ -64,6 +64,14 @@ class OneLineParser(OneLineErrors, ArgumentParser):
             return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
             raise ValueError(located(brief(str(error)), {"decoder": parsed.get("decoder")})) from error
+
+
+def let_booleans_alone(parser: ArgumentParser) -> None:
+    """Let a parser's boolean options stand alone, which means true."""
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        if bool in (hint, *get_args(hint)) and {hint, *get_args(hint)} <= {hint, bool, int, NoneType}:
+            action.nargs, action.const = "?", True
 
 
 def _with_decoder_first(args: Sequence[str]) -> list[str]:
