@@ -165,13 +165,9 @@ def test_a_boolean_option_alone_means_true_beside_a_trainer(cli: RefusionCLI, mo
     alone = ["--trainer.enable_progress_bar", "--model.decoding.allow_mismatch", "--trainer.fast_dev_run"]
     given = ["--trainer.enable_model_summary", "false", "--model.decoding.share_prefixes=false"]
     parsed = cli.parse(cli.parser, ["fit", *alone, *given, "--config", QUICKSTART]).fit
-    assert (
-        parsed.trainer.enable_progress_bar
-        is parsed.trainer.fast_dev_run
-        is parsed.model.decoding.allow_mismatch
-        is True
-    )
-    assert parsed.trainer.enable_model_summary is parsed.model.decoding.share_prefixes is False
+    trainer, decoding = parsed.trainer, parsed.model.decoding
+    assert trainer.enable_progress_bar is trainer.fast_dev_run is decoding.allow_mismatch is True
+    assert trainer.enable_model_summary is decoding.share_prefixes is False
 
 
 def test_a_command_without_a_trainer_explains_its_options_and_those_of_the_decoder() -> None:
