@@ -131,7 +131,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> 
         backend.encode_special_tokens = before
     known = SpecialTokens.of(tokenizer)
     # What stands for text without a token; a template may name it, and then means it.
-    fillers = {known.pad_token_id: tokenizer.pad_token, tokenizer.unk_token_id: tokenizer.unk_token}
+    unknown: Any = tokenizer.unk_token_id
+    fillers = {known.pad_token_id: tokenizer.pad_token, unknown: tokenizer.unk_token}
     found = {token for token, name in fillers.items() if ids.count(token) > (text.count(str(name)) if special else 0)}
     if not special:
         found |= {known.mask_token_id, *known.eos_token_ids}.intersection(ids)
