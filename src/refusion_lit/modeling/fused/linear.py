@@ -86,7 +86,7 @@ class Linear:
         batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
-    __slots__ = ("_batch_invariant", "_copy", "_packed", "_transposed", "bias", "biases", "is_small", "weights")
+    __slots__ = ("_batch_invariant", "_copy", "_packed", "bias", "biases", "is_small", "weights")
 
     def __init__(
         self,
@@ -99,7 +99,6 @@ class Linear:
         present = [bias for bias in biases if bias is not None]
         assert len(present) in (0, len(weights)), "layers that are one product have biases all or none"
         self.weights = tuple(weights)
-        self._transposed = self.weights[0].detach().t()
         self.biases = tuple(biases) if present else (None,) * len(self.weights)
         self.bias = torch.cat(present) if len(present) > 1 else next(iter(present), None)
         self.is_small = _is_small(weights)
@@ -120,13 +119,6 @@ class Linear:
         if self.is_small:
             return F.linear(x, self._copy, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._copy, self.bias, "none", [], "")
-
-    def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
-        """Add y to states in place; for one layer without a bias."""
-        if self._packed is None and not self._batch_invariant:
-            hidden.addmm_(x, self._transposed)
-        else:
-            hidden.add_(self(x))
 
 
 def in_blocks(product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
