@@ -24,7 +24,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from refusion_lit.modeling.drafter import Drafter
-from refusion_lit.modeling.fused.attention import Attention, Rows
+from refusion_lit.modeling.fused.attention import RowAttention, Rows
 from refusion_lit.modeling.fused.drafts import DraftMasks
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.fused.segments import attention_for
@@ -129,10 +129,10 @@ class FusedBody:
             rows, attention_mask, cache, self._embedding, width, batch_invariant=self._batch_invariant
         )
         hidden = self._run(rows.real_of(input_ids.flatten()), rotation, attention)
-        return rows.padded(hidden).view(*input_ids.shape, -1)
+        return rows.padded(hidden)
 
     def _run(
-        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: Attention
+        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: RowAttention
     ) -> Float[Tensor, "token hidden"]:
         """Run the layers over the concatenated tokens of all rows, with one matrix product for all of them.
 
