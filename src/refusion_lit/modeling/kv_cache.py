@@ -87,8 +87,9 @@ class KVCache:
             row_index: Storage row of each of those tokens.
             cache_index: Cache index of each of those tokens; below ``num_keys``.
         """
-        missing = self._capacity_for(num_keys) - self.capacity
-        if missing > 0:
+        if num_keys > self.capacity:
+            wanted = max(num_keys, self.capacity * 5 // 4)  # at least a quarter more, to grow rarely
+            missing = -(-wanted // self._chunk) * self._chunk - self.capacity
             self.capacity += missing
             for layer in self._stored:  # grow one tensor at a time, so that only one of them is in memory twice
                 for number, states in enumerate(layer):
@@ -96,12 +97,6 @@ class KVCache:
         all_rows = rows == list(range(self.num_rows))
         selected = slice(None) if all_rows else to_device(rows, cache_index.device)
         self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
-
-    def _capacity_for(self, num_keys: int) -> int:
-        """Return the new capacity of a row for ``num_keys`` entries: at least a quarter more, to grow rarely."""
-        if num_keys <= self.capacity:
-            return self.capacity
-        return -(-max(num_keys, self.capacity * 5 // 4) // self._chunk) * self._chunk
 
     @property
     def num_bytes(self) -> int:

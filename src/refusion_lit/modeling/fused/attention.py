@@ -1,4 +1,4 @@
-"""Attention of the fused backbone over padded rows: in one call, or in calls of one shape for batch invariance.
+"""Attention of the fused backbone over padded rows, as one or several calls.
 
 All other operations run on real tokens only, concatenated without padding. Attention needs rows, which usually differ
 in their numbers of queries and keys. On CPUs, :mod:`~refusion_lit.modeling.fused.segments` cuts it into several calls.

@@ -12,10 +12,10 @@ Queries run down and keys to the right; ``#`` is computed, ``-`` is computed and
     |#####     |      +--------------+    |############---|
     +----------+                          +---------------+
 
-A long span (one of the first three) gets calls of its own. The masks of its chunks are views of one small matrix, so
-memory grows with the number of keys, not with its square. All other spans share one padded call. Calls of their own
-save a fifth of the time of next-token decoding of prompts of 60 to 1 200 tokens, and little elsewhere
-(benchmarks/attention_calls.py).
+Each span of a row with a long span gets calls of its own (one of the first three; with a mask if its keys are not one
+interval). The masks of its chunks are views of one small matrix, so memory grows with the number of keys, not with its
+square. All other rows share one padded call. Calls of their own save a fifth of the time of next-token decoding of
+prompts of 60 to 1 200 tokens, and little elsewhere (benchmarks/attention_calls.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MIN_CALLS = 32
 """If the padded batch has less work than this number of calls costs, planning the calls takes 4 to 6 % of a decode."""
 
 _ALONE = 8
-"""A span gets calls of its own if its work takes at least as long as this number of calls costs."""
+"""A row gets calls of its own if the work of one of its spans takes at least as long as this number of calls costs."""
 
 _CHUNK = 64
 """Maximum number of queries in a chunk, which is the number of rows of its mask."""
