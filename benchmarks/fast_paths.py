@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.engine import reading
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.fused import body
+from refusion_lit.modeling.fused import body, linear
 
 
 def library_norm(self: body._Norm, x: Tensor) -> Tensor:
@@ -50,6 +50,9 @@ PLAIN: dict[str, Callable[[], Any]] = {
     "softmax in chunks": lambda: mock.patch.object(reading, "_MAX_SOFTMAX", 1 << 60),
     "table of angles": lambda: mock.patch.object(body.FusedBody, "_rotation", body.FusedBody._angles),
     "norms by hand": lambda: mock.patch.object(body._Norm, "__call__", library_norm),
+    "product and sum in one": lambda: mock.patch.object(
+        linear.Linear, "add_to", lambda self, hidden, x: hidden.add_(self(x))
+    ),
 }
 """What replaces a fast path by plain operations."""
 

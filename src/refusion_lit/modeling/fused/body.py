@@ -150,7 +150,7 @@ class FusedBody:
             if masks is not None:
                 masks.add(number, "attention", normed, heads)
             mixed = attention(number, *self._rotated(layer, heads, rotation)).flatten(1)
-            hidden.add_(layer.output(mixed))
+            layer.output.add_to(hidden, mixed)
             if masks is not None:
                 masks.add(number, "output", mixed, hidden)
             normed = layer.mlp_norm(hidden)
@@ -159,7 +159,7 @@ class FusedBody:
                 masks.add(number, "mlp", normed, both)
             gate, up = both.chunk(2, -1)
             gated = F.silu(gate).mul_(up)
-            hidden.add_(layer.down(gated))
+            layer.down.add_to(hidden, gated)
             if masks is not None:
                 masks.add(number, "down", gated, hidden)
         return self._norm(hidden)

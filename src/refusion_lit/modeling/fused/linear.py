@@ -82,7 +82,7 @@ class Linear:
         batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
-    __slots__ = ("_batch_invariant", "_copy", "_packed", "_small", "bias", "biases", "weights")
+    __slots__ = ("_batch_invariant", "_copy", "_packed", "_small", "_transposed", "bias", "biases", "weights")
 
     def __init__(
         self,
@@ -98,6 +98,7 @@ class Linear:
         self.biases = tuple(biases) if present else (None,) * len(self.weights)
         self.bias = torch.cat(present) if len(present) > 1 else next(iter(present), None)
         self._small = torch.cat([weight.detach() for weight in weights]) if _is_small(weights) else None
+        self._transposed = None if self._small is None or batch_invariant else self._small.t()
         self._batch_invariant = batch_invariant
         self._packed = packed if packed is not None and packed.takes(weights) else None
         self._copy: Tensor | None = None
@@ -115,6 +116,13 @@ class Linear:
             outputs = [F.linear(x, *layer) for layer in zip(self.weights, self.biases, strict=True)]
             return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
         return torch.ops.mkldnn._linear_pointwise(x, self._copy, self.bias, "none", [], "")
+
+    def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
+        """Add y to states in place; for layers without biases. Small ones are one call (benchmarks/fast_paths.py)."""
+        if self._transposed is not None:
+            hidden.addmm_(x, self._transposed)
+        else:
+            hidden.add_(self(x))
 
 
 def in_blocks(product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
