@@ -11,8 +11,8 @@ prompts of random tokens; greedy.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -33,40 +33,16 @@ from jsonargparse import auto_cli
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.engine import reading
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.drafter import Drafter, DrafterOptions
-from refusion_lit.modeling.fused import body, drafts, linear
+from refusion_lit.modeling.fused import body, linear
 
 
 def library_norm(self: body._Norm, x: Tensor) -> Tensor:
     """Normalise by torch's function alone; `_weight` is scaled where the fast path computes by hand."""
     scale = x.shape[-1] ** -0.5 if self._by_hand else 1.0
     return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._weight * scale)
-
-
-def unstacked(self: drafts.DraftMasks, layer: int, names: tuple[str, ...]) -> list[tuple[Tensor, Tensor, slice]]:
-    """Return the adapters of layers that are one product, one by one, with their share of its output."""
-    first, found = 0, []
-    is_low = self._embedding.dtype.itemsize < 4
-    dtype = torch.float32 if is_low else self._embedding.dtype
-    for name in names:
-        adapter = self._drafter.adapter(f"layers-{layer}-{name}")
-        up = adapter.up.detach().t().to(dtype)
-        own = slice(first, first + up.shape[1])
-        found.append(((adapter.down.detach() * adapter.scale).t().to(dtype), up, own))
-        first = own.stop
-    return found
-
-
-def add_one_by_one(
-    self: drafts.DraftGate, adapters: list[tuple[Tensor, Tensor, slice]], x: Tensor, output: Tensor
-) -> None:
-    """Add each adapter's update by two products of its own."""
-    rows = slice(self.run[0], sum(self.run)) if self.run is not None else self.rows
-    for down, up, own in adapters:
-        output[rows, own] += ((x[rows].to(down.dtype) @ down) @ up).to(output.dtype)
 
 
 PLAIN: dict[str, Callable[[], Any]] = {
@@ -80,33 +56,9 @@ PLAIN: dict[str, Callable[[], Any]] = {
 }
 """What replaces a fast path by plain operations."""
 
-
-@contextmanager
-def adapters_one_by_one() -> Iterator[None]:
-    """Replace the joint product of adapters."""
-    with (
-        mock.patch.object(drafts.DraftMasks, "_stacked", unstacked),
-        mock.patch.object(drafts.DraftGate, "add", add_one_by_one),
-    ):
-        yield
-
-
-ADAPTERS = {"adapters in one product": adapters_one_by_one}
 MODELS = {"small": SMALL, "SmolLM2's shape": SMOLLM2, "large vocabulary": VOCABULARY_HEAVY}
 DECODERS: dict[str, Decoder] = {"autoregressive": Autoregressive(), "refusion": ReFusion(num_serial_blocks=1)}
 BATCHES = {"small": (1, 16), "SmolLM2's shape": (1,), "large vocabulary": (1, 16)}
-
-
-def with_drafter(dtype: torch.dtype) -> Backbone:
-    """Return a model of SmolLM2's shape with a random drafter."""
-    model = random_model(SMOLLM2, dtype=dtype)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        drafter = Drafter(model.body, DrafterOptions(num_masks=3))
-        for weights in drafter.parameters():
-            torch.nn.init.normal_(weights, std=0.02)
-    model.attach(drafter.to(dtype))
-    return model
 
 
 def compared(
@@ -144,11 +96,6 @@ def main(repeats: int = 7, output: str | None = None) -> None:
                 case = f"{shape}, batch {batch_size}, {label}"
                 cases[case] = compared(model, decoder, batch_size, PLAIN, repeats)
                 print(case, cases[case]["without / with"], flush=True)
-    speculative = SelfSpeculative(layout="single_forward", num_drafts=3)
-    for dtype in (torch.float32, torch.bfloat16):
-        case = f"SmolLM2's shape, {str(dtype).removeprefix('torch.')}, batch 1, drafter"
-        cases[case] = compared(with_drafter(dtype), speculative, 1, ADAPTERS, repeats)
-        print(case, cases[case]["without / with"], flush=True)
     config = {"repeats": repeats, "threads": 1, "models": MODELS, "prompt_length": 64, "new_tokens": 32}
     write("fast_paths", config, {"cases": cases}, output=output, seconds=time.perf_counter() - started, seed=0)
 

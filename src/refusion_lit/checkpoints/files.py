@@ -36,11 +36,6 @@ def is_sharded_checkpoint(path: str | Path) -> bool:
     return (Path(path) / _INDEX).is_file()
 
 
-def is_complete_sharded(path: str | Path) -> bool:
-    """Whether the directory of a sharded checkpoint has its plain values, which Lightning writes last."""
-    return (Path(path) / _PLAIN_VALUES).is_file()
-
-
 def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
     """Load a sharded checkpoint into tensors in place, in this process alone.
 
@@ -119,10 +114,10 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
             that no checkpoint needs.
     """
     if is_sharded_checkpoint(path):
-        got = f"{path}, which lacks {_PLAIN_VALUES}, written last"
-        require(is_complete_sharded(path), "ckpt_path", "a complete checkpoint", got, "use an earlier one")
-        _check_index(Path(path) / _INDEX)
         file = Path(path) / _PLAIN_VALUES
+        got = f"{path}, which lacks {_PLAIN_VALUES}, written last"
+        require(file.is_file(), "ckpt_path", "a complete checkpoint", got, "use an earlier one")
+        _check_index(Path(path) / _INDEX)
     else:
         file = Path(path)
         expected = "a checkpoint file"

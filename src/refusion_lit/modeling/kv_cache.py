@@ -29,22 +29,17 @@ class _Plan:
 
     Attributes:
         sequences: Storage row of each sequence.
-        rows: The same as a tensor; ``None`` if the sequences are all rows in order.
+        rows: The same as a tensor; ``slice(None)`` if the sequences are all rows in order.
         num_keys: Number of leading entries that may be attended to.
         source_index: Flat index of every token to store; ``None`` for all tokens.
         write_index: Flat index into storage of every token.
     """
 
     sequences: list[int]
-    rows: Tensor | None
+    rows: slice | Tensor
     num_keys: int
     source_index: Tensor | None
     write_index: Tensor
-
-    def visible(self, stored: Tensor) -> Tensor:
-        """Return the entries [sequence, key, head, dim] that each sequence may attend to."""
-        seen = stored.narrow(1, 0, self.num_keys)
-        return seen if self.rows is None else seen[self.rows]
 
 
 class KVCache:
@@ -53,7 +48,8 @@ class KVCache:
     Args:
         num_layers: Layers of the model.
         num_rows: Rows of storage, one for each prompt being decoded.
-        capacity: Initial number of entries per row; grows by a quarter or more, in chunks of 128.
+        capacity: Initial number of entries per row; grows by a quarter or more, in chunks of this number, or of 128 if
+            that is more.
 
     Attributes:
         past_key_values: The cache as transformers takes it.
@@ -62,6 +58,7 @@ class KVCache:
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
         self.num_rows = num_rows
         self.capacity = capacity
+        self._chunk = max(capacity, CHUNK)
         self._plan: _Plan | None = None
         self._stored: list[list[Tensor]] = [[] for _ in range(num_layers)]  # keys and values of each layer, once known
         self.past_key_values = Cache(layers=[_LibraryLayer(self, number) for number in range(num_layers)])
@@ -90,21 +87,16 @@ class KVCache:
             row_index: Storage row of each of those tokens.
             cache_index: Cache index of each of those tokens; below ``num_keys``.
         """
-        missing = self._capacity_for(num_keys) - self.capacity
-        if missing > 0:
+        if num_keys > self.capacity:
+            wanted = max(num_keys, self.capacity * 5 // 4)  # at least a quarter more, to grow rarely
+            missing = -(-wanted // self._chunk) * self._chunk - self.capacity
             self.capacity += missing
             for layer in self._stored:  # grow one tensor at a time, so that only one of them is in memory twice
                 for number, states in enumerate(layer):
                     layer[number] = F.pad(states, (0, 0, 0, 0, 0, missing))
         all_rows = rows == list(range(self.num_rows))
-        selected = None if all_rows else to_device(rows, cache_index.device)
+        selected = slice(None) if all_rows else to_device(rows, cache_index.device)
         self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
-
-    def _capacity_for(self, num_keys: int) -> int:
-        """Return the new capacity of a row for ``num_keys`` entries: at least a quarter more, to grow rarely."""
-        if num_keys <= self.capacity:
-            return self.capacity
-        return -(-max(num_keys, self.capacity * 5 // 4) // CHUNK) * CHUNK
 
     @property
     def num_bytes(self) -> int:
@@ -126,14 +118,6 @@ class KVCache:
         stored_keys.flatten(0, 1).index_copy_(0, write_index, keys)
         stored_values.flatten(0, 1).index_copy_(0, write_index, values)
         return stored_keys, stored_values
-
-    def update(
-        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
-    ) -> tuple[Float[Tensor, "sequence key head dim"], Float[Tensor, "sequence key head dim"]]:
-        """Write a layer's keys and values as prepared and return what each sequence may attend to."""
-        stored_keys, stored_values = self.store(layer, keys, values)
-        plan = self.prepared
-        return plan.visible(stored_keys), plan.visible(stored_values)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` entries of one row to another."""
@@ -174,10 +158,13 @@ class _LibraryLayer(DynamicLayer):
         """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
         owner = self._owner()
         assert owner is not None, "the cache must outlive its past_key_values"
-        source = owner.prepared.source_index
+        plan = owner.prepared
         flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
-        keys, values = owner.update(self._number, *(flat if source is None else [states[source] for states in flat]))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        if plan.source_index is not None:
+            flat = [states[plan.source_index] for states in flat]
+        keys, values = owner.store(self._number, *flat)
+        seen = plan.rows, slice(plan.num_keys)
+        return keys[seen].transpose(1, 2), values[seen].transpose(1, 2)
 
     def get_seq_length(self) -> int:
         """Return 0: masks and positions are always explicit, so transformers must not derive them from a length."""

@@ -36,9 +36,11 @@ class Visibility:
 
     @property
     def is_causal(self) -> bool:
-        """Whether every sequence is one span that sees itself, causally, and nothing else."""
+        """Whether every sequence is one span that sees itself, causally, and nothing else, from the same key on."""
+        first = self.spans[0].first_key
         return len(self.spans) == self.shape[0] and all(
-            span.order is None and all(start >= stop for start, stop in span.context) for span in self.spans
+            span.order is None and span.first_key == first and all(start >= stop for start, stop in span.context)
+            for span in self.spans
         )
 
     @property

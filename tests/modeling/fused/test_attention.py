@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ragged import DIM, HEADS, by_hand, prepared, ragged, states
 from refusion_lit.modeling.fused import segments
-from refusion_lit.modeling.fused.attention import PaddedAttention, Rows, attend_rows
-from refusion_lit.modeling.fused.segments import SegmentedAttention, attention_for, segmented
+from refusion_lit.modeling.fused.attention import Call, RowAttention, Rows, attend_rows, padded_call
+from refusion_lit.modeling.fused.segments import attention_for, segmented
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.spans import Span
 from refusion_lit.modeling.visibility import Visibility
@@ -43,9 +43,9 @@ def test_segments_and_padded_rows_attend_as_each_token_does_alone(
         patch.setattr(segments, "_CHUNK", chunk)
         for kind in ("segments", "ranges", "matrix"):
             cache = prepared(made.plan, num_rows, seed)
-            attend: Any = PaddedAttention(made.rows, made.mask if kind == "matrix" else made.visibility, cache, LIKE)
-            if kind == "segments":
-                attend = segmented(made.rows, made.visibility, cache, torch.float64, call) or attend
+            seen = made.mask if kind == "matrix" else made.visibility
+            calls = segmented(made.visibility, cache, torch.float64, call) if kind == "segments" else []
+            attend = RowAttention(made.rows, calls or [padded_call(made.rows, seen, cache, LIKE)], cache)
             found = attend(0, query, key, value)
             torch.testing.assert_close(found, by_hand(made.rows, made.mask, cache, query, key, value))
 
@@ -95,12 +95,16 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
         Rows(torch.Size((len(lengths), longest)), None),
     )
     query, key, value = states(seed, len(lengths) * longest)
-    expected = PaddedAttention(rows, visibility.mask(), None, LIKE)(0, query, key, value)
+
+    def attended(calls: list[Call]) -> Tensor:
+        return RowAttention(rows, calls, None)(0, query, key, value)
+
+    expected = attended([padded_call(rows, visibility.mask(), None, LIKE)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "_ALONE", 1)
-        attend = segmented(rows, visibility, None, torch.float64, call)
-    padded = PaddedAttention(rows, visibility, None, LIKE)(0, query, key, value)
-    for found in [padded] if attend is None else [padded, attend(0, query, key, value)]:
+        calls = segmented(visibility, None, torch.float64, call)
+    padded = attended([padded_call(rows, visibility, None, LIKE)])
+    for found in [padded, attended(calls)] if calls else [padded]:
         for row, n in enumerate(lengths):
             own = slice(row * longest, row * longest + n)
             torch.testing.assert_close(found[own], expected[own])
@@ -109,30 +113,31 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
 def test_a_long_span_gets_calls_of_its_own_and_all_others_share_one() -> None:
     lengths = (3, 40, 2)
     visibility = Visibility([Span(row, 0, n, 0, (), None) for row, n in enumerate(lengths)], (3, 40), 40)
-    rows = Rows(torch.Size((3, 40)), None)
-    attend = segmented(rows, visibility, None, torch.float64, 40 * 40 // segments._ALONE)
-    assert attend is not None
-    assert [(each.num_queries, each.is_causal) for each in attend._segments] == [(40, True), (3, False)]
-    assert segmented(rows, visibility, None, torch.float64, 40 * 40 // segments._ALONE + 1) is None
+    calls = segmented(visibility, None, torch.float64, 40 * 40 // segments._ALONE)
+    assert [(each.places, each.is_causal) for each in calls] == [(slice(0, 40), True), (slice(0, 3), False)]
+    assert segmented(visibility, None, torch.float64, 40 * 40 // segments._ALONE + 1) == []
 
 
 def test_only_much_work_is_cut_into_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     width = HEADS * DIM
     made = ragged(0, [(8, 12), (1, 2), (1, 3)], [0, 1, 2])
     choose: list[Any] = [made.rows, made.visibility, prepared(made.plan, 3, 0), LIKE, width]
-    assert isinstance(attention_for(*choose), PaddedAttention)
+
+    def is_cut(*choose: Any) -> bool:
+        return len(attention_for(*choose)._calls) > 1
+
+    assert not is_cut(*choose)
     monkeypatch.setattr(segments, "_CALL", width)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert isinstance(attention_for(*choose), SegmentedAttention)
-    elsewhere = attention_for(*choose[:3], LIKE.to("meta"), width)
-    assert isinstance(elsewhere, PaddedAttention)
-    assert isinstance(attention_for(made.rows, made.mask, *choose[2:]), PaddedAttention)
+    assert is_cut(*choose)
+    assert not is_cut(*choose[:3], LIKE.to("meta"), width)
+    assert not is_cut(made.rows, made.mask, *choose[2:])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    assert isinstance(attention_for(*choose), PaddedAttention)
+    assert not is_cut(*choose)
 
 
-def masks_of(attend: SegmentedAttention) -> list[Tensor]:
-    return [segment.mask for segment in attend._segments if segment.mask is not None]
+def masks_of(calls: list[Call]) -> list[Tensor]:
+    return [call.mask for call in calls if call.mask is not None]
 
 
 def bytes_held(masks: list[Tensor]) -> int:
@@ -141,20 +146,19 @@ def bytes_held(masks: list[Tensor]) -> int:
 
 @pytest.mark.parametrize("order", [None, [0] * 3000, [i // 300 for i in range(3000)], [i // 7 for i in range(3000)]])
 def test_masks_grow_with_the_keys_not_with_their_square(order: list[int] | None) -> None:
-    rows, cache = Rows(torch.Size((1, 3000)), None), KVCache(1, 1)
+    cache = KVCache(1, 1)
     cache.prepare([0], 5000, None, torch.zeros(3000, dtype=torch.long), torch.arange(2000, 5000))
     span = Span(0, 0, 3000, 2000, ((0, 2000),), order)
     visibility = Visibility([span], (1, 3000), 5000)
-    attend = segmented(rows, visibility, cache, torch.float32, 0)
-    assert attend is not None
-    assert bytes_held(masks_of(attend)) <= 3 * 64 * 5000 * 4
+    calls = segmented(visibility, cache, torch.float32, 0)
+    assert calls
+    assert bytes_held(masks_of(calls)) <= 3 * 64 * 5000 * 4
     if order is not None and order[-1] < 100:
-        assert masks_of(attend) == []
+        assert masks_of(calls) == []
     prompt = Visibility([Span(0, 0, 3000, 2000, (), None)], (1, 3000), 5000)
-    attend = segmented(rows, prompt, cache, torch.float32, 0)
-    assert attend is not None
-    assert masks_of(attend) == []
-    assert len(attend._segments) == 1
+    calls = segmented(prompt, cache, torch.float32, 0)
+    assert masks_of(calls) == []
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(("numbers", "expected"), [([3], slice(3, 4)), ([2, 3, 4], slice(2, 5)), ([2, 4, 3, 5], None)])

@@ -1,4 +1,4 @@
-"""Attention of the fused backbone over padded rows: in one call, or in calls of one shape for batch invariance.
+"""Attention of the fused backbone over padded rows, as one or several calls.
 
 All other operations run on real tokens only, concatenated without padding. Attention needs rows, which usually differ
 in their numbers of queries and keys. On CPUs, :mod:`~refusion_lit.modeling.fused.segments` cuts it into several calls.
@@ -13,8 +13,8 @@ of tokens, rows or entries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -31,21 +31,6 @@ NUM_KEYS = 512
 """Keys that torch's attention on CPUs takes at a time."""
 
 
-@runtime_checkable
-class Attention(Protocol):
-    """Attention of one forward."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: Float[Tensor, "token head dim"],
-        key: Float[Tensor, "token key_head dim"],
-        value: Float[Tensor, "token key_head dim"],
-    ) -> Float[Tensor, "token head dim"]:
-        """Store a layer's keys and values of the real tokens, and return the heads' outputs."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Places of the real tokens (all but padding) in a padded batch.
@@ -58,11 +43,17 @@ class Rows:
     shape: torch.Size
     real: Tensor | None
 
-    def padded(self, states: Tensor) -> Tensor:
-        """Scatter states of the real tokens to their places [tokens of all rows, ...]; zeros at padding."""
-        if self.real is None:
-            return states
-        return states.new_zeros(self.shape.numel(), *states.shape[1:]).index_copy_(0, self.real, states)
+    def padded(self, states: Float[Tensor, "token ..."]) -> Float[Tensor, "row place ..."]:
+        """Scatter states of the real tokens to their places; zeros at padding."""
+        if self.real is not None:
+            states = states.new_zeros(self.shape.numel(), *states.shape[1:]).index_copy_(0, self.real, states)
+        return states.view(*self.shape, *states.shape[1:])
+
+    def widened(self, width: int) -> Rows:
+        """Return the batch with more padding in each row."""
+        real = torch.arange(self.shape.numel()) if self.real is None else self.real
+        length = self.shape[1]
+        return Rows(torch.Size((self.shape[0], width)), real // length * width + real % length)
 
     def real_of(self, states: Tensor) -> Tensor:
         """Take the states of the real tokens."""
@@ -111,8 +102,79 @@ def _repeated(states: Tensor, times: int) -> Tensor:
     return states[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
-class PaddedAttention:
-    """Attention of all rows in one call, padded to the longest row.
+_ALL = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of attention, for some places of some rows of a batch.
+
+    Attributes:
+        rows: The rows.
+        storage: Rows of the storage that hold their keys; without a cache, these are the batch's own rows.
+        places: Places of the queries in their rows; ``slice(None)`` in the only call of a forward.
+        keys: Stored entries that some of the queries see.
+        mask: What is added to scores [row, 1, place, key]; ``None`` for none.
+        is_causal: Whether the i-th query sees the first i keys.
+    """
+
+    rows: slice | Tensor
+    storage: slice | Tensor
+    places: slice
+    keys: slice
+    mask: Tensor | None = None
+    is_causal: bool = False
+
+    def __call__(
+        self,
+        query: Float[Tensor, "row place head dim"],
+        keys: Float[Tensor, "stored_row entry key_head dim"],
+        values: Float[Tensor, "stored_row entry key_head dim"],
+    ) -> Float[Tensor, "called_row called_place head dim"]:
+        """Return the heads' outputs."""
+        keys, values = (stored[self.storage, self.keys] for stored in (keys, values))
+        return attend_rows(query[self.rows, self.places], keys, values, self.mask, is_causal=self.is_causal)
+
+
+class RowAttention:
+    """Attention of one forward.
+
+    Args:
+        rows: The batch.
+        calls: Calls that compute all its real tokens.
+        cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
+    """
+
+    def __init__(self, rows: Rows, calls: Sequence[Call], cache: KVCache | None) -> None:
+        self._rows = rows
+        self._calls = calls
+        self._cache = cache
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Tensor, "token head dim"],
+        key: Float[Tensor, "token key_head dim"],
+        value: Float[Tensor, "token key_head dim"],
+    ) -> Float[Tensor, "token head dim"]:
+        """Store a layer's keys and values of the real tokens, and return the heads' outputs."""
+        rows = self._rows
+        if self._cache is None:
+            keys, values = rows.padded(key), rows.padded(value)
+        else:
+            keys, values = self._cache.store(layer, key, value)
+        query = rows.padded(query)
+        if self._calls[0].places == _ALL:
+            mixed = self._calls[0](query, keys, values)
+        else:
+            mixed = torch.zeros_like(query)  # padding must be finite: later layers may compute it
+            for call in self._calls:
+                mixed[call.rows, call.places] = call(query, keys, values)
+        return rows.real_of(mixed.flatten(0, 1))
+
+
+def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | None, like: Tensor) -> Call:
+    """Return one call for all rows, padded to the longest row.
 
     Args:
         rows: The batch.
@@ -120,82 +182,47 @@ class PaddedAttention:
         cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
         like: A tensor of the states' type and device.
     """
-
-    def __init__(
-        self,
-        rows: Rows,
-        attention: AttentionMask | None,
-        cache: KVCache | None,
-        like: Tensor,
-    ) -> None:
-        self._rows = rows
-        self._cache = cache
-        self._is_causal = attention is None or (isinstance(attention, Visibility) and attention.is_causal)
-        self._mask = None if attention is None or self._is_causal else _mask_of(attention, rows.shape[1], like)
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
-        rows = self._rows
-        if self._cache is None or self._is_causal:  # tokens that see only each other read no entry of the cache
-            if self._cache is not None:
-                self._cache.store(layer, key, value)
-            key, value = (rows.padded(states).view(*rows.shape, *states.shape[1:]) for states in (key, value))
-        else:
-            key, value = self._cache.update(layer, key, value)
-        query = rows.padded(query).view(*rows.shape, *query.shape[1:])
-        mixed = attend_rows(query, key, value, self._mask, is_causal=self._is_causal)
-        return rows.real_of(mixed.flatten(0, 1))
-
-
-def _mask_of(attention: AttentionMask, num_tokens: int, like: Tensor) -> Tensor | None:
-    """Return an additive mask [row, 1, query, key]; attention would convert a boolean mask in every layer."""
+    num_tokens = rows.shape[1]
+    storage = _stored(cache)
+    keys = _ALL if cache is None else slice(cache.prepared.num_keys)
+    if attention is None:
+        return Call(_ALL, storage, _ALL, keys, is_causal=True)
     if isinstance(attention, Visibility):
-        return None if attention.is_full else additive_mask(attention, num_tokens, like.dtype, like.device)
-    found = sdpa_mask(attention, num_tokens, like.device)
-    return found if isinstance(found, RangeMask) else additive_mask(found[:, 0], num_tokens, like.dtype, like.device)
+        if attention.is_causal:
+            first = attention.spans[0].first_key
+            return Call(_ALL, storage, _ALL, slice(first, first + num_tokens), is_causal=True)
+        if attention.is_full:
+            return Call(_ALL, storage, _ALL, keys)
+    elif isinstance(ranges := sdpa_mask(attention, num_tokens, like.device), RangeMask):
+        return Call(_ALL, storage, _ALL, keys, ranges)
+    # Attention would convert a boolean mask in every layer.
+    return Call(_ALL, storage, _ALL, keys, additive_mask(attention, num_tokens, like.dtype, like.device))
 
 
-class InvariantAttention:
-    """Attention of one forward in calls of one shape.
-
-    Args:
-        rows: The batch.
-        mask: What is added to scores.
-        cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
-    """
-
-    def __init__(self, rows: Rows, mask: Float[Tensor, "batch 1 token key"], cache: KVCache | None) -> None:
-        self._rows = rows
-        self._cache = cache
-        num_rows, _, num_queries, num_keys = mask.shape
-        shape = num_rows, 1, _up(num_queries, NUM_ROWS), _up(num_keys, NUM_KEYS)
-        padded = mask.new_full(shape, -torch.inf)
+def invariant_attention(
+    rows: Rows, attention: AttentionMask | None, cache: KVCache | None, like: Tensor
+) -> RowAttention:
+    """Return attention in calls of one shape; see :func:`padded_call` for the arguments."""
+    num_rows, length = rows.shape
+    if attention is None:
+        attention = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, -1, -1)
+    mask = additive_mask(attention, length, like.dtype, like.device)
+    calls: list[Call] = []
+    for start in range(0, length, NUM_ROWS):
+        own = mask[:, :, start : start + NUM_ROWS]
+        num_keys = _up(int((own > -torch.inf).nonzero()[:, 3].max()) + 1, NUM_KEYS)
+        padded = own.new_full((num_rows, 1, NUM_ROWS, num_keys), -torch.inf)
         padded[..., 0] = 0.0  # padding sees something: seeing nothing gives NaN
-        padded[:, :, :num_queries, :num_keys] = mask
-        self._num_keys = shape[3]
-        blocks = padded.split(NUM_ROWS, 2)
-        ends = [_up(int((block > -torch.inf).nonzero()[:, 3].max()) + 1, NUM_KEYS) for block in blocks]
-        self._masks = [block[..., :end] for block, end in zip(blocks, ends, strict=True)]
+        own = own[..., :num_keys]
+        padded[:, :, : own.shape[2], : own.shape[3]] = own
+        calls.append(Call(_ALL, _stored(cache), slice(start, start + NUM_ROWS), slice(num_keys), padded))
+    # Whole blocks of queries, and of keys where these are the tokens themselves.
+    return RowAttention(rows.widened(_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: D102
-        rows = self._rows
-        if self._cache is None:
-            keys, values = (rows.padded(states).unflatten(0, (rows.shape[0], -1)) for states in (key, value))
-        else:
-            stored = self._cache.store(layer, key, value)
-            plan = self._cache.prepared
-            keys, values = (states if plan.rows is None else states[plan.rows] for states in stored)
-        keys, values = (self._of_length(states) for states in (keys, values))
-        query = rows.padded(query).unflatten(0, (rows.shape[0], -1))
-        query = F.pad(query, (0, 0, 0, 0, 0, -query.shape[1] % NUM_ROWS))
-        mixed = [
-            attend_rows(queries, keys[:, : mask.shape[3]], values[:, : mask.shape[3]], mask)
-            for queries, mask in zip(query.split(NUM_ROWS, 1), self._masks, strict=True)
-        ]
-        return rows.real_of(torch.cat(mixed, 1)[:, : rows.shape[1]].flatten(0, 1))
 
-    def _of_length(self, states: Tensor) -> Tensor:
-        missing = self._num_keys - states.shape[1]
-        return F.pad(states, (0, 0, 0, 0, 0, missing)) if missing > 0 else states
+def _stored(cache: KVCache | None) -> slice | Tensor:
+    """Return the storage rows of a batch's rows."""
+    return _ALL if cache is None else cache.prepared.rows
 
 
 def _up(number: int, step: int) -> int:

@@ -24,7 +24,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from refusion_lit.modeling.drafter import Drafter
-from refusion_lit.modeling.fused.attention import Attention, Rows
+from refusion_lit.modeling.fused.attention import RowAttention, Rows
 from refusion_lit.modeling.fused.drafts import DraftMasks
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.fused.segments import attention_for
@@ -129,10 +129,10 @@ class FusedBody:
             rows, attention_mask, cache, self._embedding, width, batch_invariant=self._batch_invariant
         )
         hidden = self._run(rows.real_of(input_ids.flatten()), rotation, attention)
-        return rows.padded(hidden).view(*input_ids.shape, -1)
+        return rows.padded(hidden)
 
     def _run(
-        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: Attention
+        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: RowAttention
     ) -> Float[Tensor, "token hidden"]:
         """Run the layers over the concatenated tokens of all rows, with one matrix product for all of them.
 
@@ -143,30 +143,25 @@ class FusedBody:
         """
         drafts = self._drafts
         masks = None if drafts is None else drafts.gate(ids)
-        if drafts is None or masks is None:
-            hidden = F.embedding(ids, self._embedding)
-            adapters = [None] * len(self._layers)
-        else:
-            hidden = drafts.embed(ids)
-            adapters = drafts.layers
-        for number, (layer, adapter) in enumerate(zip(self._layers, adapters, strict=True)):
+        hidden = F.embedding(ids, self._embedding) if masks is None else masks.embed(ids)
+        for number, layer in enumerate(self._layers):
             normed = layer.attention_norm(hidden)
             heads = layer.heads(normed)
-            if masks is not None and adapter is not None:
-                masks.add(adapter["attention"], normed, heads)
+            if masks is not None:
+                masks.add(number, "attention", normed, heads)
             mixed = attention(number, *self._rotated(layer, heads, rotation)).flatten(1)
             layer.output.add_to(hidden, mixed)
-            if masks is not None and adapter is not None:
-                masks.add(adapter["output"], mixed, hidden)
+            if masks is not None:
+                masks.add(number, "output", mixed, hidden)
             normed = layer.mlp_norm(hidden)
             both = layer.gate_and_up(normed)
-            if masks is not None and adapter is not None:
-                masks.add(adapter["mlp"], normed, both)
+            if masks is not None:
+                masks.add(number, "mlp", normed, both)
             gate, up = both.chunk(2, -1)
             gated = F.silu(gate).mul_(up)
             layer.down.add_to(hidden, gated)
-            if masks is not None and adapter is not None:
-                masks.add(adapter["down"], gated, hidden)
+            if masks is not None:
+                masks.add(number, "down", gated, hidden)
         return self._norm(hidden)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

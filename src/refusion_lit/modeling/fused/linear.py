@@ -46,8 +46,8 @@ class PackedWeights:
 
     @staticmethod
     def takes(weights: Sequence[Float[Tensor, "_ input"]]) -> bool:
-        """Whether weights may have a joint copy: not on other devices, nor in other types, nor a single small one."""
-        return (len(weights) > 1 or not _is_small(weights)) and all(
+        """Whether weights may have a joint copy: not on other devices, nor in other types, nor small ones."""
+        return not _is_small(weights) and all(
             weight.device.type == "cpu"
             and weight.dtype in _TYPES
             and not weight.is_inference()
@@ -56,10 +56,7 @@ class PackedWeights:
         )
 
     def of(self, weights: Sequence[Float[Tensor, "_ input"]]) -> Tensor | None:
-        """Return the joint copy of weights that :meth:`takes` allows; ``None`` if the memory for it is used up.
-
-        The copy is in oneDNN's layout, or of small weights a plain tensor.
-        """
+        """Return the joint copy of weights that :meth:`takes` allows; ``None`` if the memory for it is used up."""
         first = weights[0]
         with self._lock:  # threads that decode with one model share its copies
             found = self._copies.get(first)
@@ -70,8 +67,7 @@ class PackedWeights:
             num_bytes = _num_bytes(weights)
             if others + num_bytes > _MOST_BYTES:
                 return None
-            joint = torch.cat([weight.detach() for weight in weights])
-            copy = joint if _is_small(weights) else torch.ops.mkldnn._reorder_linear_weight(joint)
+            copy = torch.ops.mkldnn._reorder_linear_weight(torch.cat([weight.detach() for weight in weights]))
             self._copies[first] = (state, copy, num_bytes)
             return copy
 
@@ -86,7 +82,7 @@ class Linear:
         batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
-    __slots__ = ("_batch_invariant", "_copy", "_packed", "_transposed", "bias", "biases", "is_small", "weights")
+    __slots__ = ("_batch_invariant", "_copy", "_packed", "_small", "_transposed", "bias", "biases", "weights")
 
     def __init__(
         self,
@@ -99,10 +95,10 @@ class Linear:
         present = [bias for bias in biases if bias is not None]
         assert len(present) in (0, len(weights)), "layers that are one product have biases all or none"
         self.weights = tuple(weights)
-        self._transposed = self.weights[0].detach().t()
         self.biases = tuple(biases) if present else (None,) * len(self.weights)
         self.bias = torch.cat(present) if len(present) > 1 else next(iter(present), None)
-        self.is_small = _is_small(weights)
+        self._small = torch.cat([weight.detach() for weight in weights]) if _is_small(weights) else None
+        self._transposed = None if self._small is None or batch_invariant else self._small.t()
         self._batch_invariant = batch_invariant
         self._packed = packed if packed is not None and packed.takes(weights) else None
         self._copy: Tensor | None = None
@@ -112,18 +108,18 @@ class Linear:
         return in_blocks(self._product, x) if self._batch_invariant else self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:
+        if self._small is not None:
+            return F.linear(x, self._small, self.bias)
         if self._copy is None and self._packed is not None:
             self._copy = self._packed.of(self.weights)
         if self._copy is None:
             outputs = [F.linear(x, *layer) for layer in zip(self.weights, self.biases, strict=True)]
             return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-        if self.is_small:
-            return F.linear(x, self._copy, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._copy, self.bias, "none", [], "")
 
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
-        """Add y to states in place; for one layer without a bias."""
-        if self._packed is None and not self._batch_invariant:
+        """Add y to states in place; for layers without biases. Small ones are one call (benchmarks/fast_paths.py)."""
+        if self._transposed is not None:
             hidden.addmm_(x, self._transposed)
         else:
             hidden.add_(self(x))
