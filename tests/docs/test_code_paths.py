@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_650,
+    "command to text: lines": 4_615,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_229,
+    "token ids to text: lines": 4_190,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_285,
-    "test: files": 58,
-    "test: lines": 12_360,
+    "examples to loss: lines": 3_240,
+    "test: files": 59,
+    "test: lines": 12_517,
     "package: files": 170,
-    "package: lines": 27_628,
-    "package: lines of code": 17_437,
+    "package: lines": 27_160,
+    "package: lines of code": 17_108,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
