@@ -20,6 +20,7 @@ from experiments.lossless import table as lossless
 from experiments.main_results import run as main_results
 from experiments.policy_additions import plot as policy
 from experiments.real_conversion import table as conversion
+from experiments.refusion_pays import curve as conversions
 
 from refusion_lit.reports.comparison import wilson
 
@@ -35,10 +36,10 @@ def _demo(results: Result) -> str:
     return demo.table(results["rows"])
 
 
-@table("results", _path("demo"), _path("lossless"), _path("refusion_pays", "real_model.json"))
+@table("results", _path("demo"), _path("lossless"), _path("refusion_pays", "convert.json"))
 def _results(of_demo: Result, of_lossless: Result, of_pays: Result) -> str:
     head = ["model and prompts", "decoder", "quality", "tokens/forward", "tokens/s, times `Autoregressive`"]
-    found = of_pays["runs"]["shorter, step 200"]["decoders"]
+    found = of_pays["runs"]["windows of 4, third round"]["decoders"]
     converted = [
         [
             "SmolLM2 converted, GSM8K, alone",
@@ -474,6 +475,11 @@ for _picture, _source in (("sheets", "sheet"), ("squares", "latin")):
     )
 _plot("policy_additions", "reward.svg", _policy_curves, policy.draw)
 _plot("policy_real", "reward.svg", lambda results: policy.curves(results["results"]), policy.draw)
+PLOTS[_path("refusion_pays", "curve.svg")] = Plot(
+    conversions.points,
+    conversions.draw,
+    (_path("refusion_pays", "training.json"), _path("refusion_pays", "convert.json")),
+)
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
 _plot(
     "controlled_comparison",

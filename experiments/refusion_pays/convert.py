@@ -1,7 +1,7 @@
 """Convert SmolLM2-135M-Instruct to ReFusion on its own answers, and measure.
 
 usage: python experiments/refusion_pays/convert.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@8
-           [--num_questions 1000] [--num_rounds 2] [--max_steps N] [--work_dir DIR]
+           [--num_questions 1000] [--num_rounds 3] [--max_steps N] [--work_dir DIR]
 
 Lets the base answer the questions, keeps the answers that ended, and trains by windows.yaml. The model that comes out
 answers half as many further questions with ReFusion, and a second round trains it on these; a third round likewise
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--questions", required=True, type=Path, help="GSM8K's train.jsonl")
     parser.add_argument("--prompts", required=True, metavar="FILE@NUMBER", help="to measure with, GSM8K's test.jsonl")
     parser.add_argument("--num_questions", type=int, default=1000)
-    parser.add_argument("--num_rounds", type=int, default=2, help="the first one is on the base's answers")
+    parser.add_argument("--num_rounds", type=int, default=3, help="the first one is on the base's answers")
     parser.add_argument("--max_steps", type=int, default=None, help="of the training; for a trial")
     parser.add_argument("--work_dir", type=Path, default=Path("runs/refusion_pays"))
     args = parser.parse_args()

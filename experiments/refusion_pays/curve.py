@@ -67,9 +67,9 @@ def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
     below.set_ylabel("tokens per forward,\n24 test prompts")
     below.set_xlabel("million positions")
     below.axhline(2.0, color="#5b6570", linewidth=1, linestyle="--")
-    for axis in (above, below):
+    for axis, place in ((above, "upper left"), (below, "lower right")):
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, loc=place)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

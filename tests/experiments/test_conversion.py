@@ -56,7 +56,7 @@ def test_a_trial_of_the_conversion_trains_three_rounds(tmp_path: Path, monkeypat
     options = ["--questions", str(questions), "--prompts", f"{questions}@1", "--work_dir", "trial"]
     for module in (common, convert):
         monkeypatch.setattr(module, "command", command)
-    options += ["--num_questions", "16", "--num_rounds", "3", "--max_steps", "2"]
+    options += ["--num_questions", "16", "--max_steps", "2"]
     monkeypatch.setattr(sys, "argv", ["convert.py", *options])
     convert.main()
     answers = [json.loads(line) for line in Path("trial/finished.jsonl").read_text().splitlines()]
