@@ -194,6 +194,7 @@ def _real_model(found: Result) -> str:
 
 
 @table("refusion_pays levers", _path("refusion_pays", "levers.json"))
+@table("refusion_pays adapters", _path("refusion_pays", "adapters.json"))
 @table("refusion_pays further", _path("refusion_pays", "further.json"))
 def _levers(found: Result) -> str:
     titles = (

@@ -412,6 +412,22 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
     )
 
 
+def test_sentences_on_adapters(registry: ModuleType) -> None:
+    recipes = registry.read("experiments/refusion_pays/adapters.json")["recipes"]
+    weights, adapters = (run["decoders"] for run in recipes.values())
+    drafts, bonus, mask = "SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4"
+    made = [f"{run[name]['tokens_per_forward']:.2f}" for name in (drafts, bonus) for run in (adapters, weights)]
+    worth = [
+        f"{run[name]['perplexity_under_base']:.2f}" for run in (adapters, weights) for name in (drafts, bonus, mask)
+    ]
+    _says(
+        "experiments/refusion_pays/README.md",
+        f"{made[0]} tokens per forward with `SelfSpeculative` in place of {made[1]}, {made[2]} in place of {made[3]} with",
+        f"perplexity of {worth[0]} and {worth[1]} under the base in place of {worth[3]} and {worth[4]}",
+        f"the text is worse, {worth[2]} for {worth[5]}",
+    )
+
+
 def test_sentences_on_templates_made_from_schemas(registry: ModuleType) -> None:
     mask, bonus = registry.read("experiments/json_schemas/converted.json")["runs"].values()
     assert len(mask["refused"]) == len(bonus["refused"])
