@@ -417,14 +417,16 @@ def test_sentences_on_adapters(registry: ModuleType) -> None:
     weights, adapters = (run["decoders"] for run in recipes.values())
     drafts, bonus, mask = "SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4"
     made = [f"{run[name]['tokens_per_forward']:.2f}" for name in (drafts, bonus) for run in (adapters, weights)]
-    worth = [
-        f"{run[name]['perplexity_under_base']:.2f}" for run in (adapters, weights) for name in (drafts, bonus, mask)
-    ]
+    names = (drafts, bonus, mask)
+    worth = [f"{run[name]['perplexity_under_base']:.2f}" for run in (adapters, weights) for name in names]
+    beyond = [[run[name]["tokens_per_forward"] - 1 for name in names[:2]] for run in (adapters, weights)]
+    shares = sorted(part / whole for part, whole in zip(*beyond, strict=True))
     _says(
         "experiments/refusion_pays/README.md",
         f"{made[0]} tokens per forward with `SelfSpeculative` in place of {made[1]}, {made[2]} in place of {made[3]} with",
         f"perplexity of {worth[0]} and {worth[1]} under the base in place of {worth[3]} and {worth[4]}",
         f"the text is worse, {worth[2]} for {worth[5]}",
+        f"make {shares[0]:.2f} to {shares[1]:.2f} of the tokens beyond the first",
     )
 
 
