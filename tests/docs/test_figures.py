@@ -423,7 +423,8 @@ def test_sentences_on_adapters(registry: ModuleType) -> None:
     shares = sorted(part / whole for part, whole in zip(*beyond, strict=True))
     _says(
         "experiments/refusion_pays/README.md",
-        f"{made[0]} tokens per forward with `SelfSpeculative` in place of {made[1]}, {made[2]} in place of {made[3]} with",
+        f"{made[0]} tokens per forward with `SelfSpeculative` in place of {made[1]}, {made[2]} in place of {made[3]} "
+        "with bonus tokens",
         f"perplexity of {worth[0]} and {worth[1]} under the base in place of {worth[3]} and {worth[4]}",
         f"the text is worse, {worth[2]} for {worth[5]}",
         f"make {shares[0]:.2f} to {shares[1]:.2f} of the tokens beyond the first",
