@@ -36,7 +36,7 @@ DECODER = (
     "--decoder", "ReFusion", "--decoder.slot_size", "32", "--decoder.num_serial_blocks", "8",
     "--decoder.infill", "bonus", "--decoder.num_drafts", "3",
 )  # fmt: skip
-"""That of the exported models, which answers in the second round."""
+"""That of the exported models, which answer from the second round on."""
 
 
 def answer(

@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 59,
     "test: lines": 12_517,
     "package: files": 170,
-    "package: lines": 27_160,
-    "package: lines of code": 17_108,
+    "package: lines": 27_168,
+    "package: lines of code": 17_113,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

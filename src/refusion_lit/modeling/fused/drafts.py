@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -35,24 +36,31 @@ class DraftMasks:
         embedding: The body's embedding.
         first_id: Id of the first draft mask.
         masks: Embeddings of the draft masks.
-        layers: Adapters of the linear layers of each block's products, as pairs of matrices down and up
-            [input, rank], [rank, output].
     """
 
     def __init__(self, drafter: Drafter, embedding: Float[Tensor, "row hidden"], num_layers: int) -> None:
         self.embedding = embedding
         self.first_id = embedding.shape[0]
         self.masks = drafter.masks.detach().to(embedding.dtype)
-        is_low = embedding.device.type == "cpu" and embedding.dtype.itemsize < 4
-        dtype = torch.float32 if is_low else embedding.dtype
+        self._drafter = drafter
+        self._num_layers = num_layers
+
+    @cached_property
+    def layers(self) -> list[dict[str, list[tuple[Tensor, Tensor]]]]:
+        """Adapters of each block's products, as pairs of matrices down and up [input, rank], [rank, output].
+
+        Made when the first draft mask comes: it takes as long as a forward, and many decodes have none.
+        """
+        is_low = self.embedding.device.type == "cpu" and self.embedding.dtype.itemsize < 4
+        dtype = torch.float32 if is_low else self.embedding.dtype
 
         def adapter(name: str) -> tuple[Tensor, Tensor]:
-            found = drafter.adapter(name)
+            found = self._drafter.adapter(name)
             return (found.down.detach() * found.scale).to(dtype).t(), found.up.detach().to(dtype).t()
 
-        self.layers = [
+        return [
             {part: [adapter(f"layers-{number}-{name}") for name in names] for part, names in _JOINT.items()}
-            for number in range(num_layers)
+            for number in range(self._num_layers)
         ]
 
     def gate(self, ids: Int[Tensor, " token"]) -> DraftGate | None:
