@@ -3,7 +3,7 @@
 usage: python experiments/refusion_pays/convert.py --questions GSM8K_TRAIN.jsonl --prompts GSM8K_TEST.jsonl@8
            [--num_questions 1000] [--num_rounds 3] [--max_steps N] [--work_dir DIR]
 
-Lets the base answer the questions, keeps the answers that ended, and trains by windows.yaml. The model that comes out
+Lets the base answer the questions, and trains by windows.yaml on the answers that ended. The model that comes out
 answers half as many further questions with ReFusion, and a second round trains it on these; a third round likewise
 begins with the answers of the second's model. All models are measured. Each part continues where it was interrupted;
 what is finished is kept. `--num_questions 64 --max_steps 4 --prompts FILE@1` in a --work_dir of its own is a trial of
@@ -28,9 +28,6 @@ from experiments.lossless.table import BASE
 HERE = Path(__file__).parent
 MAX_NEW_TOKENS = 256
 """Of an answer. Longer ones are left out: seven of ten of the base's answers end within it."""
-EOS = 2
-"""SmolLM2's. A model trained on an answer that was cut at the length limit learns to stop anywhere."""
-
 
 DECODER = (
     "--decoder", "ReFusion", "--decoder.slot_size", "32", "--decoder.num_serial_blocks", "8",
@@ -42,7 +39,7 @@ DECODER = (
 def answer(
     questions: Path, num_questions: int, work_dir: Path, dtype: str = "bfloat16", model: Path = BASE, first: int = 0
 ) -> Path:
-    """Let a model answer questions, the base one token at a time; return the file of the answers that ended.
+    """Let a model answer questions, the base one token at a time; return the file of the answers.
 
     Args:
         questions: GSM8K's file.
@@ -55,18 +52,14 @@ def answer(
     work_dir.mkdir(parents=True, exist_ok=True)
     rows = read_json_lines(questions, "--questions", texts=("question",))[first : first + num_questions]
     lines = [json.dumps({"id": f"train-{i}", "prompt": row["question"]}) for i, row in enumerate(rows, start=first)]
-    prompts, answers, finished = (work_dir / f"{name}.jsonl" for name in ("questions", "answers", "finished"))
+    prompts, answers = work_dir / "questions.jsonl", work_dir / "answers.jsonl"
     prompts.write_text("\n".join([*lines, ""]), encoding="utf-8")
     command(
         "generate", "--ckpt_path", str(model), "--dtype", dtype, "--batch_size", "64",
         "--max_new_tokens", str(MAX_NEW_TOKENS), "--prompts", str(prompts), "--output", str(answers), "--resume",
         *(("--decoder", "Autoregressive") if model == BASE else ()),
     )  # fmt: skip
-    rows = {row["id"]: row for row in read_json_lines(answers, "answers", texts=("id", "response"))}
-    kept = [json.dumps(row) for row in rows.values() if row["response"] and row["response_ids"][-1] == EOS]
-    print(f"{len(kept)} of {len(rows)} answers ended: {finished}", flush=True)
-    finished.write_text("\n".join([*kept, ""]), encoding="utf-8")
-    return finished
+    return answers
 
 
 def trained(folder: Path, start: Path, data: Path, *options: str) -> Path:
@@ -94,8 +87,8 @@ def main() -> None:
     if args.max_steps is not None:  # of a trial's few answers, enough are held out to validate with
         options += ["--trainer.max_steps", str(args.max_steps), "--data.task.init_args.validation_fraction", "0.25"]
     work, questions, count = args.work_dir, args.questions, args.num_questions
-    finished = answer(questions, count, work)
-    model = trained(work / "windows", BASE, finished, *configs(*stages), *options)
+    own = answer(questions, count, work)
+    model = trained(work / "windows", BASE, own, *configs(*stages), *options)
     models = [f"windows={model}"]
     stages.append(HERE / "second_round.yaml")
     for number in range(2, args.num_rounds + 1):

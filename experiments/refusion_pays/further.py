@@ -101,6 +101,7 @@ def one_recipe(name: str, args: argparse.Namespace) -> dict[str, Any]:
         made = (start, args.questions, args.num_decoded, own, args.dtype)
         figures["answers"] = kept(own / "counts.json", decoded, *made)
         data = own / "ended.jsonl"
+        options += ["--data.task.init_args.keep", "all"]
     options += [f"{OBJECTIVE}.record", str(work / "decoded" / "record")] if name == "trajectories" else []
     options += ["--data.task.init_args.train", str(data)]
     last, training = trained(work / name.replace(" ", "_"), args.num_positions, *options)

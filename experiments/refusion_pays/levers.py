@@ -51,7 +51,8 @@ MAX_NEW_TOKENS = 96
 def human_answers(questions: Path, own: Path, output: Path) -> Path:
     """Write the human answers to the questions that have an own answer."""
     human = read_json_lines(questions, "--questions", texts=("question", "answer"))
-    rows = read_json_lines(own, "answers", texts=("id", "prompt"))
+    rows = read_json_lines(own, "answers", texts=("id", "prompt", "response", "finish_reason"))
+    rows = [row for row in rows if row["finish_reason"] == "eos" and row["response"]]
     texts = [{"id": row["id"], "prompt": row["prompt"], "response": human[_number(row)]["answer"]} for row in rows]
     output.write_text("\n".join([*(json.dumps(each) for each in texts), ""]), encoding="utf-8")
     return output
@@ -66,6 +67,7 @@ def one_recipe(name: str, data: dict[str, Path], prompts: str, num_positions: in
     """Train and measure a recipe."""
     whose, *overrides = RECIPES[name]
     options = [*overrides, "--data.task.init_args.train", str(data[whose])]
+    options += ["--data.task.init_args.keep", "all"] if whose == "human" else []
     options += ["--data.batch_size", "6"] if HYBRID in overrides else []  # rows, half as long as with windows
     last, figures = trained(work / name.replace(", ", "_").replace(" ", "_"), num_positions, *options)
     return figures | measured(last, prompts, DECODERS, "bfloat16", "experiments/refusion_pays/levers.py")

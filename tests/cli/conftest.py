@@ -31,7 +31,7 @@ TINY = [
 ]
 
 KEYS = ["id", "prompt", "response", "response_ids", "reference", "score", "decoder", "num_tokens",
-        "num_forwards", "seconds"]  # fmt: skip
+        "num_forwards", "finish_reason", "seconds"]  # fmt: skip
 """Keys of a prediction, as ``docs/commands.md`` documents them."""
 
 

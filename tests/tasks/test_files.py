@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -93,6 +94,40 @@ def test_malformed_samples_can_be_skipped_and_are_counted(tmp_path: Path) -> Non
     task = InstructionFiles(train=str(path), validation_fraction=0, malformed="skip")
     assert len(task.examples("train")) == 1
     assert task.num_malformed["train"] == 2
+
+
+def answer(number: int, reason: str, score: float | None, text: str = "b") -> dict[str, Any]:
+    return {"id": number, "query": "a", "response": text, "finish_reason": reason, "score": score}
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [("all", ["1", "2", "3", "5"]), ("finished", ["1", "2", "5"]), ("correct", ["2"])]
+)
+def test_answers_of_a_model_are_kept_by_how_they_ended_and_scored(
+    tmp_path: Path, keep: Literal["all", "finished", "correct"], kept: list[str]
+) -> None:
+    rows = [answer(1, "eos", 0.5), answer(2, "eos", 1.0), answer(3, "length", 1.0), answer(5, "eos", 0.0)]
+    empty = answer(4, "eos", 1.0, " ")
+    path = write_jsonl(tmp_path / "x.jsonl", [*rows, *([] if keep == "all" else [empty])])
+    task = InstructionFiles(train=path, validation_fraction=0, keep=keep)
+    assert [each.id for each in task.examples("train")] == kept
+    assert task.num_left_out["train"] == len(rows) + (keep != "all") - len(kept)
+    assert len(InstructionFiles(train=path, test=path, keep=keep, malformed="skip").examples("test")) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (ROWS[0], r"x\.jsonl:1: expected a field 'finish_reason'; .* set task\.keep: all"),
+        (answer(1, "eos", None), r"x\.jsonl:1: expected a number in field 'score', got None; let refusion-lit score"),
+    ],
+)
+def test_rows_that_do_not_say_whether_to_keep_them_are_refused(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [row])
+    with pytest.raises(ValueError, match=message):
+        InstructionFiles(train=path, validation_fraction=0, keep="correct").examples("train")
 
 
 def test_a_rows_own_id_is_kept(tmp_path: Path) -> None:

@@ -258,10 +258,11 @@ class InstructionDataModule(L.LightningDataModule):
                 num_too_long += 1
                 continue
             samples.append(EncodedExample(example.id, array("i", prompt), array("i", response)))  # 4 bytes per token
-        if num_too_long or num_malformed:
+        num_left_out = getattr(self.task, "num_left_out", {}).get(split, 0)
+        if num_too_long or num_malformed or num_left_out:
             rank_zero_info(
                 f"{split}: {num_too_long} of {len(examples) + num_unread} samples dropped as longer than "
-                f"{self.max_length} tokens, {num_malformed} skipped as malformed"
+                f"{self.max_length} tokens, {num_malformed} skipped as malformed, {num_left_out} left out by task.keep"
             )
         expected = f"at least one {split} sample of at most {self.max_length} tokens"
         require(len(samples) > 0, "data.max_length", expected, len(samples), "raise it")

@@ -100,6 +100,7 @@ def prediction(
         "decoder": decoder,
         "num_tokens": row.num_tokens,
         "num_forwards": row.num_forwards,
+        "finish_reason": row.finish_reason,
         "seconds": round(row.seconds, 6),
     }
 

@@ -15,6 +15,7 @@ from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_number
 
 Preset = Literal["query_response", "question_answer", "instruction", "messages"]
+Keep = Literal["all", "finished", "correct"]
 _FIELDS: Mapping[Preset, tuple[str, str]] = {
     "query_response": ("query", "response"),
     "question_answer": ("question", "answer"),
@@ -44,8 +45,12 @@ class InstructionFiles(Task):
         dataset: Id of a hub data set to use instead of files (``pip install datasets``).
         dataset_name: Configuration of the data set.
         dataset_revision: Revision of the data set.
+        keep: Which samples to train on, and to hold out, if ``train`` has a model's answers as ``generate`` and
+            ``predict`` write them: ``all``, those ``finished`` (up to EOS, not empty), or of these the ``correct`` ones
+            (score 1).
         malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it.
         num_malformed: Number of skipped samples of each split that has been read.
+        num_left_out: Number of samples of each split that ``keep`` left out.
     """
 
     train: list[str] | str | None = None
@@ -58,8 +63,10 @@ class InstructionFiles(Task):
     dataset: str | None = None
     dataset_name: str | None = None
     dataset_revision: str | None = None
+    keep: Keep = "all"
     malformed: Literal["error", "skip"] = "error"
     num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    num_left_out: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _samples: dict[str, list[Example]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -119,10 +126,13 @@ class InstructionFiles(Task):
             labels = _unique_labels(sources, f"task.{split}")
             rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self._rows(source))
             examples: list[Example] = []
-            num_skipped = 0
+            num_skipped = num_left_out = 0
             places: dict[str, str] = {}
             for row, label in rows:
                 try:
+                    if split == "train" and not self._is_kept(row):
+                        num_left_out += 1
+                        continue
                     example = self._example(row, _own_id(row) or f"{split}:{label}:{row.line}")
                     place = places.setdefault(example.id, row.location)
                     expected = f"an id of its own, not that of {place}"
@@ -133,9 +143,22 @@ class InstructionFiles(Task):
                     if self.malformed == "error":
                         raise
                     num_skipped += 1
-            self.num_malformed[split] = num_skipped
+            self.num_malformed[split], self.num_left_out[split] = num_skipped, num_left_out
             self._samples[split] = examples
         return self._samples[split]
+
+    def _is_kept(self, row: Row) -> bool:
+        """Return whether ``keep`` takes a row."""
+        if self.keep == "all":
+            return True
+        fix = "let refusion-lit generate or predict write the answers, or set task.keep: all"
+        is_finished = text_field(row, "finish_reason", fix) == "eos" and bool(text_field(row, "response").strip())
+        if self.keep == "finished" or not is_finished:
+            return is_finished
+        score = values_of(row).get("score")
+        fix = "let refusion-lit score write it, or set task.keep: finished"
+        require(isinstance(score, (int, float)), row.location, "a number in field 'score'", score, fix)
+        return score == 1
 
     def _rows(self, source: str) -> Iterator[Row]:
         if self.dataset is None:
