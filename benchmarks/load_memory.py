@@ -76,7 +76,7 @@ def save(layout: CheckpointFormat, directory: Path) -> int:
 def load(directory: str, layout: str) -> dict[str, int]:
     """Load a model; return the resident memory before, at the peak, and after using all weights, in bytes."""
     before = status_bytes("VmRSS")
-    overrides = BackboneConfig(source="x", layout=layout)
+    overrides = BackboneConfig(source="x", checkpoint_format=layout)
     model = refusion_lit.load(directory, dtype="bfloat16", overrides=overrides)
     with torch.no_grad():
         total = sum(float(weight.sum()) for weight in model.backbone.parameters())  # reads every page

@@ -64,7 +64,8 @@ def run(num_prompts: int, *, bounded: bool, megabytes: float | None = None) -> d
     decoded(model, decoder, prompts[:1], NUM_TOKENS)  # loads kernels
     before = resident_bytes()
     if megabytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + int(megabytes * 2**20),) * 2)
+        limit = status_bytes("VmData") + int(megabytes * 2**20)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     started = time.process_time()
     try:
         output = decoded(model, decoder, prompts, NUM_TOKENS, BATCH_SIZE, **(BOUNDS if bounded else {}))

@@ -28,7 +28,7 @@ PARTS = ("body", "head")
 
 def timed(model: LanguageModel) -> dict[str, float]:
     """Let a model note the seconds of its body and head; return where they are added up."""
-    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     def noted(part: str, method: Any) -> Any:
         @wraps(method)
@@ -51,18 +51,19 @@ def measured(model: LanguageModel, seconds: dict[str, float], setting: dict[str,
              repeats: int) -> dict[str, Any]:  # fmt: skip
     """Return the share of a setting's time outside body and head, and milliseconds of each part per forward."""
     rounds: list[dict[str, float]] = []
+    num_calls = 0
     for _ in range(repeats + 1):
         seconds.update(dict.fromkeys(PARTS, 0.0))
         started = time.process_time()
         output = decoded(model, ReFusion(**refusion_options(setting)), prompts, setting["gen_length"])
-        total = time.process_time() - started
+        total, num_calls = time.process_time() - started, output.num_calls
         rounds.append({**seconds, "outside": total - sum(seconds.values())})
     rounds = rounds[1:]  # the first one warms up
     shares = [one["outside"] / sum(one.values()) for one in rounds]
-    per_call = {part: statistics.median(one[part] for one in rounds) / output.num_calls * 1e3 for part in rounds[0]}
+    per_call = {part: statistics.median(one[part] for one in rounds) / num_calls * 1e3 for part in rounds[0]}
     return {
         "share_outside": round(statistics.median(shares), 4),
-        "num_calls": output.num_calls,
+        "num_calls": num_calls,
         "milliseconds_a_call": {part: round(value, 4) for part, value in per_call.items()},
     }
 

@@ -142,7 +142,7 @@ def main(
     """
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    shapes = {"small": shape or (32, 18, 46), "vocabulary-heavy": shape or (2, 32, 96)}
+    shapes: dict[str, tuple[int, int, int]] = {"small": shape or (32, 18, 46), "vocabulary-heavy": shape or (2, 32, 96)}
     cases, aims = {}, []
     for name in [model] if model else list(MODELS):
         options = MODELS[name]

@@ -36,6 +36,7 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import LOGITS_BYTES
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.spans import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 
@@ -72,7 +73,9 @@ def measure(name: str, length: int, way: Way) -> dict[str, float]:
     model = random_model({**SMALL, "max_position_embeddings": length}).train()
 
     def step(corrupted: CorruptedBatch) -> None:
-        seen = corrupted.visible if way == "ranges" else corrupted.attention_mask
+        seen = corrupted.visible
+        if way == "matrix" and seen is not None:
+            seen = ranges_mask(seen, seen.shape[1])
         hidden = model(corrupted.input_ids, corrupted.position_ids, seen)
         OBJECTIVES[name].loss(hidden, model.head, corrupted).total.backward()
 

@@ -61,8 +61,8 @@ def step_positions(options: Sequence[str], num_steps: int | None = None) -> list
     from refusion_lit.data.module import InstructionDataModule
     from refusion_lit.training.module import SlotDiffusionModule
 
-    arguments: Any = {"args": [*options], "run": False, "save_config_callback": None}
-    cli = RefusionCLI(SlotDiffusionModule, InstructionDataModule, **arguments)
+    built: Any = RefusionCLI  # Lightning's arguments pass through it, which types do not say
+    cli = built(SlotDiffusionModule, InstructionDataModule, args=[*options], run=False, save_config_callback=None)
     cli.model.configure_model()
     batches = islice(cli.datamodule.train_dataloader(), num_steps)
     return [cli.model.corrupt(each.batch).input_ids.numel() for each in batches]

@@ -14,7 +14,8 @@ TRAINED_FOR = {
 
 def batch_size_of(row: dict[str, Any]) -> int:
     """Return a point's batch size; in the committed results it has its former name."""
-    return row.get("model.decoding.batch_size", row.get("model.decoding.max_batch_size"))
+    former = "model.decoding.max_batch_size"
+    return row[former] if former in row else row["model.decoding.batch_size"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

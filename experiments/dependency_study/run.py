@@ -49,7 +49,7 @@ def main() -> None:
     """Measure every model and draw all curves."""
     from dependency import dependency_curve  # in this folder; `nox -s figures` imports this module from elsewhere
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="+")
     parser.add_argument("--num_samples", type=int, default=200)
     parser.add_argument("--max_distance", type=int, default=24)

@@ -351,7 +351,7 @@ def result_path(seed: int) -> Path:
 
 def main() -> None:
     """Run and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "mutation")

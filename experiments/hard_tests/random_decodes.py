@@ -31,7 +31,7 @@ from refusion_lit.reports.results import environment  # noqa: E402
 
 def main() -> None:
     """Run and write the result; the exit code says whether anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num", type=int, default=1700)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

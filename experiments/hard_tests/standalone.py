@@ -100,7 +100,7 @@ def drafted(base: Path, draft: Path, num_prompts: int) -> tuple[int, int]:
 
 def main() -> None:
     """Write or decode."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=("write", "decode"))
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()

@@ -87,7 +87,7 @@ def refusion_lit(*args: str) -> None:
 
 def main() -> None:
     """Run a part."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=("fetch", "draft"))
     parser.add_argument("--questions", type=Path, default=None)
     parser.add_argument("--num_questions", type=int, default=900, help="questions of each of the four parts")

@@ -82,7 +82,7 @@ def _cell(result: Mapping[str, Any] | None) -> str:
 
 def main() -> None:
     """Run what is missing and gather."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("settings", type=Path)
     parser.add_argument("--ckpt_path", required=True)
     parser.add_argument("--output", type=Path, required=True)

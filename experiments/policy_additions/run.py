@@ -77,7 +77,7 @@ def measured(
     examples = list(task.examples("test"))[:num_prompts]
     found = {}
     for name, decoder in decoders.items():
-        scores, figures = decode_examples(loaded, examples, task.score, decoder, SamplingParams(max_new_tokens=length))
+        scores, figures = decode_examples(loaded, examples, task.reward, decoder, SamplingParams(max_new_tokens=length))
         found[name] = {**{key: round(value, 4) for key, value in figures.items()}, "scores": scores}
         print(model, name, {key: value for key, value in found[name].items() if key != "scores"}, flush=True)
     return found

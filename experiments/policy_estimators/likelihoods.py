@@ -111,7 +111,7 @@ class BlockBound(Likelihood):
         require_at_least("objective.likelihood.block_size", self.block_size, 1)
 
     @property
-    def traits(self) -> ModelTraits:
+    def traits(self) -> ModelTraits:  # pyright: ignore[reportIncompatibleVariableOverride] - depends on an option
         """Block-causal attention; masks predict themselves."""
         return ModelTraits(attention="block_causal", block_size=self.block_size, predictions=("mask",))
 

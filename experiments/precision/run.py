@@ -34,7 +34,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 LEARNING_RATES = (2e-5, 1e-4)  # published for the conversion of Qwen3-8B, and a larger one
 
 
-def trained(model: Path, precision: str, lr: float, num_steps: int) -> dict[str, Any]:
+def trained(model: Path, precision: Any, lr: float, num_steps: int) -> dict[str, Any]:
     """Train and return the losses, and the fraction of weights that are as they were."""
     data = InstructionDataModule(Additions(num_train=20_000), PretrainedTokenizer(source=str(model)), max_length=128)
     module = SlotDiffusionModule(
@@ -66,7 +66,7 @@ def trained(model: Path, precision: str, lr: float, num_steps: int) -> dict[str,
 
 def main() -> None:
     """Train in every precision and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--num_steps", type=int, default=100)
     parser.add_argument("--output", type=Path, default=HERE)

@@ -92,7 +92,7 @@ def measured(path: Path, model: Path, task: Task, num_prompts: int, length: int)
     prompts = [Prompt(token_ids=tuple(loaded.encode(each.query)), id=each.id) for each in examples]
     for name, decoder in missing.items():
         rows = loaded.decode(prompts, decoder, SamplingParams(max_new_tokens=length), batch_size=1).rows
-        scores = [task.score(e, row.text) for e, row in zip(examples, rows, strict=True)]
+        scores = [task.reward(e, row.text) for e, row in zip(examples, rows, strict=True)]
         tokens, forwards, positions = (
             sum(getattr(row, key) for row in rows) for key in ("num_tokens", "num_forwards", "num_positions")
         )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from benchmarks.common import SMALL, decoded, golden_model, golden_runs, random_model
 from benchmarks.host_time import DECODERS, milliseconds_a_call
 from benchmarks.overhead import PARTS, timed
 from benchmarks.training import OBJECTIVES, batch_of, ragged_batches, step_of
+from benchmarks.training_memory import OBJECTIVES as MEMORY_OBJECTIVES
+from benchmarks.training_memory import SAMPLE, corrupted_of, measure
 
+from benchmarks import load_memory
 from refusion_lit.decoding import ReFusion
+from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import Prompt
 
 
@@ -39,3 +45,22 @@ def test_host_time_is_counted_between_calls(name: str) -> None:
     assert found["milliseconds"] > 0
     # From left to right a call per token, of which the first two are left out; by the schedule several tokens per call.
     assert found["num_calls"] in ((30,) if name == "autoregressive" else range(1, 16))
+
+
+@pytest.mark.parametrize("name", MEMORY_OBJECTIVES)
+def test_a_training_step_is_measured_with_ranges_and_with_a_matrix(name: str) -> None:
+    length = 2 * SAMPLE
+    assert corrupted_of(name, length, random_model(SMALL)).input_ids.numel() in (length, 2 * length)
+    for way in ("ranges", "matrix"):
+        assert measure(name, length, way)["seconds"] > 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_of_each_published_format_is_loaded_and_measured(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    monkeypatch.setattr(load_memory, "_SIZES", {**load_memory._SIZES, **small})
+    assert load_memory.save(FORMATS[name], tmp_path) > 0
+    found = load_memory.load(str(tmp_path), name)
+    assert 0 < found["before"] <= found["peak"]
