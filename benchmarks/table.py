@@ -52,8 +52,7 @@ def decoding(result: Result) -> str:
                 "" if share is None else f"{share:.0%}",
             ])  # fmt: skip
     head = ["case", "decoder", "tokens/s", "repeats", "tokens/forward", "times plain", "of bandwidth limit"]
-    note = "All ReFusion runs of a case and a batch size have the same text, which the program checks.\n\n"
-    return note + table(head, rows)
+    return table(head, rows)
 
 
 def versions(result: Result) -> str:
@@ -245,7 +244,7 @@ def policy_memory(result: Result) -> str:
 
 def load_memory(result: Result) -> str:
     rows = [[name, layout["gigabytes"], layout["peak_over_weights"]] for name, layout in result["layouts"].items()]
-    return table(["layout", "gigabytes of weights", "peak over weights"], rows)
+    return table(["checkpoint format", "gigabytes of weights", "peak over weights"], rows)
 
 
 def serve(result: Result) -> str:
@@ -285,6 +284,51 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
 }  # fmt: skip
 """How a result is shown, by its name or the beginning of it, in the order of the page."""
 
+COMPARED = {
+    "versions": (
+        "Equal: model, prompts, settings, thread. Not equal: the forward pass, of ours fused, and transformers' "
+        "version of the released program."
+    ),
+    "decode": (
+        "Equal in a case: model, thread, and for ReFusion and plain prompts and text. Not equal: `generate`, "
+        "`autoregressive` and `llada` write other texts, on additions-clean of other lengths and to fewer prompts; "
+        "plain, `generate` and the row that says so have transformers' forward, the others the fused one."
+    ),
+    "batches": (
+        "Equal: backbone, samples, training steps, prompts, length of the answers, thread. Not equal: the model, the "
+        "text, and the forward pass, which `generate` and the column that says so have from transformers."
+    ),
+    "forwards": "Equal in a row: weights, positions, cache, threads. Not equal: the forward pass.",
+    "overhead": "Equal: model, thread. Not equal: prompts and settings.",
+    "growth": (
+        "Equal: model, prompt, length, thread. Not equal: the text; ReFusion's schedule accepts all drafts, LLaDA "
+        "makes one step per token."
+    ),
+    "long_prompts": (
+        "Equal in a length: weights, prompt, thread. Not equal: the forward pass; ReFusion makes a second one, of 8 "
+        "positions."
+    ),
+    "shared_prefixes": "Equal in a row: model, prompts, text, thread. Not equal: sharing.",
+    "host_time": "Equal: tokens, schedule. Not equal: entries in the cache; the model itself does nothing.",
+    "linear": "Equal: weights, thread. Not equal: how they are stored.",
+    "shared_heads": "Equal in a row: tensors, thread. Not equal: the calls of attention.",
+    "attention_calls": "Equal in a row: weights, prompts, thread. Not equal: the calls of attention.",
+    "fast_paths": "Equal in a row: weights, prompts, thread. Not equal: the path that is replaced.",
+    "head_candidates": "Equal: hidden states, weights. Not equal: the copy that proposes; times are of random weights.",
+    "training": "Equal: backbone, samples, thread. Not equal: the objective, and with it the positions of a row.",
+    "gpu_training": "Equal: backbone, samples. Not equal: the objective, and with it the positions of a row.",
+    "training_memory": (
+        "Equal: model, tokens of a row, which block doubles. Not equal: objective, and the form of the mask."
+    ),
+    "loss_memory": "Equal: hidden states, LM head, labels, thread. Not equal: the chunks.",
+    "many_prompts": "Equal: model, prompts. Not equal: bounds, and in the last two rows the memory that there is.",
+    "serve": (
+        "Equal: model, prompts, greedy texts, threads. Not equal: our servers decode 16 rows at a time, `transformers "
+        "serve` one, or many by continuous batching."
+    ),
+}
+"""What is equal in a part's comparison and what is not; the other parts compare nothing."""
+
 
 def sections(results: dict[str, Result]) -> Iterator[str]:
     """Yield the page's parts; every result has one.
@@ -301,6 +345,7 @@ def sections(results: dict[str, Result]) -> Iterator[str]:
         git = results[name].get("environment", {}).get("git") or {}
         doubts = ["Measured on a tree **with uncommitted changes**."] * bool(git.get("dirty"))
         doubts += [f"Note: {note}."] if (note := results[name].get("commit_note")) else []
+        doubts += [COMPARED[shown[name]]] if shown[name] in COMPARED else []
         above = " ".join(doubts) + "\n\n" if doubts else ""
         yield f"## {title}\n\n{above}{SECTIONS[shown[name]](results[name])}"
 

@@ -131,6 +131,44 @@ def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(r
     assert num_stamps > 40
 
 
+NOT_COMPARED = {"dependency_study", "gsm8k_small", "hard_tests", "main_results"}
+"""Experiments that compare nothing; what `main_results` must not be compared with stands below its table."""
+
+
+def test_comparisons_say_what_is_equal_and_what_is_not() -> None:
+    from benchmarks.table import COMPARED  # pyright: ignore[reportMissingImports]
+
+    pages = {path.parent.name: path.read_text(encoding="utf-8") for path in ROOT.glob("experiments/*/README.md")}
+    said = re.compile(r"Equal[^:.]*:\s[^.]+\.\s+Not\s+equal:\s")
+    silent = {name for name, page in pages.items() if not said.search(page)}
+    assert silent == NOT_COMPARED
+    assert all(said.search(text) for text in COMPARED.values())
+
+
+def test_figures_of_the_masked_model_in_other_experiments(registry: ModuleType) -> None:
+    runs = registry.read("experiments/controlled_comparison/results.json")["runs"]
+    squares = [run["results"] for run in runs if (run["task"], run["objective"]) == ("latin", "masked")]
+    single, whole = (
+        [f"{found[name]['score']:.2f}" for found in squares] for name in ("llada_1", "fast_dllm_whole_t90")
+    )
+    _says(
+        "experiments/slot_order/README.md",
+        f"has {single[0]}, {single[1]} and {single[2]} in three seeds with one token per step",
+        f"{whole[0]}, {whole[1]} and {whole[2]} with a threshold over the whole canvas",
+    )
+    _says("experiments/latin_study/README.md", f"the masked one {whole[0]} ({whole[1]} and {whole[2]} with two further")
+
+
+def test_figures_in_sentences_on_thresholds(registry: ModuleType) -> None:
+    results = registry.read("experiments/thresholds/results.json")["results"]
+    at = [
+        _range((found["score"] for name, found in results.items() if name.endswith(f"_t{share}")), 2)
+        for share in (50, 90, 99)
+    ]
+    _says("experiments/thresholds/README.md", f"{at[0]} at 0.5, {at[1]} at 0.9, {at[2]} at 0.99")
+    _says("docs/decoders/refusion.md", f"from {at[0]} at 0.5 to {at[2]} at 0.99")
+
+
 def test_commands_in_results_run_on_any_machine() -> None:
     """Their paths are relative to the repository: an absolute one is of the machine that measured."""
     results = [path for folder in ("experiments", "benchmarks") for path in sorted((ROOT / folder).rglob("*.json"))]
@@ -339,8 +377,16 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
         if "identical" in figures
     ]
     assert len(forward) == len(cases)
+    found = {case["case"]: case["runs"] for case in registry.read("benchmarks/results/decode.json")["cases"]}
+    wide = found["vocabulary-heavy, all accepted, 32 tokens"]
+    alone, batched, large = (
+        [f"{wide[f'{name}, batch {size}']['tokens_per_second']:.0f}" for name in ("refusion", "generate")]
+        for size in (1, 16, 64)
+    )
     _says(
         "docs/speed.md",
+        f"makes {alone[0]} tokens/s with ReFusion and {alone[1]} with `generate` for one prompt, {batched[0]} and "
+        f"{batched[1]} for 16, {large[0]} and {large[1]} for 64",
         f"A forward pass of the small model is {_range(forward, 1)} times as fast",
         f"a decode with ReFusion {_range(ratios, 1)} times",
         f"takes {_range(slower, 1)} times as long",
@@ -574,6 +620,8 @@ def test_figures_in_sentences_on_the_server(registry: ModuleType) -> None:
     ratios = [aim["value"] for aim in slow["aims"]]
     found = {(row["server"], row["clients"]): row["tokens_per_second"] for row in slow["rows"]}
     assert all(row["same_text"] == 16 for row in slow["rows"])
+    replayed = registry.read("experiments/lossless/rule.json")["prompts"]["gsm8k"]["decoders"]
+    fixed = max(costs["32"]["speed"] for name, costs in replayed.items() if name != "default")
     _says(
         "docs/serve.md",
         f"makes {times(own[1], 1, digits=2)} times the tokens per second",
@@ -586,7 +634,9 @@ def test_figures_in_sentences_on_the_server(registry: ModuleType) -> None:
         f"{ratios[3]:.2f} and {ratios[1]:.2f}; at 16 clients {ratios[4]:.1f} times, "
         f"{found[own[0], 16] / found[batching, 16]:.1f} times those of continuous batching; "
         f"other threads {100 * ratios[-1]:.1f} %",
+        f"no fixed number of drafts gives more than {fixed:.2f} times",
     )
+    _says("experiments/lossless/README.md", f"gains more than {fixed:.2f} at a cost of 32")
 
 
 def test_figures_in_sentences_on_the_other_start(registry: ModuleType) -> None:
