@@ -245,11 +245,16 @@ def test_figures_in_sentences_of_policy_additions(registry: ModuleType) -> None:
             f"{after['tokens_per_forward']:.2f} tokens per forward in place of {before['tokens_per_forward']:.2f}"
         )
     left, other = "left to right", "thresholds"
+    again = registry.read("experiments/policy_additions/seed0_again.json")["results"]["0"]
+    assert again["after"] == runs[0]["after"]
+    rewards = [[point["reward"] for point in run["curve"]] for run in (again, runs[0])]
+    assert rewards[0] == rewards[1]
     _says(
         "experiments/policy_additions/README.md",
+        f"`seed0_again.json`, commit 1a472122), {again['seconds'] / 60:.0f} with other work",
         f"writes {end[left]} rightly (three seeds: {seeds[0]}, {seeds[1]} and {seeds[2]}), from {start[left]}",
         f"{gained[left][0]}, 95 % interval {gained[left][1]}",
-        f"seeds 1 and 2 took {minutes[1]} and {minutes[2]} minutes beside one other job, seed 0 took {minutes[0]}",
+        f"seeds 1 and 2 took {minutes[1]} and {minutes[2]} minutes beside one other job. Seed 0 took {minutes[0]}",
         f"from {start[other]} to {end[other]} ({', '.join(gained[other])}), with {speed[other]}",
     )
 
