@@ -134,7 +134,7 @@ def main() -> None:
         ctypes.CDLL(None).malloc_trim(0)
         minutes = (time.monotonic() - started) / 60
         curve.append((round(minutes, 2), round(resident_bytes() / 2**20, 1), soak.counts["answers"]))
-    is_idle = not (worker.num_active or worker.num_waiting)
+    is_idle = not (worker.active or worker.waiting)
     server.drain()
     thread.join()
     steady = [megabytes for minutes, megabytes, _ in curve if minutes >= options.minutes / 2]

@@ -102,8 +102,8 @@ class Service:
         self._counts = Counter("counts", "Tokens and forwards, named as in an answer's usage", ["kind"], **to)
         buckets = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
         self._seconds = Histogram("seconds", "Time to the first text, and to the end", ["until"], buckets=buckets, **to)
-        Gauge("rows_in_flight", "Answers in flight", **to).set_function(lambda: worker.num_active)
-        Gauge("waiting", "Answers that wait for a row", **to).set_function(lambda: worker.num_waiting)
+        Gauge("rows_in_flight", "Answers in flight", **to).set_function(lambda: len(worker.active))
+        Gauge("waiting", "Answers that wait for a row", **to).set_function(lambda: len(worker.waiting))
 
     async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Answer a request.

@@ -96,6 +96,7 @@ class Worker:
         has_failed: Whether the engine could not be made again after a failed call, so that the thread has ended.
         stop_at: When the thread ends at the latest, by :func:`time.monotonic`, unless a call of the model hangs.
         checked, engine, thread: The model, its logits checked; what decodes with it; the thread, which warms it up.
+        active, waiting: Jobs in flight by their numbers; jobs that wait for a row.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Worker:
         head_runner = self.checked.head_runner
         self.checked.head_runner = lambda: partial(_checked, head_runner())  # type: ignore[method-assign]
         self._news = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._active: dict[int, Job] = {}
+        self.waiting: deque[Job] = deque()
+        self.active: dict[int, Job] = {}
         self._suspects: set[int] = set()  # jobs that were in flight in a call that failed: each runs alone
         self.stop_at = math.inf
         self.thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], name="engine", daemon=True)
@@ -128,15 +129,15 @@ class Worker:
         with self._news:
             if self.is_draining:
                 raise _stopping()
-            num_jobs = self.num_active + self.num_waiting + len(jobs)
+            num_jobs = len(self.active) + len(self.waiting) + len(jobs)
             most = self.options.batch_size + self.limits.max_waiting
             require(
                 len(jobs) <= most, "n", f"at most {most} answers of a request, all that fit here", len(jobs), "lower it"
             )
             if num_jobs > most:
-                wait = {"Retry-After": str(1 + self.num_waiting // self.options.batch_size)}
+                wait = {"Retry-After": str(1 + len(self.waiting) // self.options.batch_size)}
                 raise HTTPException(429, "the queue is full; try again later.", headers=wait)
-            self._waiting.extend(jobs)
+            self.waiting.extend(jobs)
             self._news.notify()
 
     def drain(self, seconds: float) -> None:
@@ -145,16 +146,6 @@ class Worker:
             self.is_draining = True
             self.stop_at = min(self.stop_at, time.monotonic() + seconds)
             self._news.notify()
-
-    @property
-    def num_active(self) -> int:
-        """Jobs in flight."""
-        return len(self._active)
-
-    @property
-    def num_waiting(self) -> int:
-        """Jobs that wait for a row."""
-        return len(self._waiting)
 
     def _run(self, num_threads: int) -> None:
         """Run jobs until the worker is stopped; in any case every job ends with a generation or an error."""
@@ -174,9 +165,9 @@ class Worker:
             self.has_failed = True
             end = partial(_failure, error)
         self.drain(0.0)  # submit refuses jobs from here on: nothing would answer them
-        for job in (*self._active.values(), *self._waiting):
+        for job in (*self.active.values(), *self.waiting):
             job.tell((job, end()))
-        self._active, self._waiting = {}, deque()
+        self.active, self.waiting = {}, deque()
 
     def _renew(self) -> None:
         rows = self.options.batch_size
@@ -185,26 +176,26 @@ class Worker:
     def _take(self) -> bool:
         """Wait for work, drop what was aborted or is too late, and start jobs. Return whether to continue."""
         with self._news:
-            while not (self._active or self._waiting or self.is_draining):
+            while not (self.active or self.waiting or self.is_draining):
                 self._news.wait()
             now = time.monotonic()
-            self._waiting = deque(job for job in self._waiting if now <= job.deadline)
-            for number in [number for number, job in self._active.items() if now > job.deadline]:
+            self.waiting = deque(job for job in self.waiting if now <= job.deadline)
+            for number in [number for number, job in self.active.items() if now > job.deadline]:
                 self.engine.abort(number)
-                del self._active[number]
-            self._suspects &= self._active.keys() | set(map(id, self._waiting))
-            while self._waiting and self.num_active < (1 if self._suspects else self.options.batch_size):
-                job = self._waiting.popleft()
-                self._active[id(job)] = job
+                del self.active[number]
+            self._suspects &= self.active.keys() | set(map(id, self.waiting))
+            while self.waiting and len(self.active) < (1 if self._suspects else self.options.batch_size):
+                job = self.waiting.popleft()
+                self.active[id(job)] = job
                 self.engine.submit(id(job), job.prompt, job.sampling, trace=job.watched)
-            return not self.is_draining or (bool(self._active) and now < self.stop_at)
+            return not self.is_draining or (bool(self.active) and now < self.stop_at)
 
     def _step(self) -> None:
-        self.engine.num_sharing = self.num_active
+        self.engine.num_sharing = len(self.active)
         try:
             finished = self.engine.step()
             for row in self.engine.rows:
-                job = self._active[row.index]
+                job = self.active[row.index]
                 has_committed = row.num_forwards_before == row.state.num_forwards
                 text = job.stream.piece(row.state.final_prefix()) if has_committed else ""
                 # The drafts of the last forward may not be complete.
@@ -216,7 +207,7 @@ class Worker:
             self._recover(error)
             return
         for number, generation in finished.items():
-            job = self._active.pop(number)
+            job = self.active.pop(number)
             job.tell((job, Update(job.stream.rest(generation.text), self._rounds(job, generation.trace), generation)))
 
     def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
@@ -234,13 +225,13 @@ class Worker:
         """Start again with a new engine, as the state after a failed call is undefined."""
         del self.engine  # releases the cache first
         self._renew()
-        jobs = list(self._active.values())
-        self._active.clear()
+        jobs = list(self.active.values())
+        self.active.clear()
         if len(jobs) == 1:
             jobs[0].tell((jobs[0], _failure(error)))
             return
         self._suspects = set(map(id, jobs))
-        self._waiting.extendleft(reversed(jobs))
+        self.waiting.extendleft(reversed(jobs))
 
 
 def _failure(error: Exception) -> HTTPException:
