@@ -135,7 +135,7 @@ def main() -> None:
         minutes = (time.monotonic() - started) / 60
         curve.append((round(minutes, 2), round(resident_bytes() / 2**20, 1), soak.counts["answers"]))
     is_idle = not (worker.active or worker.waiting)
-    server.drain()
+    worker.drain(worker.limits.drain_seconds)
     thread.join()
     steady = [megabytes for minutes, megabytes, _ in curve if minutes >= options.minutes / 2]
     results = {

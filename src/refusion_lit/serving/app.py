@@ -150,10 +150,6 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Begin to drain; at the second signal, stop at once."""
         self.should_exit = self.worker.is_draining
-        self.drain()
-
-    def drain(self) -> None:
-        """Refuse further requests, and stop when those in flight are done or their time is over."""
         self.worker.drain(self.worker.limits.drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
