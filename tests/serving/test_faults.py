@@ -217,7 +217,7 @@ def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(m
                 each.result(timeout=20)
             assert caught.value.status_code == 500
         wait_for(lambda: server.should_exit)
-        assert worker.has_failed
+        assert worker.failure
         assert not worker.thread.is_alive()
 
 

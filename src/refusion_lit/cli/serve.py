@@ -61,4 +61,4 @@ def run(args: list[str]) -> int:
         Server(build_app(service, key=key), service, options.host, options.port).run()
     except SystemExit as error:  # uvicorn has told why, such as a port that is taken
         return int(error.code or 0) and 2
-    return int(worker.has_failed)  # so that a supervisor starts it again
+    return int(worker.failure is not None)  # so that a supervisor starts it again

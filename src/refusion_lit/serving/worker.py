@@ -34,11 +34,6 @@ from refusion_lit.utils.require import require
 log = logging.getLogger("refusion_lit.serving")
 
 
-def _stopping() -> HTTPException:
-    """Return how a request ends that is refused; a new error, as each one that is raised collects tracebacks."""
-    return HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
-
-
 @dataclass(frozen=True)
 class Update:
     """What is new of a response.
@@ -93,7 +88,7 @@ class Worker:
     Attributes:
         is_ready: Whether the model has run once.
         is_draining: Whether no further jobs are taken.
-        has_failed: Whether the engine could not be made again after a failed call, so that the thread has ended.
+        failure: Why the thread has ended before it was told to: the engine could not be made again after a failed call.
         stop_at: When the thread ends at the latest, by :func:`time.monotonic`, unless a call of the model hangs.
         checked, engine, thread: The model, its logits checked; what decodes with it; the thread, which warms it up.
         active, waiting: Jobs in flight by their numbers; jobs that wait for a row.
@@ -109,7 +104,7 @@ class Worker:
         self.limits = limits
         self.is_ready = False
         self.is_draining = False
-        self.has_failed = False
+        self.failure: Exception | None = None
         self.checked = copy.copy(model.model_for(decoder))
         head_runner = self.checked.head_runner
         self.checked.head_runner = lambda: partial(_checked, head_runner())  # type: ignore[method-assign]
@@ -128,7 +123,7 @@ class Worker:
         """
         with self._news:
             if self.is_draining:
-                raise _stopping()
+                raise _failure(None)
             num_jobs = len(self.active) + len(self.waiting) + len(jobs)
             most = self.options.batch_size + self.limits.max_waiting
             require(
@@ -150,7 +145,6 @@ class Worker:
     def _run(self, num_threads: int) -> None:
         """Run jobs until the worker is stopped; in any case every job ends with a generation or an error."""
         torch.set_num_threads(num_threads)  # which torch keeps by thread
-        end: Callable[[], HTTPException] = _stopping
         try:
             self._renew()
             prompt = Prompt(token_ids=self.checked.special_tokens.eos_token_ids[:1], id="0")
@@ -162,11 +156,10 @@ class Worker:
                 self._step()
         except Exception as error:
             log.exception("the engine has stopped")
-            self.has_failed = True
-            end = partial(_failure, error)
+            self.failure = error
         self.drain(0.0)  # submit refuses jobs from here on: nothing would answer them
         for job in (*self.active.values(), *self.waiting):
-            job.tell((job, end()))
+            job.tell((job, _failure(self.failure)))
         self.active, self.waiting = {}, deque()
 
     def _renew(self) -> None:
@@ -234,8 +227,13 @@ class Worker:
         self.waiting.extendleft(reversed(jobs))
 
 
-def _failure(error: Exception) -> HTTPException:
-    """Return how an error is told to the client: without paths and other internals."""
+def _failure(error: Exception | None) -> HTTPException:
+    """Return how an error is told to the client: without paths and other internals. ``None``: the server stops.
+
+    It is a new one for each request, as an error that is raised collects tracebacks.
+    """
+    if error is None:
+        return HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
     if is_out_of_memory(error):
         return HTTPException(503, "out of memory: the prompt and max_tokens need more than there is; lower them")
     is_ours = isinstance(error, ValueError | ArithmeticError)
