@@ -155,6 +155,5 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Stop when the engine's thread has ended, drained or failed for good, or hangs in a call of the model."""
         hangs = time.monotonic() > self.worker.stop_at + _GRACE_SECONDS
-        is_over = not self.worker.thread.is_alive() or hangs
-        self.should_exit = self.should_exit or is_over
+        self.should_exit = self.should_exit or hangs or not self.worker.thread.is_alive()
         return await super().on_tick(counter)

@@ -124,12 +124,10 @@ class Worker:
         with self._news:
             if self.is_draining:
                 raise _failure(None)
-            num_jobs = len(self.active) + len(self.waiting) + len(jobs)
             most = self.options.batch_size + self.limits.max_waiting
-            require(
-                len(jobs) <= most, "n", f"at most {most} answers of a request, all that fit here", len(jobs), "lower it"
-            )
-            if num_jobs > most:
+            expected = f"at most {most} answers of a request, all that fit here"
+            require(len(jobs) <= most, "n", expected, len(jobs), "lower it")
+            if len(self.active) + len(self.waiting) + len(jobs) > most:
                 wait = {"Retry-After": str(1 + len(self.waiting) // self.options.batch_size)}
                 raise HTTPException(429, "the queue is full; try again later.", headers=wait)
             self.waiting.extend(jobs)
@@ -169,8 +167,7 @@ class Worker:
     def _take(self) -> bool:
         """Wait for work, drop what was aborted or is too late, and start jobs. Return whether to continue."""
         with self._news:
-            while not (self.active or self.waiting or self.is_draining):
-                self._news.wait()
+            self._news.wait_for(lambda: self.active or self.waiting or self.is_draining)
             now = time.monotonic()
             self.waiting = deque(job for job in self.waiting if now <= job.deadline)
             for number in [number for number, job in self.active.items() if now > job.deadline]:
