@@ -13,9 +13,10 @@ from refusion_lit.cli.parser import (
     add_decoding_options,
     add_loading_options,
     as_list,
-    decoding_of,
     load_model_of,
+    made_of,
 )
+from refusion_lit.types import DecodingOptions
 from refusion_lit.utils.files import require_free, write_atomically
 from refusion_lit.utils.require import require, require_at_least, require_number
 
@@ -68,7 +69,7 @@ def run(args: list[str]) -> int:
     expected = "names of the harness's tasks or of those below --include_path"
     require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
     names = ("decoder", "likelihood", "num_draws", "seed")
-    decoding = decoding_of(options)
+    decoding = made_of(DecodingOptions, options)
     model = RefusionLitModel(
         load_model_of(options),
         **{name: options[name] for name in names},
