@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -23,11 +22,9 @@ from refusion_lit.data.schemas import Schemas
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
-from refusion_lit.serving.worker import Job, Update, Worker
+from refusion_lit.serving.worker import Job, Update, Worker, log
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
-
-log = logging.getLogger("refusion_lit.serving")  # texts of users at level DEBUG only
 
 
 @dataclass

@@ -31,7 +31,7 @@ from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
 
-log = logging.getLogger("refusion_lit.serving")
+log = logging.getLogger("refusion_lit.serving")  # texts of users at level DEBUG only
 
 
 @dataclass(frozen=True)
