@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, ComparisonRow, compare
 from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
-from refusion_lit.reports.results import RESULTS, described_environment
+from refusion_lit.reports.results import described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.utils.files import write_atomically
@@ -61,11 +61,6 @@ def write_report(
     comparison = compare(*read_runs(paths), baseline)
     sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
     directory = Path(output) if output is not None else _default_output(paths)
-    return _write(comparison, directory, formats)
-
-
-def _write(comparison: Comparison, directory: Path, formats: Sequence[str]) -> list[Path]:
-    """Write a comparison; see :func:`write_report`."""
     plot = tradeoff_plot(comparison)
     files: dict[str, str] = {}
     if "html" in formats:
@@ -81,23 +76,16 @@ def _write(comparison: Comparison, directory: Path, formats: Sequence[str]) -> l
     return [directory / name for name in files]
 
 
-def write_test_report(directory: Path) -> None:
-    """Write the report of one test next to its ``results.json``; warn instead of raising if that fails.
-
-    The results are already on disk, so a failed report must not fail the test.
+def report_results(path: Path) -> None:
+    """Write the report of a test or sweep that has ended; warn instead of raising, as its results are on disk already.
 
     Args:
-        directory: The run's directory, with ``results.json`` and the predictions.
+        path: The test's ``results.json``, or the sweep's directory.
     """
-    from lightning.pytorch.utilities import rank_zero_info  # takes seconds; `refusion-lit report` does not need it
-
     try:
-        comparison = compare(*read_runs([directory / RESULTS]))
-        page = _write(comparison, directory / DIRECTORY, ("html",))[0]
+        sys.stderr.write(f"report: {write_report([path])[0]}\n")
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
-    else:
-        rank_zero_info(f"report: {page}")
 
 
 def _default_output(paths: Sequence[str | Path]) -> Path:
