@@ -110,8 +110,8 @@ def html_report(comparison: Comparison, plot: str) -> str:
         lstrip_blocks=True,
     )
     environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    rows = comparison.rows
     runs = comparison.runs
+    examples, num_differing = _examples(comparison)
     return environment.get_template("report.html.jinja").render(
         comparison=comparison,
         title=", ".join(dict.fromkeys(run.source for run in runs)),
@@ -119,11 +119,9 @@ def html_report(comparison: Comparison, plot: str) -> str:
         training=list(map(Markup, training_plots(runs))),
         plot_style=STYLE,
         runs=[(run, _facts(run)) for run in runs],
-        examples=_examples(comparison),
-        num_differing_examples=_num_differing(comparison),
-        hidden_example_rows=max(len(rows) - _MAX_EXAMPLE_ROWS, 0),
-        any_marked=any(row.mismatches for row in rows),
-        uneven=[d for d in comparison.differences if d.num_only_row or d.num_only_baseline or d.num_differing],
+        examples=examples,
+        num_differing_examples=num_differing,
+        hidden_example_rows=max(len(comparison.rows) - _MAX_EXAMPLE_ROWS, 0),
         version=__version__,
         num_resamples=NUM_RESAMPLES,
     )
@@ -143,8 +141,11 @@ def _facts(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items() if value is not None and value != ""}
 
 
-def _examples(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return a few prompts, those with a wrong response first, with the responses of the first rows."""
+def _examples(comparison: Comparison) -> tuple[list[dict[str, Any]], int]:
+    """Return a few prompts, those with a wrong response first, with the responses of the first rows.
+
+    Beside them, the number of ids that have different prompts or references in these rows.
+    """
     rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
     # Rows with another prompt or reference under the same id are another example.
     answers: dict[tuple[str, tuple[str, str | None]], list[tuple[ComparisonRow, ScoredPrediction]]] = {}
@@ -152,7 +153,7 @@ def _examples(comparison: Comparison) -> list[dict[str, Any]]:
         for identity, prediction in row.predictions.items():
             answers.setdefault((identity, prediction.example), []).append((row, prediction))
     wrong = [(i, p.example) for row in rows for i, p in row.predictions.items() if p.score < 1]
-    return [
+    shown = [
         {
             "id": identity,
             "prompt": _truncate(prompt),
@@ -164,13 +165,7 @@ def _examples(comparison: Comparison) -> list[dict[str, Any]]:
         }
         for identity, (prompt, reference) in list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
     ]
-
-
-def _num_differing(comparison: Comparison) -> int:
-    """Return the number of ids that have different prompts or references in the rows of the examples."""
-    rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
-    examples = {(i, prediction.example) for row in rows for i, prediction in row.predictions.items()}
-    return sum(number > 1 for number in Counter(i for i, _ in examples).values())
+    return shown, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
 
 
 def _truncate(text: str) -> str:
