@@ -134,8 +134,8 @@ def main() -> None:
         ctypes.CDLL(None).malloc_trim(0)
         minutes = (time.monotonic() - started) / 60
         curve.append((round(minutes, 2), round(resident_bytes() / 2**20, 1), soak.counts["answers"]))
-    is_idle = not (worker.num_active or worker.num_waiting)
-    server.drain()
+    is_idle = not (worker.active or worker.waiting)
+    worker.drain(worker.limits.drain_seconds)
     thread.join()
     steady = [megabytes for minutes, megabytes, _ in curve if minutes >= options.minutes / 2]
     results = {

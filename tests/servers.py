@@ -44,7 +44,7 @@ def serving(
     try:
         yield server
     finally:
-        server.drain()
+        worker.drain(own.drain_seconds)
         thread.join(timeout=60)
         assert not thread.is_alive()
 

@@ -19,7 +19,7 @@ from refusion_lit.reports.model_card import model_card
 from refusion_lit.reports.plots import curves_plot, standalone
 from refusion_lit.reports.runs import read_runs, read_scores
 from refusion_lit.reports.tables import markdown_table
-from refusion_lit.reports.write import write_report, write_test_report
+from refusion_lit.reports.write import report_results, write_report
 from refusion_lit.types import ModelTraits
 from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
 
@@ -333,7 +333,7 @@ def test_a_report_of_a_test_that_cannot_be_written_is_a_warning(tmp_path: Path) 
     run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0])})
     (run / "report").write_text("in the way")
     with pytest.warns(match="the results are written, but their report is not: "):
-        write_test_report(run)
+        report_results(run / "results.json")
 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:

@@ -536,4 +536,4 @@ def test_a_full_queue_says_when_to_come_again(model: TextModel) -> None:
             assert int(caught.value.response.headers["retry-after"]) >= 1
             first.close()
             assert [chunk.choices[0].finish_reason for chunk in second][-1], "the row of the one that left is free"
-        wait_for(lambda: server.worker.num_active == 0)
+        wait_for(lambda: not server.worker.active)

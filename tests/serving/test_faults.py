@@ -156,10 +156,10 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     worker._recover(RuntimeError("of one of them"))
     worker.submit(jobs[3:])
     rounds: list[str] = []
-    while worker.num_waiting:
+    while worker.waiting:
         worker._take()
-        rounds.append("".join(each.name for each in worker._active.values()))
-        worker._active.clear()
+        rounds.append("".join(each.name for each in worker.active.values()))
+        worker.active.clear()
     assert rounds == ["a", "b", "c", "de"]
 
 
@@ -210,14 +210,14 @@ def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(m
     with serving(model, Autoregressive(), rows=2, prepare=prepare) as server, ThreadPoolExecutor(4) as pool:
         worker = server.worker
         asked = [pool.submit(complete, server, text, max_tokens=400) for text in GOOD[:4]]
-        wait_for(lambda: (worker.num_active, worker.num_waiting) == (2, 2))
+        wait_for(lambda: (len(worker.active), len(worker.waiting)) == (2, 2))
         is_lost.set()
         for each in asked:
             with pytest.raises(openai.InternalServerError, match=r"the request failed \(RuntimeError\)") as caught:
                 each.result(timeout=20)
             assert caught.value.status_code == 500
         wait_for(lambda: server.should_exit)
-        assert worker.has_failed
+        assert worker.failure
         assert not worker.thread.is_alive()
 
 
@@ -232,13 +232,13 @@ def test_a_client_that_leaves_frees_its_row(model: TextModel, stream: bool) -> N
     with serving(model, Autoregressive(), rows=1, prepare=slow) as server:
         worker = server.worker
         connection = raw(server, post("1+1", stream=stream, max_tokens=450))
-        wait_for(lambda: worker.num_active == 1)
+        wait_for(lambda: len(worker.active) == 1)
         waiting = raw(server, post("1+2", stream=stream, max_tokens=450))  # leaves the queue, too
-        wait_for(lambda: worker.num_waiting == 1)
+        wait_for(lambda: len(worker.waiting) == 1)
         waiting.close()
-        wait_for(lambda: worker.num_waiting == 0)
+        wait_for(lambda: not worker.waiting)
         connection.close()
-        wait_for(lambda: worker.num_active == 0)
+        wait_for(lambda: not worker.active)
         assert complete(server, "2+2").choices[0].text == alone(model, Autoregressive(), "2+2", 16)
         assert b'{outcome="gone"} 2.0' in get_metrics(server)
 
@@ -271,7 +271,7 @@ def test_a_slow_reader_holds_nobody_up(model: TextModel) -> None:
         reader = stack.enter_context(raw(server, asked, buffer=4096))
         expected = alone(model, Autoregressive(), "2+2", 16)
         assert [complete(server, "2+2").choices[0].text for _ in range(3)] == [expected] * 3
-        wait_for(lambda: server.worker.num_active == 0)
+        wait_for(lambda: not server.worker.active)
         assert b'{outcome="done"} 3.0' in get_metrics(server), "the stream is decoded, but not sent"
         texts = []
         for line in reader.makefile("rb"):
@@ -337,7 +337,7 @@ def test_the_time_limit_starts_when_a_request_arrives(model: TextModel, monkeypa
 def test_a_signal_lets_answers_end_and_refuses_others(model: TextModel) -> None:
     with serving(model, Autoregressive(), prepare=slow) as server, ThreadPoolExecutor() as pool:
         running = pool.submit(complete, server, "1+1", max_tokens=40)
-        wait_for(lambda: server.worker.num_active == 1)
+        wait_for(lambda: len(server.worker.active) == 1)
         server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(openai.InternalServerError, match="the server is stopping") as caught:
             complete(server, "1+2")
@@ -349,7 +349,7 @@ def test_a_signal_lets_answers_end_and_refuses_others(model: TextModel) -> None:
 def test_after_the_limit_of_draining_the_rest_gets_503(model: TextModel) -> None:
     with serving(model, Autoregressive(), prepare=slow, drain_seconds=0.1) as server, ThreadPoolExecutor() as pool:
         running = pool.submit(complete, server, "1+1", max_tokens=450)
-        wait_for(lambda: server.worker.num_active == 1)
+        wait_for(lambda: len(server.worker.active) == 1)
         server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(openai.InternalServerError, match="the server is stopping") as caught:
             running.result()

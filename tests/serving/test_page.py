@@ -86,9 +86,9 @@ def test_the_stop_button_stops(chrome: Any, model: TextModel) -> None:
         assert not button.is_enabled()
         browser.js(chrome, "document.getElementById('max_tokens').value = 400")
         ask(chrome, "1+1")
-        wait_for(lambda: server.worker.num_active == 1)
+        wait_for(lambda: len(server.worker.active) == 1)
         button.click()
-        wait_for(lambda: server.worker.num_active == 0)
+        wait_for(lambda: not server.worker.active)
         wait_for(lambda: done(chrome))
         assert "stopped" in browser.js(chrome, "document.getElementById('status').textContent")
         assert not button.is_enabled()
@@ -131,9 +131,9 @@ def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
         wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
         browser.js(chrome, "document.getElementById('max_tokens').value = 400")
         ask(chrome, "1+1")
-        wait_for(lambda: server.worker.num_active == 1)
+        wait_for(lambda: len(server.worker.active) == 1)
         browser.press(chrome, "\ue00c")  # Escape, as the stop button
-        wait_for(lambda: server.worker.num_active == 0)
+        wait_for(lambda: not server.worker.active)
         wait_for(lambda: done(chrome))
         assert "stopped" in browser.js(chrome, "document.getElementById('status').textContent")
         errors = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]

@@ -67,8 +67,7 @@ def write_answers(options: Namespace) -> None:
     ]
     if schema is not None:
         model.schemas.constrain([], schema, setup.decoder, setup.sampling)
-    # The model and the prompts are checked before the output file is emptied.
-    model.check_decoder(setup.decoder, allow_mismatch=setup.decoding.allow_mismatch)
+    # The prompts are checked before the output file is emptied.
     decoded_by = model.model_for(setup.decoder)
     check_prompts(decoded_by, setup.decoder, prompts, setup.sampling, setup.decoding.max_cache_tokens)
     extra = {name: templates[name] or schema for name in encoded}

@@ -12,7 +12,6 @@ from rich.text import Text
 from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.admission import KeptCache
-from refusion_lit.engine.checks import check_context
 from refusion_lit.traces.document import Trace, visible, visible_lines
 from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
@@ -45,8 +44,6 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     setup = setup_of(options)
-    check_context(setup.model.model_for(setup.decoder), {"0": 1}, options.max_new_tokens)
-    setup.model.check_decoder(setup.decoder, allow_mismatch=options.allow_mismatch)
     chat = Chat(setup, options.system, Console())
     if not setup.model.tokenizer.chat_template:
         fix = "leave it out; every question stands alone"

@@ -13,7 +13,6 @@ from refusion_lit.cli.parser import (
     add_decoding_options,
     add_loading_options,
     as_list,
-    decoding_of,
     load_model_of,
 )
 from refusion_lit.utils.files import require_free, write_atomically
@@ -67,14 +66,8 @@ def run(args: list[str]) -> int:
     unknown = [task for task in tasks if task not in manager.all_tasks]
     expected = "names of the harness's tasks or of those below --include_path"
     require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
-    names = ("decoder", "likelihood", "num_draws", "seed")
-    decoding = decoding_of(options)
-    model = RefusionLitModel(
-        load_model_of(options),
-        **{name: options[name] for name in names},
-        batch_size=decoding.batch_size,
-        allow_mismatch=decoding.allow_mismatch,
-    )
+    names = ("decoder", "likelihood", "num_draws", "seed", "batch_size", "allow_mismatch")
+    model = RefusionLitModel(load_model_of(options), **{name: options[name] for name in names})
     try:
         results = evaluate(
             model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import reason_of
-from refusion_lit.utils.files import atomic_directory, check_fingerprint, require_empty, write_atomically
+from refusion_lit.utils.files import atomic_directory, require_empty, write_atomically
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -103,29 +102,18 @@ def _card(options: Namespace, model: TextModel) -> str:
     name = options.push_to_hub or options.output
     run = Path(options.ckpt_path).absolute().parent.parent  # unless the checkpoint was moved out of it
     is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
-    results = [Path(path) for path in as_list(options.results)]
-    if results:
-        # A test merges adapters.
-        tested = load(options.ckpt_path, dtype="float32", device="cpu").backbone if options.adapter_only else backbone
-        _check_results(results, weights_digest(tested))
     if options.adapter_only and backbone.drafter is not None:
         return drafter_card(name, backbone.drafter.origin, prompt)
+    results = [Path(path) for path in as_list(options.results)]
+    tested = backbone
+    if results and options.adapter_only:  # a test merges adapters
+        tested = load(options.ckpt_path, dtype="float32", device="cpu").backbone
     is_named = "decoder" in (getattr(backbone.config, "refusion_lit", None) or {})
     return model_card(
         name, backbone.traits, run if is_run else None, results, adapters=backbone.adapters, prompt=prompt,
         decoder=model.default_decoder if is_named else None, has_drafter=backbone.drafter is not None,
+        weights=weights_digest(tested) if results else None,
     )  # fmt: skip
-
-
-def _check_results(directories: Sequence[Path], weights: str | None) -> None:
-    """Refuse the results of another model."""
-    from refusion_lit.reports.results import read_results
-
-    for directory in directories:
-        recorded = (read_results(directory / RESULTS) or {}).get("fingerprints") or {}
-        for fingerprint in recorded.values():
-            check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
-                              fix="Give the directory of a test of this checkpoint")  # fmt: skip
 
 
 def _upload(directory: str, repository: str, *, private: bool) -> None:

@@ -9,19 +9,23 @@ from argparse import Action
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, loaded, located
-from refusion_lit.decoding import Decoder  # registers the checkpoint formats of all families
+from refusion_lit.decoding import Decoder, check_context  # registers the checkpoint formats of all families
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from refusion_lit.text_model import TextModel
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class PlainHelp(DefaultHelpFormatter):
@@ -151,11 +155,10 @@ def sampling_of(options: Namespace) -> SamplingParams:
     Raises:
         ValueError: If they are impossible.
     """
-    names = [field.name for field in fields(SamplingParams) if field.name in options and field.name != "stop"]
     stop = as_list(options.stop)
     is_list = len(stop) == 1 and isinstance(loaded(stop[0]), list)  # else it would have been taken as one
     require(not is_list, "stop", "a string or a list of strings", stop and stop[0], "quote numbers, as in '[\"2\"]'")
-    sampling = SamplingParams(**{name: options[name] for name in names}, stop=tuple(stop))
+    sampling = made_of(SamplingParams, options, stop=tuple(stop))
     if options.decoder is not None:
         options.decoder.check(sampling)
     return sampling
@@ -231,22 +234,25 @@ class Setup:
 
 
 def setup_of(options: Namespace) -> Setup:
-    """Check the options of sampling and decoding, and load the model.
+    """Check the options of sampling and decoding, load the model, and check that it fits the decoder and the length.
 
     Raises:
-        ValueError: If an option is impossible, or the model cannot be loaded.
+        ValueError: If an option is impossible, or the model cannot be loaded or was not trained for the decoder.
     """
     sampling = sampling_of(options)
-    decoding = decoding_of(options)
+    decoding = made_of(DecodingOptions, options)
     model = load_model_of(options)
-    return Setup(model, options.decoder or model.default_decoder.fitted(sampling), sampling, decoding)
+    decoder = options.decoder or model.default_decoder.fitted(sampling)
+    model.check_decoder(decoder, allow_mismatch=decoding.allow_mismatch)
+    check_context(model.model_for(decoder), {"0": 1}, sampling.max_new_tokens)
+    return Setup(model, decoder, sampling, decoding)
 
 
-def decoding_of(options: Namespace) -> DecodingOptions:
-    """Return how prompts are decoded; options that the command does not have stay at their defaults.
+def made_of(kind: type[T], options: Namespace, **others: object) -> T:
+    """Return a dataclass's instance of options and other values; what a command does not have stays at its default.
 
     Raises:
         ValueError: If an option is out of range.
     """
-    names = [field.name for field in fields(DecodingOptions) if field.name in options]
-    return DecodingOptions(**{name: options[name] for name in names})
+    names = [field.name for field in fields(kind) if field.name in options]
+    return kind(**{name: options[name] for name in names} | others)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import fields
 from pathlib import Path
 
-from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.engine.checks import check_context
+from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, made_of, setup_of
 from refusion_lit.serving import Limits
 from refusion_lit.utils.require import require
 
@@ -36,7 +34,7 @@ def run(args: list[str]) -> int:
         ValueError: If an option is wrong, the extra is not installed, or the model cannot be loaded.
     """
     options = build_parser().parse(args)
-    limits = Limits(**{field.name: options[field.name] for field in fields(Limits)})
+    limits = made_of(Limits, options)
     require(0 <= options.port < 65536, "port", "a number below 65536", options.port, "use 8000, say")
     try:
         from refusion_lit.serving.app import API_KEY, LOCAL, Server, build_app
@@ -51,9 +49,8 @@ def run(args: list[str]) -> int:
     require(is_safe, "host", f"127.0.0.1, ::1 or localhost where {API_KEY} is not set", options.host, fix)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("refusion_lit.serving").setLevel(logging.DEBUG if options.log_prompts else logging.INFO)
+    options.max_new_tokens = min(options.max_new_tokens, limits.max_answer_tokens)
     setup = setup_of(options)
-    check_context(setup.model.model_for(setup.decoder), {"0": 1}, min(options.max_new_tokens, limits.max_answer_tokens))
-    setup.model.check_decoder(setup.decoder, allow_mismatch=options.allow_mismatch)
     worker = Worker(setup.model, setup.decoder, setup.sampling, setup.decoding, limits)
     service = Service(worker, options.name or Path(options.ckpt_path).resolve().name)
     sys.stderr.write(f"serving {service.name} with {type(setup.decoder).__name__}\n")
@@ -61,4 +58,4 @@ def run(args: list[str]) -> int:
         Server(build_app(service, key=key), service, options.host, options.port).run()
     except SystemExit as error:  # uvicorn has told why, such as a port that is taken
         return int(error.code or 0) and 2
-    return int(worker.has_failed)  # so that a supervisor starts it again
+    return int(worker.failure is not None)  # so that a supervisor starts it again

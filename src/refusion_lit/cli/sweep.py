@@ -61,9 +61,12 @@ def run(args: list[str]) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
+    from refusion_lit.reports.write import report_results  # and the libraries of plots
+
     _print_results(directory.name, rows, sweep.swept)
     print(f"results in {directory}/results.csv")
-    _report(directory)
+    if any(row["status"] == "finished" for row in rows):
+        report_results(directory)
     failed = list(dict.fromkeys(row["point"] for row in rows if row["status"] != "finished"))
     if failed:
         num_points = len({row["point"] for row in rows})
@@ -90,16 +93,6 @@ def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -
         rows.append([*(short(row[option]) for option in swept), decoder, *cells])
     note = f"* {MISMATCH}" if any(row["mismatch"] for row in found) else None
     print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(swept) + 1, note=note)
-
-
-def _report(directory: Path) -> None:
-    """Write the report of all finished points; their results are on disk already, so a failure here loses nothing."""
-    from refusion_lit.reports.write import write_report
-
-    try:
-        print(f"report: {write_report([directory])[0]}")
-    except (ValueError, OSError) as error:
-        print(f"no report: {error}", file=sys.stderr)
 
 
 def read_sweep(file: Path) -> Sweep:

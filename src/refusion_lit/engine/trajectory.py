@@ -69,37 +69,6 @@ class Trajectory:
         """Tokens per slot: place p is in slot ``p // slot_size``; ``None`` for a decoder without slots."""
         return self.decoder.get("slot_size")
 
-    @classmethod
-    def of(cls, state: RowState, generation: Generation, decoder: Decoder) -> Trajectory:
-        """Return the trajectory of a finished prompt.
-
-        Args:
-            state: The decoder's last state.
-            generation: The result; its draws are recorded if it has a trace.
-            decoder: The decoder that ran.
-        """
-        is_masked = np.array(state.is_masked, dtype=bool)
-        order = np.full(len(state.tokens), -1, dtype=_DTYPE)
-        order[state.committed] = np.arange(len(state.committed))
-        draws = [
-            (number, position - state.prompt_length, token)
-            for number, entry in enumerate(generation.trace, 1)
-            for position, token in zip(entry.positions, entry.tokens, strict=True)
-        ]
-        return cls(
-            id=generation.id,
-            prompt_ids=np.array(state.prompt.token_ids, dtype=_DTYPE),
-            tokens=np.where(is_masked, -1, state.tokens).astype(_DTYPE),
-            rounds=np.where(is_masked, 0, state.commit_rounds).astype(_DTYPE),
-            order=order,
-            draws=np.array(draws, dtype=_DTYPE).reshape(-1, 3),
-            num_tokens=len(generation.token_ids),
-            finish_reason=generation.finish_reason,
-            num_forwards=generation.num_forwards,
-            phases=[entry.phase for entry in generation.trace],
-            decoder={"class": type(decoder).__name__, **asdict(decoder)},  # type: ignore[call-overload] - all are
-        )
-
 
 class TrajectoryRecorder(GenerationCallback):
     """Collects the trajectories of a decode; pass it as a callback.
@@ -123,8 +92,29 @@ class TrajectoryRecorder(GenerationCallback):
     def on_finished(self, index: int, generation: Generation) -> None:
         """Record a finished prompt; a response that was given as a whole has no trajectory."""
         state = self._states.pop(index, None)
-        if state is not None:
-            self.trajectories[index] = Trajectory.of(state, generation, self.decoder)
+        if state is None:
+            return
+        is_masked = np.array(state.is_masked, dtype=bool)
+        order = np.full(len(state.tokens), -1, dtype=_DTYPE)
+        order[state.committed] = np.arange(len(state.committed))
+        draws = [
+            (number, position - state.prompt_length, token)
+            for number, entry in enumerate(generation.trace, 1)
+            for position, token in zip(entry.positions, entry.tokens, strict=True)
+        ]
+        self.trajectories[index] = Trajectory(
+            id=generation.id,
+            prompt_ids=np.array(state.prompt.token_ids, dtype=_DTYPE),
+            tokens=np.where(is_masked, -1, state.tokens).astype(_DTYPE),
+            rounds=np.where(is_masked, 0, state.commit_rounds).astype(_DTYPE),
+            order=order,
+            draws=np.array(draws, dtype=_DTYPE).reshape(-1, 3),
+            num_tokens=len(generation.token_ids),
+            finish_reason=generation.finish_reason,
+            num_forwards=generation.num_forwards,
+            phases=[entry.phase for entry in generation.trace],
+            decoder={"class": type(self.decoder).__name__, **asdict(self.decoder)},  # type: ignore[call-overload]
+        )
 
 
 class TrajectoryWriter:

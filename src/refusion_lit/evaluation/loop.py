@@ -20,7 +20,7 @@ from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.results import RESULTS, environment, with_class
 from refusion_lit.reports.tables import decoder_table
-from refusion_lit.reports.write import write_test_report
+from refusion_lit.reports.write import report_results
 from refusion_lit.tasks.base import Task, score_of
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
@@ -283,4 +283,4 @@ class Evaluation:
             "config": self.config,
         }
         write_json_atomically(self._directory / RESULTS, results)
-        write_test_report(self._directory)
+        report_results(self._directory / RESULTS)

@@ -20,6 +20,7 @@ from refusion_lit.reports.results import RESULTS, described_environment, read_co
 from refusion_lit.reports.runs import with_scores
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
+from refusion_lit.utils.files import check_fingerprint
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
@@ -34,6 +35,7 @@ def model_card(
     run: Path | None,
     results: Sequence[Path] = (),
     *,
+    weights: str | None = None,
     adapters: Adapters | None = None,
     prompt: str = PLAIN_PROMPT,
     decoder: Decoder | None = None,
@@ -47,17 +49,18 @@ def model_card(
         run: Directory of the training run, whose ``config.yaml`` and ``environment.json`` are included where they
             exist; ``None`` if it is unknown.
         results: Directories of test runs, each with a ``results.json``.
+        weights: Digest of the weights; results of other ones are refused. ``None``: unknown.
         adapters: The low-rank adapters, if the directory holds them alone.
         prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the tokenizer.
         decoder: The decoder that the directory names; by default one for its traits, with the options that were tested.
         has_drafter: Whether the directory holds a drafter, too.
 
     Raises:
-        ValueError: If a file is damaged or a test run has no results.
+        ValueError: If a file is damaged, or a test run has no results or those of other weights.
     """
     config = (run and read_config(run)) or {}
     environment = (run and read_environment(run)) or {}
-    tests = [_read_test(path) for path in results]
+    tests = [_read_test(path, weights) for path in results]
     evaluated = [result for test in tests for result in _eval_results(test)]
     data = ModelCardData(
         library_name="refusion-lit",
@@ -147,13 +150,16 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
                 )
 
 
-def _read_test(directory: Path) -> dict[str, Any]:
-    """Return the content of a test's ``results.json``."""
+def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
+    """Return the content of a ``results.json`` of a test of these weights."""
     path = directory / RESULTS
     results = read_results(path)
     expected = f"the results of `refusion-lit test` in {path}"
     require(results is not None, "results", expected, "another file", "test the model again")
     assert results is not None
+    for fingerprint in (results.get("fingerprints") or {}).values():
+        check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
+                          fix="Give the directory of a test of this checkpoint")  # fmt: skip
     with_scores(directory, results, [])
     return results
 

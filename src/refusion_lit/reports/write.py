@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, ComparisonRow, compare
 from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
-from refusion_lit.reports.results import RESULTS, described_environment
+from refusion_lit.reports.results import described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.utils.files import write_atomically
@@ -61,11 +61,6 @@ def write_report(
     comparison = compare(*read_runs(paths), baseline)
     sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
     directory = Path(output) if output is not None else _default_output(paths)
-    return _write(comparison, directory, formats)
-
-
-def _write(comparison: Comparison, directory: Path, formats: Sequence[str]) -> list[Path]:
-    """Write a comparison; see :func:`write_report`."""
     plot = tradeoff_plot(comparison)
     files: dict[str, str] = {}
     if "html" in formats:
@@ -81,23 +76,16 @@ def _write(comparison: Comparison, directory: Path, formats: Sequence[str]) -> l
     return [directory / name for name in files]
 
 
-def write_test_report(directory: Path) -> None:
-    """Write the report of one test next to its ``results.json``; warn instead of raising if that fails.
-
-    The results are already on disk, so a failed report must not fail the test.
+def report_results(path: Path) -> None:
+    """Write the report of a test or sweep that has ended; warn instead of raising, as its results are on disk already.
 
     Args:
-        directory: The run's directory, with ``results.json`` and the predictions.
+        path: The test's ``results.json``, or the sweep's directory.
     """
-    from lightning.pytorch.utilities import rank_zero_info  # takes seconds; `refusion-lit report` does not need it
-
     try:
-        comparison = compare(*read_runs([directory / RESULTS]))
-        page = _write(comparison, directory / DIRECTORY, ("html",))[0]
+        sys.stderr.write(f"report: {write_report([path])[0]}\n")
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
-    else:
-        rank_zero_info(f"report: {page}")
 
 
 def _default_output(paths: Sequence[str | Path]) -> Path:
@@ -122,8 +110,8 @@ def html_report(comparison: Comparison, plot: str) -> str:
         lstrip_blocks=True,
     )
     environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    rows = comparison.rows
     runs = comparison.runs
+    examples, num_differing = _examples(comparison)
     return environment.get_template("report.html.jinja").render(
         comparison=comparison,
         title=", ".join(dict.fromkeys(run.source for run in runs)),
@@ -131,11 +119,9 @@ def html_report(comparison: Comparison, plot: str) -> str:
         training=list(map(Markup, training_plots(runs))),
         plot_style=STYLE,
         runs=[(run, _facts(run)) for run in runs],
-        examples=_examples(comparison),
-        num_differing_examples=_num_differing(comparison),
-        hidden_example_rows=max(len(rows) - _MAX_EXAMPLE_ROWS, 0),
-        any_marked=any(row.mismatches for row in rows),
-        uneven=[d for d in comparison.differences if d.num_only_row or d.num_only_baseline or d.num_differing],
+        examples=examples,
+        num_differing_examples=num_differing,
+        hidden_example_rows=max(len(comparison.rows) - _MAX_EXAMPLE_ROWS, 0),
         version=__version__,
         num_resamples=NUM_RESAMPLES,
     )
@@ -155,8 +141,11 @@ def _facts(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items() if value is not None and value != ""}
 
 
-def _examples(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return a few prompts, those with a wrong response first, with the responses of the first rows."""
+def _examples(comparison: Comparison) -> tuple[list[dict[str, Any]], int]:
+    """Return a few prompts, those with a wrong response first, with the responses of the first rows.
+
+    Beside them, the number of ids that have different prompts or references in these rows.
+    """
     rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
     # Rows with another prompt or reference under the same id are another example.
     answers: dict[tuple[str, tuple[str, str | None]], list[tuple[ComparisonRow, ScoredPrediction]]] = {}
@@ -164,7 +153,7 @@ def _examples(comparison: Comparison) -> list[dict[str, Any]]:
         for identity, prediction in row.predictions.items():
             answers.setdefault((identity, prediction.example), []).append((row, prediction))
     wrong = [(i, p.example) for row in rows for i, p in row.predictions.items() if p.score < 1]
-    return [
+    shown = [
         {
             "id": identity,
             "prompt": _truncate(prompt),
@@ -176,13 +165,7 @@ def _examples(comparison: Comparison) -> list[dict[str, Any]]:
         }
         for identity, (prompt, reference) in list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
     ]
-
-
-def _num_differing(comparison: Comparison) -> int:
-    """Return the number of ids that have different prompts or references in the rows of the examples."""
-    rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
-    examples = {(i, prediction.example) for row in rows for i, prediction in row.predictions.items()}
-    return sum(number > 1 for number in Counter(i for i, _ in examples).values())
+    return shown, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
 
 
 def _truncate(text: str) -> str:

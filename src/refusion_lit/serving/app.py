@@ -150,15 +150,10 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Begin to drain; at the second signal, stop at once."""
         self.should_exit = self.worker.is_draining
-        self.drain()
-
-    def drain(self) -> None:
-        """Refuse further requests, and stop when those in flight are done or their time is over."""
         self.worker.drain(self.worker.limits.drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
         """Stop when the engine's thread has ended, drained or failed for good, or hangs in a call of the model."""
         hangs = time.monotonic() > self.worker.stop_at + _GRACE_SECONDS
-        is_over = not self.worker.thread.is_alive() or hangs
-        self.should_exit = self.should_exit or is_over
+        self.should_exit = self.should_exit or hangs or not self.worker.thread.is_alive()
         return await super().on_tick(counter)

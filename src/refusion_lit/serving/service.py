@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -23,11 +22,9 @@ from refusion_lit.data.schemas import Schemas
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.output import TextStream
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
-from refusion_lit.serving.worker import Job, Update, Worker
+from refusion_lit.serving.worker import Job, Update, Worker, log
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
-
-log = logging.getLogger("refusion_lit.serving")  # texts of users at level DEBUG only
 
 
 @dataclass
@@ -102,8 +99,8 @@ class Service:
         self._counts = Counter("counts", "Tokens and forwards, named as in an answer's usage", ["kind"], **to)
         buckets = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
         self._seconds = Histogram("seconds", "Time to the first text, and to the end", ["until"], buckets=buckets, **to)
-        Gauge("rows_in_flight", "Answers in flight", **to).set_function(lambda: worker.num_active)
-        Gauge("waiting", "Answers that wait for a row", **to).set_function(lambda: worker.num_waiting)
+        Gauge("rows_in_flight", "Answers in flight", **to).set_function(lambda: len(worker.active))
+        Gauge("waiting", "Answers that wait for a row", **to).set_function(lambda: len(worker.waiting))
 
     async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Answer a request.

@@ -31,12 +31,7 @@ from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
 
-log = logging.getLogger("refusion_lit.serving")
-
-
-def _stopping() -> HTTPException:
-    """Return how a request ends that is refused; a new error, as each one that is raised collects tracebacks."""
-    return HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
+log = logging.getLogger("refusion_lit.serving")  # texts of users at level DEBUG only
 
 
 @dataclass(frozen=True)
@@ -93,9 +88,10 @@ class Worker:
     Attributes:
         is_ready: Whether the model has run once.
         is_draining: Whether no further jobs are taken.
-        has_failed: Whether the engine could not be made again after a failed call, so that the thread has ended.
+        failure: Why the thread has ended before it was told to: the engine could not be made again after a failed call.
         stop_at: When the thread ends at the latest, by :func:`time.monotonic`, unless a call of the model hangs.
         checked, engine, thread: The model, its logits checked; what decodes with it; the thread, which warms it up.
+        active, waiting: Jobs in flight by their numbers; jobs that wait for a row.
     """
 
     def __init__(
@@ -108,13 +104,13 @@ class Worker:
         self.limits = limits
         self.is_ready = False
         self.is_draining = False
-        self.has_failed = False
+        self.failure: Exception | None = None
         self.checked = copy.copy(model.model_for(decoder))
         head_runner = self.checked.head_runner
         self.checked.head_runner = lambda: partial(_checked, head_runner())  # type: ignore[method-assign]
         self._news = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._active: dict[int, Job] = {}
+        self.waiting: deque[Job] = deque()
+        self.active: dict[int, Job] = {}
         self._suspects: set[int] = set()  # jobs that were in flight in a call that failed: each runs alone
         self.stop_at = math.inf
         self.thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], name="engine", daemon=True)
@@ -127,16 +123,14 @@ class Worker:
         """
         with self._news:
             if self.is_draining:
-                raise _stopping()
-            num_jobs = self.num_active + self.num_waiting + len(jobs)
+                raise _failure(None)
             most = self.options.batch_size + self.limits.max_waiting
-            require(
-                len(jobs) <= most, "n", f"at most {most} answers of a request, all that fit here", len(jobs), "lower it"
-            )
-            if num_jobs > most:
-                wait = {"Retry-After": str(1 + self.num_waiting // self.options.batch_size)}
+            expected = f"at most {most} answers of a request, all that fit here"
+            require(len(jobs) <= most, "n", expected, len(jobs), "lower it")
+            if len(self.active) + len(self.waiting) + len(jobs) > most:
+                wait = {"Retry-After": str(1 + len(self.waiting) // self.options.batch_size)}
                 raise HTTPException(429, "the queue is full; try again later.", headers=wait)
-            self._waiting.extend(jobs)
+            self.waiting.extend(jobs)
             self._news.notify()
 
     def drain(self, seconds: float) -> None:
@@ -146,20 +140,9 @@ class Worker:
             self.stop_at = min(self.stop_at, time.monotonic() + seconds)
             self._news.notify()
 
-    @property
-    def num_active(self) -> int:
-        """Jobs in flight."""
-        return len(self._active)
-
-    @property
-    def num_waiting(self) -> int:
-        """Jobs that wait for a row."""
-        return len(self._waiting)
-
     def _run(self, num_threads: int) -> None:
         """Run jobs until the worker is stopped; in any case every job ends with a generation or an error."""
         torch.set_num_threads(num_threads)  # which torch keeps by thread
-        end: Callable[[], HTTPException] = _stopping
         try:
             self._renew()
             prompt = Prompt(token_ids=self.checked.special_tokens.eos_token_ids[:1], id="0")
@@ -171,12 +154,11 @@ class Worker:
                 self._step()
         except Exception as error:
             log.exception("the engine has stopped")
-            self.has_failed = True
-            end = partial(_failure, error)
+            self.failure = error
         self.drain(0.0)  # submit refuses jobs from here on: nothing would answer them
-        for job in (*self._active.values(), *self._waiting):
-            job.tell((job, end()))
-        self._active, self._waiting = {}, deque()
+        for job in (*self.active.values(), *self.waiting):
+            job.tell((job, _failure(self.failure)))
+        self.active, self.waiting = {}, deque()
 
     def _renew(self) -> None:
         rows = self.options.batch_size
@@ -185,26 +167,25 @@ class Worker:
     def _take(self) -> bool:
         """Wait for work, drop what was aborted or is too late, and start jobs. Return whether to continue."""
         with self._news:
-            while not (self._active or self._waiting or self.is_draining):
-                self._news.wait()
+            self._news.wait_for(lambda: self.active or self.waiting or self.is_draining)
             now = time.monotonic()
-            self._waiting = deque(job for job in self._waiting if now <= job.deadline)
-            for number in [number for number, job in self._active.items() if now > job.deadline]:
+            self.waiting = deque(job for job in self.waiting if now <= job.deadline)
+            for number in [number for number, job in self.active.items() if now > job.deadline]:
                 self.engine.abort(number)
-                del self._active[number]
-            self._suspects &= self._active.keys() | set(map(id, self._waiting))
-            while self._waiting and self.num_active < (1 if self._suspects else self.options.batch_size):
-                job = self._waiting.popleft()
-                self._active[id(job)] = job
+                del self.active[number]
+            self._suspects &= self.active.keys() | set(map(id, self.waiting))
+            while self.waiting and len(self.active) < (1 if self._suspects else self.options.batch_size):
+                job = self.waiting.popleft()
+                self.active[id(job)] = job
                 self.engine.submit(id(job), job.prompt, job.sampling, trace=job.watched)
-            return not self.is_draining or (bool(self._active) and now < self.stop_at)
+            return not self.is_draining or (bool(self.active) and now < self.stop_at)
 
     def _step(self) -> None:
-        self.engine.num_sharing = self.num_active
+        self.engine.num_sharing = len(self.active)
         try:
             finished = self.engine.step()
             for row in self.engine.rows:
-                job = self._active[row.index]
+                job = self.active[row.index]
                 has_committed = row.num_forwards_before == row.state.num_forwards
                 text = job.stream.piece(row.state.final_prefix()) if has_committed else ""
                 # The drafts of the last forward may not be complete.
@@ -216,7 +197,7 @@ class Worker:
             self._recover(error)
             return
         for number, generation in finished.items():
-            job = self._active.pop(number)
+            job = self.active.pop(number)
             job.tell((job, Update(job.stream.rest(generation.text), self._rounds(job, generation.trace), generation)))
 
     def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
@@ -234,17 +215,22 @@ class Worker:
         """Start again with a new engine, as the state after a failed call is undefined."""
         del self.engine  # releases the cache first
         self._renew()
-        jobs = list(self._active.values())
-        self._active.clear()
+        jobs = list(self.active.values())
+        self.active.clear()
         if len(jobs) == 1:
             jobs[0].tell((jobs[0], _failure(error)))
             return
         self._suspects = set(map(id, jobs))
-        self._waiting.extendleft(reversed(jobs))
+        self.waiting.extendleft(reversed(jobs))
 
 
-def _failure(error: Exception) -> HTTPException:
-    """Return how an error is told to the client: without paths and other internals."""
+def _failure(error: Exception | None) -> HTTPException:
+    """Return how an error is told to the client: without paths and other internals. ``None``: the server stops.
+
+    It is a new one for each request, as an error that is raised collects tracebacks.
+    """
+    if error is None:
+        return HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
     if is_out_of_memory(error):
         return HTTPException(503, "out of memory: the prompt and max_tokens need more than there is; lower them")
     is_ours = isinstance(error, ValueError | ArithmeticError)

@@ -9,12 +9,11 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.data.batches import EncodedExample, collate_responses
@@ -42,6 +41,7 @@ class _Answer:
     row: Generation
     trajectory: Trajectory
     reward: float
+    advantage: float
 
 
 class Rollouts:
@@ -183,10 +183,12 @@ class Rollouts:
             rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
             rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
             trajectories = [recorder.trajectories[index] for index in range(len(rows))]
-            answers = [_Answer(*parts) for parts in zip(rows, trajectories, rewards, strict=True)]
+            by_group = torch.tensor(rewards, dtype=torch.float64).view(-1, size)
+            advantages = group_advantages(by_group, scale=self.objective.scale_rewards)
+            columns = (rows, trajectories, rewards, advantages.flatten().tolist())
+            answers = [_Answer(*parts) for parts in zip(*columns, strict=True)]
             found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
-            teaches = self._advantages([found[prompt.id] for prompt in waiting]).any(1).tolist()
-            waiting = [prompt for prompt, useful in zip(waiting, teaches, strict=True) if not useful]
+            waiting = [prompt for prompt, useful in zip(waiting, advantages.any(1), strict=True) if not useful]
             if not waiting:
                 break
         return found
@@ -225,32 +227,29 @@ class Rollouts:
         for row, answer in enumerate(answers):
             for position, value in engine_log_probabilities(answer.row, answer.trajectory).items():
                 engine[row, position] = value
-        advantages = self._advantages(groups).flatten()
+        advantages = torch.tensor([answer.advantage for answer in answers], dtype=torch.float64)
         return replace(batch, advantages=advantages, engine=engine, trajectories=[a.trajectory for a in answers])
-
-    def _advantages(self, groups: Sequence[Sequence[_Answer]]) -> Float[Tensor, "prompt answer"]:
-        return group_advantages(_reward_table(groups), scale=self.objective.scale_rewards)
 
     def _figures(self, groups: Sequence[Sequence[_Answer]]) -> dict[str, float]:
         """Return what a roll-out showed."""
-        rows = [answer.row for group in groups for answer in group]
-        rewards = _reward_table(groups)
-        valid = rewards[rewards.isfinite()]
+        answers = [answer for group in groups for answer in group]
+        rows = [answer.row for answer in answers]
+        valid = [answer.reward for answer in answers if not math.isnan(answer.reward)]
         num_distinct = sum(len({tuple(answer.row.token_ids) for answer in group}) for group in groups)
         num_tokens = sum(row.num_tokens for row in rows)
         return {
-            "reward": float(valid.mean()) if len(valid) else math.nan,
-            "dropped_rewards": float(rewards.numel() - len(valid)),
+            "reward": fmean(valid) if valid else math.nan,
+            "dropped_rewards": float(len(answers) - len(valid)),
             "length": num_tokens / len(rows),
             "distinct_answers": num_distinct / len(rows),
-            "equal_groups": float((~self._advantages(groups).any(1)).double().mean()),
+            "equal_groups": sum(not any(answer.advantage for answer in group) for group in groups) / len(groups),
             "overlong": sum(row.finish_reason == "length" for row in rows) / len(rows),
             "tokens_per_forward": num_tokens / sum(row.num_forwards for row in rows),
         }
 
     def save(self, checkpoint: dict[str, Any], num_processes: int) -> None:
         """Add what resuming between two updates on the same answers needs, of all processes, to a checkpoint."""
-        own = [[{f.name: getattr(batch, f.name) for f in fields(batch)} for batch in update] for update in self.pending]
+        own = [[vars(batch) for batch in update] for update in self.pending]
         states: list[Any] = [own] * num_processes
         if num_processes > 1:
             torch.distributed.all_gather_object(states, own)
@@ -297,10 +296,6 @@ def _described(rewards: Sequence[Reward | Task]) -> str:
 def _prompts(batch: ResponseBatch) -> list[Prompt]:
     rows = zip(batch.ids, batch.input_ids.tolist(), batch.prompt_lengths.tolist(), strict=True)
     return [Prompt(token_ids=tuple(ids[:length]), id=name) for name, ids, length in rows]
-
-
-def _reward_table(groups: Sequence[Sequence[_Answer]]) -> Float[Tensor, "prompt answer"]:
-    return torch.tensor([[answer.reward for answer in group] for group in groups], dtype=torch.float64)
 
 
 def _checked_rewards(
