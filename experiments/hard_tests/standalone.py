@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 NAMES, EOS, NUM_PROMPTS = ("clean", "mid"), 1, 100
+STAMP = "environment.json"
 
 
 def write(directory: Path) -> None:
@@ -31,6 +32,7 @@ def write(directory: Path) -> None:
     import refusion_lit
     from refusion_lit.modeling.drafter import Drafter, DrafterOptions, save_drafter
     from refusion_lit.modeling.saving import save_model
+    from refusion_lit.reports.results import environment
     from refusion_lit.types import ModelTraits
 
     for name in NAMES:
@@ -44,6 +46,8 @@ def write(directory: Path) -> None:
         torch.nn.init.normal_(up, std=0.05)
     (directory / "draft").mkdir()
     save_drafter(drafter, model.backbone.body, directory / "draft", vocab_size=len(model.tokenizer))
+    stamp = {name: value for name, value in environment(0, []).items() if name in ("git", "hardware")}
+    (directory / STAMP).write_text(json.dumps(stamp), encoding="utf-8")
 
 
 def decode(directory: Path) -> None:
@@ -52,7 +56,11 @@ def decode(directory: Path) -> None:
         sys.exit("expected an environment without refusion-lit, got one with it; use `nox -s hard -- standalone`")
     found = compared(directory)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    result = {"equal": {name: f"{equal} of {count}" for name, (equal, count) in found.items()}, "versions": versions}
+    result = {
+        "equal": {name: f"{equal} of {count}" for name, (equal, count) in found.items()},
+        "versions": versions,
+        "environment": json.loads((directory / STAMP).read_text(encoding="utf-8")),
+    }
     print(json.dumps(result))
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     raise SystemExit(int(any(equal < count for equal, count in found.values())))

@@ -86,6 +86,13 @@ def test_commands_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.M
             assert main([*args, *(option for option in small if option not in args)]) == 0, shlex.join(args)
 
 
+def test_the_documentation_shows_what_each_command_prints() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    shown = {name for page in pages for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+             for name in re.findall(r"^\$ refusion-lit (\S+) .*\n[^$]", block, re.MULTILINE)}  # fmt: skip
+    assert shown >= {*OWN, "fit", "validate", "test", "predict"}
+
+
 def test_the_pages_of_a_newcomer_are_among_those_that_run() -> None:
     names = {str(page.relative_to(ROOT)) for page in RUN}
     assert {"README.md", "docs/index.md", "docs/commands.md", "docs/own_data.md"} <= names

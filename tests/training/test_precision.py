@@ -69,6 +69,10 @@ def test_test_and_predict_decode_in_every_precision(tmp_path: Path, precision: s
     assert figures["num_tokens"] == sum(line["num_tokens"] for line in predictions)
 
 
+TOLERANCE = {"bf16-true": 5e-3, "16-true": 5e-3, "bf16-mixed": 1e-3}
+"""Largest relative difference of a loss from float32's, five times what was found; without a name 1e-5."""
+
+
 @pytest.mark.filterwarnings("ignore:trainer.precision")
 @pytest.mark.parametrize("precision", DTYPES)
 def test_fit_and_validation_run_in_every_precision(tmp_path: Path, precision: str) -> None:
@@ -80,7 +84,8 @@ def test_fit_and_validation_run_in_every_precision(tmp_path: Path, precision: st
         losses[each] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert losses[precision].keys() == losses["32-true"].keys() >= {"train/loss", "train/ar", "val/loss", "val/mdm"}
     for name in ("train/loss", "val/loss"):
-        assert losses[precision][name] == pytest.approx(losses["32-true"][name], rel=0.03)
+        expected = pytest.approx(losses["32-true"][name], rel=TOLERANCE.get(precision, 1e-5))
+        assert losses[precision][name] == expected
     assert losses[precision]["train/num_positions"] == losses["32-true"]["train/num_positions"]
 
 
