@@ -13,9 +13,11 @@ import torch
 
 import refusion_lit
 from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
+from refusion_lit.checkpoints.models import METADATA_KEY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import _use_source, parse_only
 from refusion_lit.decoding import ReFusion, read_trajectories
+from refusion_lit.modeling.saving import save_model
 from refusion_lit.text_model import TextModel
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -84,6 +86,26 @@ def test_a_directorys_tokenizer_is_read_as_its_weights_are() -> None:
     _use_source(config, str(MODEL))
     options = config.data.tokenizer.init_args
     assert (options.source, options.revision, options.checkpoint_format) == (str(MODEL), "v1.0", "refusion")
+
+
+@pytest.mark.parametrize("given", [None, "{query},"])
+@pytest.mark.parametrize("source", ["checkpoint", "directory"])
+def test_prompts_are_made_with_the_models_template_unless_another_is_given(
+    checkpoint: str, source: str, given: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / ("model.ckpt" if source == "checkpoint" else "model")
+    if source == "checkpoint":
+        content = torch.load(checkpoint, weights_only=True)
+        content[METADATA_KEY]["prompt_template"] = "{query}>"
+        torch.save(content, path)
+    else:
+        model = refusion_lit.load(MODEL)
+        save_model(model.backbone, model.tokenizer, path, prompt_template="{query}>")
+    cli = parse_only("test")
+    options = [] if given is None else [f"--data.prompt_template={given}"]
+    config = cli.parse(cli.parser, ["test", "--config", QUICKSTART, *options]).test
+    _use_source(config, str(path))
+    assert config.data.prompt_template == (given or "{query}>")
 
 
 def test_random_weights_are_told_of(tmp_path: Path) -> None:

@@ -39,7 +39,18 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
         (["sweep"], "config: expected a value, got none; give it."),
         (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--prompt=2"], "prompt: expected one prompt, got 2; write"),
         (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--resume"], "resume: expected --output, the file of"),
-        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=[2, 3]"], "got '[2, 3]'; quote numbers, as in"),
+        (
+            ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=[2, 3]"],
+            "got '[2, 3]'; quote numbers and signs, as",
+        ),
+        (
+            ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=[;, =]"],
+            "got '[;, =]'; quote numbers and signs, as",
+        ),
+        (
+            ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=;", "--stop=,"],
+            "stop: expected the option once, got",
+        ),
         (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--max_new_tokens=100000"], "context of "),
         (["generate", f"--ckpt_path={MODEL}", "--prompt", "-5"], "no token for '-' (in '-5'). Leave it out"),
         (["generate", f"--ckpt_path={MODEL}", "--prompt", "--seed=1"], "expected a value, got none; write --prompt"),
@@ -190,13 +201,28 @@ def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert not list(tmp_path.rglob("results.json"))
 
 
-def test_a_file_too_short_to_hold_out_of_names_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"query": f"{number}+1", "response": str(number + 1)} for number in range(4)]
+@pytest.mark.parametrize(
+    ("num_rows", "fraction", "fix"),
+    [
+        (4, 0, "validation split, got 0; add some, or raise the validation_fraction of InstructionFiles."),
+        (1, 0.9, "train split, got 0; add some, or lower the validation_fraction of InstructionFiles."),
+    ],
+)
+def test_a_file_too_short_to_hold_out_of_names_what_to_set(
+    num_rows: int, fraction: float, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"query": f"{number}+1", "response": str(number + 1)} for number in range(num_rows)]
     (tmp_path / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     task = ["--data.task=InstructionFiles", f"--data.task.train={tmp_path / 'four.jsonl'}"]
-    command = ["fit", "--config", QUICKSTART, *task, "--data.task.validation_fraction=0", "--data.batch_size=1"]
+    command = [
+        "fit",
+        "--config",
+        QUICKSTART,
+        *task,
+        f"--data.task.validation_fraction={fraction}",
+        "--data.batch_size=1",
+    ]
     assert main([*command, f"--runs_dir={tmp_path / 'runs'}"]) == 2
-    fix = "validation split, got 0; add some, or raise the validation_fraction of InstructionFiles."
     assert fix in capsys.readouterr().err
 
 

@@ -513,10 +513,13 @@ def test_figures_are_shown(server: Server, client: Any) -> None:
 
     before = figures()
     usage = chat(client, "12+30=").usage
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=NAME, prompt="12+30=", max_tokens=0)
     after = figures()
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     assert grown['refusion_lit_counts_total{kind="completion_tokens"}'] == usage.completion_tokens
     assert grown['refusion_lit_counts_total{kind="forwards"}'] == usage.forwards
+    assert grown['refusion_lit_requests_total{outcome="refused"}'] == 1
     assert grown['refusion_lit_requests_total{outcome="done"}'] == grown['refusion_lit_seconds_count{until="end"}'] == 1
     assert (after["refusion_lit_rows_in_flight"], after["refusion_lit_waiting"]) == (0, 0)
 

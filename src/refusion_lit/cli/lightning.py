@@ -333,6 +333,7 @@ def _use_source(config: Namespace, source: str) -> None:
             class_path="refusion_lit.data.tokenizers.StoredTokenizer",
             init_args=Namespace(files=metadata.tokenizer_files),
         )
+        _use_template(config, metadata.prompt_template)
         stored = metadata.backbone_config()
         config.model.backbone.source = None
         config.model.backbone.config = stored.config
@@ -355,9 +356,16 @@ def _use_source(config: Namespace, source: str) -> None:
     backbone.lora = None
     backbone.drafter = None
     stored = stored_config(source, backbone.revision).get("refusion_lit") or {}
+    _use_template(config, stored.get("prompt_template", "{query}"))
     if backbone.draft is None and stored.get(HAS_DRAFTER):
         backbone.draft = own_draft(source, backbone.revision)
     config.ckpt_path = None
+
+
+def _use_template(config: Namespace, template: str) -> None:
+    """Let a model's own prompt template take the place of the default one."""
+    if config.data.prompt_template == "{query}":
+        config.data.prompt_template = config.model.prompt_template = template
 
 
 def _check_backbone(backbone: Namespace, command: str) -> None:

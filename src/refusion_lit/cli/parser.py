@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_arg
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, loaded, located
+from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, located
 from refusion_lit.decoding import Decoder, check_context  # registers the checkpoint formats of all families
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
@@ -59,6 +59,8 @@ class OneLineParser(OneLineErrors, ArgumentParser):
             ValueError: Naming the wrong option, what was expected and what was got.
         """
         let_booleans_alone(self)
+        num_stops = sum(arg.partition("=")[0] == "--stop" for arg in args)
+        require(num_stops < 2, "stop", "the option once", f"{num_stops} times", "write several as [A, B]")
         args = _with_decoder_first(args)
         try:
             parsed = self.parse_args(args)
@@ -155,10 +157,11 @@ def sampling_of(options: Namespace) -> SamplingParams:
     Raises:
         ValueError: If they are impossible.
     """
-    stop = as_list(options.stop)
-    is_list = len(stop) == 1 and isinstance(loaded(stop[0]), list)  # else it would have been taken as one
-    require(not is_list, "stop", "a string or a list of strings", stop and stop[0], "quote numbers, as in '[\"2\"]'")
-    sampling = made_of(SamplingParams, options, stop=tuple(stop))
+    stop = options.stop
+    is_list = isinstance(stop, str) and stop[:1] + stop[-1:] == "[]"  # which could not be read as a list of strings
+    fix = "quote numbers and signs, as in '[\"2\"]'"
+    require(not is_list, "stop", "a string or a list of strings", stop, fix)
+    sampling = made_of(SamplingParams, options, stop=tuple(as_list(stop)))
     if options.decoder is not None:
         options.decoder.check(sampling)
     return sampling

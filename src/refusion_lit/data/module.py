@@ -47,7 +47,8 @@ class InstructionDataModule(L.LightningDataModule):
         eval_batch_size: Samples in a batch of validation, and prompts in a batch of test and prediction.
         max_length: Samples of more tokens (prompt and response) are dropped and counted; in a generated split that is
             encoded while it is read, one is an error.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+        prompt_template: How a query becomes a prompt where the tokenizer has no chat template. Commands that are given
+            a model's ``ckpt_path`` take the model's in place of the default.
         pack_length: Pack several training samples into a row of at most this many tokens, at least ``max_length``;
             samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
             rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
@@ -231,7 +232,7 @@ class InstructionDataModule(L.LightningDataModule):
         if split not in self._splits:
             examples = examples_of(self.task, split)
             num_examples = len(examples)
-            fix = "add some, or raise the validation_fraction of InstructionFiles"
+            fix = f"add some, or {'lower' if split == 'train' else 'raise'} the validation_fraction of InstructionFiles"
             require(num_examples > 0, "data.task", f"examples in the {split} split", num_examples, fix)
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.

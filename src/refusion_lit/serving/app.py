@@ -56,8 +56,12 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
         worker.drain(0.0)
         await asyncio.to_thread(worker.thread.join, _GRACE_SECONDS)
 
+    async def refuse(request: Request, error: RequestValidationError) -> Response:
+        service.requests.labels("refused").inc()
+        return await _refuse(request, HTTPException(400, message_of(error)))
+
     # The framework's own pages load scripts from elsewhere.
-    handlers: dict[Any, Any] = dict.fromkeys((HTTPException, RequestValidationError, Exception), _refuse)
+    handlers: dict[Any, Any] = {HTTPException: _refuse, RequestValidationError: refuse, Exception: _refuse}
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, exception_handlers=handlers)
     app.add_middleware(_limited, max_bytes=worker.limits.max_body_bytes)
     if not key:
@@ -101,8 +105,6 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 
 async def _refuse(_: Request, error: Exception) -> Response:
     """Return an error in the form of all errors; of one that no route expects, the log has the rest."""
-    if isinstance(error, RequestValidationError):
-        error = HTTPException(400, message_of(error))
     if not isinstance(error, HTTPException):
         error = HTTPException(500, f"the request failed ({type(error).__name__})")
     return JSONResponse(error_body(error), error.status_code, error.headers)

@@ -95,7 +95,7 @@ class Service:
         self.schemas = Schemas(copy.deepcopy(worker.model.tokenizer), worker.model.backbone.special_tokens)
         self.registry = CollectorRegistry()
         to: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
-        self._requests = Counter("requests", "Requests: done, failed, gone (client left), refused", ["outcome"], **to)
+        self.requests = Counter("requests", "Requests: done, failed, gone (client left), refused", ["outcome"], **to)
         self._counts = Counter("counts", "Tokens and forwards, named as in an answer's usage", ["kind"], **to)
         buckets = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
         self._seconds = Histogram("seconds", "Time to the first text, and to the end", ["until"], buckets=buckets, **to)
@@ -111,7 +111,7 @@ class Service:
         try:
             served = await self._begin(asked)
         except (ValueError, HTTPException) as error:
-            self._requests.labels("refused").inc()
+            self.requests.labels("refused").inc()
             message = str(error).replace("max_new_tokens", "max_tokens")  # the API's name
             raise error if isinstance(error, HTTPException) else HTTPException(400, message) from error
         if asked.stream:
@@ -212,7 +212,7 @@ class Service:
             alarm.cancel()
             for job in served.jobs:
                 job.deadline = 0.0  # the worker drops it, unless it has ended
-            self._requests.labels(outcome).inc()
+            self.requests.labels(outcome).inc()
             self._seconds.labels("end").observe(time.monotonic() - served.started)
             for kind in ("prompt_tokens", "completion_tokens", "forwards"):
                 self._counts.labels(kind).inc(served.usage[kind])
