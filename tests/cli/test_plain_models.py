@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import pytest
 
 import refusion_lit
 from cli.conftest import QUICKSTART, TINY
+from forks import printed_without_us
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.engine.checks import ModelMismatchError
 from refusion_lit.traces.document import read_trace
-from tiny import make_base
+from tiny import make_base, make_sampling
 
 LENGTH = "--max_new_tokens=6"
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
@@ -83,3 +85,19 @@ def test_every_command_names_the_decoder(
     assert json.loads(path.read_text().splitlines()[0])["decoder"] == "Autoregressive"
     assert main(["test", *run, "--model.decoders={mine: Autoregressive}"]) == 0
     assert "mine (Autoregressive)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", ["prompt template", "chat template"])
+def test_the_cards_program_of_an_export_gives_the_models_own_text(plain: str, tmp_path: Path, template: str) -> None:
+    source = make_sampling(Path(plain), tmp_path / "source")
+    if template == "chat template":
+        (source / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}>")
+    else:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"refusion_lit": {"prompt_template": "{query}>"}}))
+    assert main(["export", f"--ckpt_path={source}", f"--output={tmp_path / 'out'}"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
+    expected = refusion_lit.load(plain).generate(["ab>"], max_new_tokens=64)[0].text
+    assert expected != refusion_lit.load(plain).generate(["ab"], max_new_tokens=64)[0].text
+    assert printed_without_us(program.replace("...", "ab"), tmp_path).strip() == expected.strip()

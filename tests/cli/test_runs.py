@@ -431,3 +431,5 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept_beside_the_last(tr
     best = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
     assert len(losses) > 1
     assert best["global_step"] == min(losses, key=losses.__getitem__)
+    (watch,) = [each for each in best["callbacks"].values() if each.get("monitor") == "val/loss"]
+    assert float(watch["best_model_score"]) == pytest.approx(min(losses.values()))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import refusion_lit
+from refusion_lit.cli import chat, generate, serve, trace
 from refusion_lit.modeling.architecture import check_source
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import DrafterOptions
-from refusion_lit.modeling.loading import BackboneConfig, decoding_dtype
+from refusion_lit.modeling.loading import BackboneConfig, decoding_dtype, default_device
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.modeling.vocabulary import ensure_mask_token
@@ -454,6 +456,15 @@ def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_w
     written = BackboneConfig(config={**ARCHITECTURE, "rope_theta": 500.0}).build(tokenizer).config.to_dict()
     assert written["rope_parameters"]["rope_theta"] == 500.0
     BackboneConfig(config={**written, "hidden_sise": 8}).build(tokenizer)  # of a version that had such an option
+
+
+def test_a_gpu_is_the_default_where_cuda_finds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_available, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=is_available: found)
+        assert default_device() == expected
+    assert inspect.signature(refusion_lit.load).parameters["device"].default == "auto"
+    for command in (chat, generate, serve, trace):
+        assert command.build_parser().get_defaults().device == "auto"
 
 
 @pytest.mark.parametrize(

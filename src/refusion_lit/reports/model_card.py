@@ -86,7 +86,7 @@ def model_card(
         prompt=prompt,
         max_new_tokens=next((_lookup(test, "sampling", "max_new_tokens") for test in tests), None) or 64,
         has_drafter=has_drafter,
-        is_autoregressive=traits.attention == "causal" and "next_token" in (traits.predictions or ()),
+        is_autoregressive=has_drafter or (traits.attention == "causal" and "next_token" in (traits.predictions or ())),
         has_own_decoder=has_own_decoder(traits),
         tests=[_figures(test) for test in tests],
         environment=described_environment(environment),
