@@ -13,6 +13,7 @@ from refusion_lit.cli.parser import (
     add_decoding_options,
     add_loading_options,
     as_list,
+    decoder_of,
     decoding_of,
     load_model_of,
 )
@@ -67,10 +68,12 @@ def run(args: list[str]) -> int:
     unknown = [task for task in tasks if task not in manager.all_tasks]
     expected = "names of the harness's tasks or of those below --include_path"
     require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
-    names = ("decoder", "likelihood", "num_draws", "seed")
+    names = ("likelihood", "num_draws", "seed")
     decoding = decoding_of(options)
+    loaded = load_model_of(options)
     model = RefusionLitModel(
-        load_model_of(options),
+        loaded,
+        decoder=decoder_of(options, loaded),
         **{name: options[name] for name in names},
         batch_size=decoding.batch_size,
         allow_mismatch=decoding.allow_mismatch,
