@@ -205,7 +205,7 @@ def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.Captu
     ("num_rows", "fraction", "fix"),
     [
         (4, 0, "validation split, got 0; add some, or raise the validation_fraction of InstructionFiles."),
-        (1, 0.9, "train split, got 0; add some, or lower the validation_fraction of InstructionFiles."),
+        (1, 0.999, "train split, got 0; add some, or lower the validation_fraction of InstructionFiles."),
     ],
 )
 def test_a_file_too_short_to_hold_out_of_names_what_to_set(
@@ -214,14 +214,8 @@ def test_a_file_too_short_to_hold_out_of_names_what_to_set(
     rows = [{"query": f"{number}+1", "response": str(number + 1)} for number in range(num_rows)]
     (tmp_path / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     task = ["--data.task=InstructionFiles", f"--data.task.train={tmp_path / 'four.jsonl'}"]
-    command = [
-        "fit",
-        "--config",
-        QUICKSTART,
-        *task,
-        f"--data.task.validation_fraction={fraction}",
-        "--data.batch_size=1",
-    ]
+    task += [f"--data.task.validation_fraction={fraction}", "--data.tokenizer.characters=+0123456789"]
+    command = ["fit", "--config", QUICKSTART, *task, "--data.batch_size=1"]
     assert main([*command, f"--runs_dir={tmp_path / 'runs'}"]) == 2
     assert fix in capsys.readouterr().err
 

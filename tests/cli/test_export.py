@@ -185,6 +185,32 @@ def test_a_failed_export_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_options_without_a_class_change_the_directorys_own_decoder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    own = ["--decoder=ReFusion", "--decoder.slot_size=4", "--decoder.infill=bonus"]
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
+    assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.init_args.slot_threshold=0.8"]) == 0
+    assert refusion_lit.load(second).default_decoder == ReFusion(slot_size=4, infill="bonus", slot_threshold=0.8)
+    query = ["--prompt=12+34,56+78>", "--max_new_tokens=16", "--output"]
+    for name, options in (("own", ["--decoder.slot_size=8"]), ("named", ["--decoder.class_path=ReFusion", *own[2:]])):
+        assert main(["generate", f"--ckpt_path={first}", *query, str(tmp_path / name), *options]) == 0
+    made_by = [
+        json.loads((tmp_path / f"{name}.meta.json").read_text())["fingerprint"]["decoder"] for name in ("own", "named")
+    ]
+    assert made_by[0] == made_by[1], "class and all options"
+
+
+def test_an_exported_directory_states_its_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={tmp_path / 'exported'}"]) == 0
+    args = ["generate", f"--ckpt_path={tmp_path / 'exported'}", "--prompt=1", "--attention=bidirectional"]
+    assert main(args) == 2
+    assert (
+        "attention: expected causal, which the model was trained with, got 'bidirectional'" in capsys.readouterr().err
+    )
+
+
 def test_an_exported_directory_keeps_the_prompt_template(checkpoint: str, tmp_path: Path) -> None:
     from refusion_lit.modeling.saving import save_model
 

@@ -251,6 +251,9 @@ def _from_directory(source: str, options: BackboneConfig, device: torch.device) 
             options = replace(options, dtype=decoding_dtype(config, device))
     tokenizer = PretrainedTokenizer(source=source, checkpoint_format=options.checkpoint_format, **code).build(None)
     backbone = options.build(tokenizer)
+    stated = (getattr(backbone.config, "refusion_lit", None) or {}).get("attention")
+    is_kept = None in (stated, options.attention) or stated == options.attention
+    require(is_kept, "attention", f"{stated}, which the model was trained with", options.attention, "leave it out")
     return TextModel(backbone, tokenizer, stored_prompt_template(backbone))
 
 

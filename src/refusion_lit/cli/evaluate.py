@@ -13,6 +13,7 @@ from refusion_lit.cli.parser import (
     add_decoding_options,
     add_loading_options,
     as_list,
+    decoder_of,
     load_model_of,
 )
 from refusion_lit.utils.files import require_free, write_atomically
@@ -66,8 +67,9 @@ def run(args: list[str]) -> int:
     unknown = [task for task in tasks if task not in manager.all_tasks]
     expected = "names of the harness's tasks or of those below --include_path"
     require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
-    names = ("decoder", "likelihood", "num_draws", "seed", "batch_size", "allow_mismatch")
-    model = RefusionLitModel(load_model_of(options), **{name: options[name] for name in names})
+    names = ("likelihood", "num_draws", "seed", "batch_size", "allow_mismatch")
+    loaded = load_model_of(options)
+    model = RefusionLitModel(loaded, decoder=decoder_of(options, loaded), **{name: options[name] for name in names})
     try:
         results = evaluate(
             model,

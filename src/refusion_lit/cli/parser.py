@@ -7,7 +7,7 @@ import re
 import sys
 from argparse import Action
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
 
@@ -61,15 +61,20 @@ class OneLineParser(OneLineErrors, ArgumentParser):
         let_booleans_alone(self)
         num_stops = sum(arg.partition("=")[0] == "--stop" for arg in args)
         require(num_stops < 2, "stop", "the option once", f"{num_stops} times", "write several as [A, B]")
+        names = [arg.partition("=")[0] for arg in args]
+        is_named = not {"--decoder", "--decoder.class_path"}.isdisjoint(names)
+        changes = [name.rpartition(".")[2] for name in names if name.startswith("--decoder.") and not is_named]
         args = _with_decoder_first(args)
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
             raise explained(self, args, error, str(self.prog).rpartition(" ")[2]) from error
         try:
-            return cast("Namespace", self.instantiate_classes(parsed))
+            options = cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
             raise ValueError(located(brief(str(error)), {"decoder": parsed.get("decoder")})) from error
+        options.decoder_changes = changes
+        return options
 
 
 def let_booleans_alone(parser: ArgumentParser) -> None:
@@ -83,7 +88,8 @@ def let_booleans_alone(parser: ArgumentParser) -> None:
 def _with_decoder_first(args: Sequence[str]) -> list[str]:
     """Put the class of the decoder before its options, as jsonargparse needs it to know them.
 
-    Options without a class are those of the decoder for drafters if there is a drafter, else of ReFusion.
+    Options without a class are those of the decoder for drafters if there is a drafter, else of ReFusion
+    (:func:`decoder_of`).
     """
     names = [arg.partition("=")[0] for arg in args]
     if "--decoder" in names:
@@ -245,10 +251,19 @@ def setup_of(options: Namespace) -> Setup:
     sampling = sampling_of(options)
     decoding = made_of(DecodingOptions, options)
     model = load_model_of(options)
-    decoder = options.decoder or model.default_decoder.fitted(sampling)
+    decoder = decoder_of(options, model, sampling) or model.default_decoder.fitted(sampling)
     model.check_decoder(decoder, allow_mismatch=decoding.allow_mismatch)
     check_context(model.model_for(decoder), {"0": 1}, sampling.max_new_tokens)
     return Setup(model, decoder, sampling, decoding)
+
+
+def decoder_of(options: Namespace, model: TextModel, sampling: SamplingParams | None = None) -> Decoder | None:
+    """Return the decoder that the options name; options without a class change the model's own of that class."""
+    named = options.decoder
+    if not options.decoder_changes or type(own := model.default_decoder) is not type(named):
+        return named
+    own = own.fitted(sampling) if sampling else own
+    return replace(cast("Any", own), **{name: getattr(named, name) for name in options.decoder_changes})
 
 
 def made_of(kind: type[T], options: Namespace, **others: object) -> T:
