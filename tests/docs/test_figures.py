@@ -191,7 +191,8 @@ def test_figures_in_sentences_of_other_pages(registry: ModuleType) -> None:
     )
     _says(
         "docs/infilling.md",
-        f"fill {records[0]} of the records' spans and `grouped` {records[1]}, of the additions' {sums[0]} and",
+        f"fill {records[0]} of the records' spans and `grouped` {records[1]}, of",
+        f"of the additions' {sums[0]} and {sums[1]}",
     )
     drawn = registry.read("experiments/lossless/coupling.json")["temperatures"].values()
     shares = [f"{100 * found['shared_noise'] / found['rejection_sampling']:.0f}" for found in drawn]
