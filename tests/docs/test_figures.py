@@ -169,6 +169,52 @@ def test_figures_in_sentences_on_thresholds(registry: ModuleType) -> None:
     _says("docs/decoders/refusion.md", f"from {at[0]} at 0.5 to {at[2]} at 0.99")
 
 
+def test_figures_in_sentences_of_other_pages(registry: ModuleType) -> None:
+    squares = registry.read("experiments/latin_study/results.json")["results"]
+    mixed, pairs = squares["hybrid, slots of 1, 2, 4 and 8"], squares["hybrid, slots of 2"]["one at a time"]
+    one, two, four, eight = (
+        f"{mixed[way]['score']:.2f}" for way in ("one at a time", "slots of 2", "slots of 4", "slots of 8")
+    )
+    _says(
+        "docs/objectives/hybrid.md",
+        f"completes {one} of the squares in slots of 1, {two} in slots of 2 ({pairs['score']:.2f} after",
+        f"{four} in slots of 4 and {eight} in slots of 8",
+    )
+    rows = registry.read("experiments/infilling/results.json")["rows"]
+    filled = {}
+    for row in rows:
+        if row["test"] == "holes":
+            key = row["task"], row["mask_pattern"]
+            filled[key] = max(filled.get(key, 0), row["score"])
+    records, sums = (
+        [f"{filled[task, pattern]:.2f}" for pattern in ("independent", "grouped")] for task in ("records", "additions")
+    )
+    _says(
+        "docs/infilling.md",
+        f"fill {records[0]} of the records' spans and `grouped` {records[1]}, of",
+        f"of the additions' {sums[0]} and {sums[1]}",
+    )
+    drawn = registry.read("experiments/lossless/coupling.json")["temperatures"].values()
+    shares = [f"{100 * found['shared_noise'] / found['rejection_sampling']:.0f}" for found in drawn]
+    _says("docs/decoders/self_speculative.md", "accepted {}, {} and {} %".format(*shares))
+    found = registry.read("benchmarks/results/head_candidates.json")["certificates"]
+    heads = {(row["head"], row["candidates"]): row for row in found}
+    _says(
+        "docs/related.md",
+        f"falls back in {100 * (1 - heads['int8', 16]['certified']):.1f} % of the reads",
+        f"misses the best id in {100 * (1 - heads['rank 256', 256]['recall']):.0f} % of the reads",
+    )
+    longer = registry.read("experiments/policy_estimators/longer.json")["means"]["mean_field"]["against_exact"]
+    points, high, low = (-value for value in longer["left to right"])
+    means = registry.read("experiments/policy_estimators/latin.json")["means"]
+    lost = [-means[name]["after"]["thresholds"]["difference_in_points"][0] for name in ("exact", "mean_field")]
+    _says(
+        "docs/rewards.md",
+        f"the mean field is {points:.1f} points behind left to right ({low:.1f} to {high:.1f})",
+        f"cost the thresholded one {min(lost):.0f} to {max(lost):.0f}",
+    )
+
+
 def test_commands_in_results_run_on_any_machine() -> None:
     """Their paths are relative to the repository: an absolute one is of the machine that measured."""
     results = [path for folder in ("experiments", "benchmarks") for path in sorted((ROOT / folder).rglob("*.json"))]

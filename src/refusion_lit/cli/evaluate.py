@@ -24,11 +24,11 @@ def build_parser() -> OneLineParser:
     """Return the parser of ``evaluate``."""
     parser = OneLineParser(prog="refusion-lit evaluate", description="Run tasks of the lm-evaluation-harness.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
-    tasks = "name of a task of the harness; several as [A, B]"
-    parser.add_argument("--tasks", type=list[str] | str, required=True, help=tasks)
+    parser.add_argument("--tasks", type=list[str] | str, required=True, help="task of the harness; several as [A, B]")
     parser.add_argument("--include_path", type=str | None, default=None, help="folder with further task files")
     add_decoder_option(parser)
-    parser.add_argument("--likelihood", type=Literal["autoregressive", "monte_carlo_masked"], default="autoregressive")
+    parser.add_argument("--likelihood", type=Literal["autoregressive", "monte_carlo_masked"], default="autoregressive",
+                        help="exact for next-token models; an estimated bound for masked ones")  # fmt: skip
     parser.add_argument("--num_draws", type=int, default=128, help="states drawn for monte_carlo_masked")
     add_decoding_options(parser, "batch_size", "allow_mismatch")
     parser.add_argument("--num_fewshot", type=int | None, default=None, help="examples in the prompt")
