@@ -57,10 +57,10 @@ def test_wilsons_interval_of_a_share(num_hits: int, num: int) -> None:
 
 @pytest.mark.parametrize(
     ("options", "option"),
-    [((0, 0), "num_trials"), ((-1, 5), "num_hits"), ((6, 5), "num_hits")],
+    [((0, 0), "n must"), ((-1, 5), "k must"), ((6, 5), r"k \(6\) must")],
 )
 def test_wilsons_interval_refuses_impossible_counts(options: tuple[int, ...], option: str) -> None:
-    with pytest.raises(ValueError, match=f"^{option}: expected"):
+    with pytest.raises(ValueError, match=f"^{option}"):
         wilson(*options)
 
 

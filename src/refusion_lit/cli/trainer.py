@@ -113,10 +113,8 @@ def _say_what_next(cli: RefusionCLI) -> None:
             callbacks = cli.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
             saved = next(each for each in callbacks if isinstance(each, run_directory.SaveRun))
             own = saved.directory / run_directory.CONFIG  # which has the options of the command line, too
-            files = [own] if own.is_file() else [Path(str(file)) for file in cli.config["fit"].get("config") or []]
-            configs = " ".join(f"--config {_quoted(file)}" for file in files)
             print(f"checkpoint: {_shown(Path(path))}")
-            print(f"next: refusion-lit test {configs} --ckpt_path {_quoted(Path(path))}")
+            print(f"next: refusion-lit test --config {_quoted(own)} --ckpt_path {_quoted(Path(path))}")
 
 
 def _quoted(path: Path) -> str:

@@ -51,7 +51,6 @@ class _DecoderState:
         decoder: The decoder.
         fingerprint: What its predictions depend on.
         file: Takes the predictions, and knows those of an interrupted run.
-        num_resumed: Number of prompts that the interrupted run has done.
         metrics: Counts, those of the interrupted run included; ``None`` in a prediction.
         is_warm: Whether it has decoded a prompt whose time does not count.
     """
@@ -59,7 +58,6 @@ class _DecoderState:
     decoder: Decoder
     fingerprint: Fingerprint
     file: PredictionsFile
-    num_resumed: int
     metrics: DecodingMetrics | None = None
     trajectories: TrajectoryWriter | None = None
     is_warm: bool = False
@@ -195,7 +193,7 @@ class Evaluation:
         fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}
         share = {"rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
         file = PredictionsFile(path, fingerprint, **share, resume=self._resume, overwrite=True)
-        state = _DecoderState(decoder=decoder, fingerprint=fingerprint, file=file, num_resumed=len(file.done))
+        state = _DecoderState(decoder=decoder, fingerprint=fingerprint, file=file)
         if is_test:
             state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
             state.metrics.restore(file.state or {})
@@ -209,7 +207,7 @@ class Evaluation:
         lines = []
         watch = getattr(self._trainer.progress_bar_callback, "watch", None)
         for name, state in self._running.items():
-            callbacks = watch(name, self._num_prompts, state.num_resumed) if watch else ()
+            callbacks = watch(name, self._num_prompts, len(state.file.done)) if watch else ()
             lines += self._decode_missing(state, batch, callbacks)
         return lines
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from refusion_lit.reports.results import short, with_class
 from refusion_lit.reports.runs import Run, ScoredPrediction
-from refusion_lit.utils.require import require_at_least, require_between
 
 NUM_RESAMPLES = 2000
 """Resamples of the percentile bootstrap over prompts, which are drawn with seed 0. All intervals are of 95 %."""
@@ -351,8 +350,6 @@ def wilson(num_hits: int, num_trials: int) -> Interval:
         num_hits: Number of hits; from 0 to ``num_trials``.
         num_trials: Number of trials; at least 1.
     """
-    require_at_least("num_trials", num_trials, 1)
-    require_between("num_hits", num_hits, 0, num_trials)
     from scipy.stats import binomtest  # takes about a second to import
 
     found = binomtest(num_hits, num_trials).proportion_ci(_LEVEL, method="wilson")

@@ -42,13 +42,12 @@ def read_results(path: Path) -> dict[str, Any] | None:
     )
     if not is_ours or figures is None:
         return None
+    fix = "correct the field, or run `refusion-lit test` again"
     for name, each in figures.items():
-        fix = "correct the field, or run `refusion-lit test` again"
         require(is_number(each["score"], Real), f"{path}: results.{name}.score", "a number", each["score"], fix)
     wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
     is_list = isinstance(names := values.get("metrics") or [], list) and all(isinstance(name, str) for name in names)
     require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
-    fix = "correct the field, or run `refusion-lit test` again"
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
     return values
 
