@@ -150,7 +150,7 @@ def test_the_canvas_is_shown_while_it_fills() -> None:
 
 
 def test_the_order_groups_what_one_forward_decoded() -> None:
-    assert order_line(plan_and_verify(), plain=True).plain == "order: [4]eb[2]cd"
+    assert order_line(plan_and_verify()).plain == "order: [4]eb[2]cd"
 
 
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ class Chat:
         answer = row.text
         self.turns.append((question, answer))
         self._print(visible_lines(answer))
-        self.console.print(order_line(trace, plain=not self.console.is_terminal), soft_wrap=True)
+        self.console.print(order_line(trace), soft_wrap=True)
         pace = f"{row.num_tokens} tokens, {row.num_forwards} forwards, {row.seconds:.2f} s, {row.finish_reason}"
         self.console.print(pace, style="dim", highlight=False, markup=False)
         return answer
@@ -183,20 +183,13 @@ class _Watch(GenerationCallback):
         self._live.update(text, refresh=True)
 
 
-def order_line(trace: Trace, *, plain: bool) -> Text:
-    """Return an answer's tokens with the number of the forward that decoded them, each run of one forward together.
-
-    Args:
-        trace: The decode.
-        plain: Only brackets, no colours.
-    """
-    line = timeline(trace)
-    text = Text("order: ", "" if plain else "dim")
+def order_line(trace: Trace) -> Text:
+    """Return an answer's tokens with the number of the forward that decoded them, each run of one forward together."""
+    text = Text("order: ", "dim")
     before = -1
-    for token, number in zip(trace.token_ids, line.final_forwards(), strict=False):
-        style = "" if plain or not number else round_style(number, trace.num_forwards)
+    for token, number in zip(trace.token_ids, timeline(trace).final_forwards(), strict=False):
         if number != before:
-            text.append(f"[{number}]", "" if plain else "dim")
+            text.append(f"[{number}]", "dim")
             before = number
-        text.append(visible(trace.piece(token)), style)
+        text.append(visible(trace.piece(token)), round_style(number, trace.num_forwards) if number else "")
     return text

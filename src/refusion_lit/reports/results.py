@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
     return {
         "refusion_lit": __version__,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
         "seed": seed,
         "command": ["refusion-lit", *sys.argv[1:]] if command is None else command,
         "git": _git(),
@@ -165,13 +165,6 @@ def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
         "git": git and f"{git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}",
     }
     return {name: str(value) for name, value in values.items() if value}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str | None:
