@@ -11,13 +11,14 @@ Result = dict[str, Any]
 SOURCES = (
     "lossless/results", "lossless/training", "real_conversion/results", "real_conversion/longer",
     "refusion_pays/convert", "refusion_pays/rounds", "hard_tests/mutation_seed1", "policy_additions/results",
+    "policy_additions/seed0_again",
 )  # fmt: skip
 
 
 @table("aims", *(f"experiments/{name}.json" for name in SOURCES))
 def aims(*found: Result) -> str:
     """Return a row for each aim: experiment, what was aimed at, bound, value measured, whether it is reached."""
-    lossless, drafter, conversion, longer, pays, rounds, tests, policy = found
+    lossless, drafter, conversion, longer, pays, rounds, tests, policy, again = found
     rows = [
         *(("lossless", *row) for row in _lossless(lossless, drafter)),
         *(("real_conversion", *row) for row in _conversion(conversion, longer)),
@@ -29,7 +30,7 @@ def aims(*found: Result) -> str:
             tests["first_pass"]["share_killed"],
             "%",
         ),
-        *(("policy_additions", *row) for row in _policy(policy)),
+        *(("policy_additions", *row) for row in _policy(policy, again)),
     ]
     head = ["experiment", "aim", "bound", "measured", "reached"]
     return markdown_table(head, [_row(*row) for row in rows])
@@ -95,10 +96,11 @@ def _pays(convert: Result, rounds: Result) -> list[tuple[str, str, float]]:
     ]
 
 
-def _policy(results: Result) -> list[tuple[str, str, float, str] | tuple[str, str, float]]:
+def _policy(results: Result, again: Result) -> list[tuple[str, str, float, str] | tuple[str, str, float]]:
     runs = results["results"].values()
+    seconds = [run["seconds"] for run in (results["results"] | again["results"]).values()]
     return [
         ("score left to right, the worst of three seeds", ">= 90 %",
          min(run["after"]["left to right"]["score"] for run in runs), "%"),
-        ("minutes of a training, the slowest of three", "<= 30", max(run["seconds"] for run in runs) / 60),
+        ("minutes of a training, the slowest of three, seed 0 trained again", "<= 30", max(seconds) / 60),
     ]  # fmt: skip
