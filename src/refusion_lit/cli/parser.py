@@ -38,19 +38,15 @@ class PlainHelp(DefaultHelpFormatter):
         return f"{text}{known}{', '.join(own)})" if own else f"{text})" if known else text
 
 
-class OneLineErrors:
-    """Raises a parser's errors, of which :func:`~refusion_lit.cli.usage_errors.explained` makes one line."""
+class OneLineParser(ArgumentParser):
+    """jsonargparse's parser with errors of one line, by :func:`~refusion_lit.cli.usage_errors.explained`."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
+        super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error instead of printing it with the usage."""
         raise ValueError(message) from ex
-
-
-class OneLineParser(OneLineErrors, ArgumentParser):
-    """jsonargparse's parser with errors of one line."""
-
-    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
-        super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Parse arguments and create the components that they name. A boolean option alone means true.
