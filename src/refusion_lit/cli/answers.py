@@ -93,7 +93,7 @@ def write_answers(options: Namespace) -> None:
             **vars(setup.decoding),
         )
     finally:
-        progress.stop()
+        progress.bars.stop()
         answers.close()
     about = f"{len(waiting)} answers"
     if file is not None:

@@ -24,7 +24,7 @@ from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
 from refusion_lit.checkpoints.models import CheckpointMetadata, own_draft
 from refusion_lit.cli import run_directory
-from refusion_lit.cli.parser import OneLineErrors, PlainHelp, let_booleans_alone
+from refusion_lit.cli.parser import OneLineParser, let_booleans_alone
 from refusion_lit.cli.progress_bar import RunProgress
 from refusion_lit.cli.usage_errors import (
     PARSER_ERRORS,
@@ -66,7 +66,7 @@ _RESUME = (
 )
 
 
-class OneLineLightningParser(OneLineErrors, LightningArgumentParser):
+class OneLineLightningParser(OneLineParser, LightningArgumentParser):
     """Lightning's parser with errors of one line."""
 
 
@@ -100,8 +100,6 @@ class RefusionCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
-        kwargs.setdefault("formatter_class", PlainHelp)
-        kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={L.__version__}"])
         parser = OneLineLightningParser(**kwargs)
         parser.add_argument("-c", "--config", action="config", help="YAML file; several overlay one another")
@@ -322,6 +320,7 @@ def _use_source(config: Namespace, source: str) -> None:
     Raises:
         ValueError: If it cannot be read, or not with the strategy of the config.
     """
+    backbone = config.model.backbone
     if is_checkpoint_file(source):
         strategy = str(getattr(config.trainer.strategy, "class_path", config.trainer.strategy))
         reads_shards = strategy.endswith("ModelParallelStrategy")
@@ -335,26 +334,18 @@ def _use_source(config: Namespace, source: str) -> None:
         )
         _use_template(config, metadata.prompt_template)
         stored = metadata.backbone_config()
-        config.model.backbone.source = None
-        config.model.backbone.config = stored.config
         # The module merges adapters when it loads a checkpoint; a sharded one is loaded in place, so it cannot.
-        lora = stored.lora if is_sharded_checkpoint(source) else None
-        config.model.backbone.lora = None if lora is None else Namespace(**asdict(lora))
-        drafter = stored.drafter  # with its weights in the checkpoint
-        config.model.backbone.drafter = None if drafter is None else Namespace(**asdict(drafter))
-        config.model.backbone.draft = None
+        parts = {"lora": stored.lora if is_sharded_checkpoint(source) else None, "drafter": stored.drafter}
+        own = {name: part and Namespace(**asdict(part)) for name, part in parts.items()}
+        backbone.update(Namespace(source=None, config=stored.config, draft=None, **own))
         return
     check_source(source, "ckpt_path")
-    backbone = config.model.backbone
     names = ("revision", "checkpoint_format", "trust_remote_code")
     config.data.tokenizer = Namespace(
         class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",
         init_args=Namespace(source=source, **{name: backbone[name] for name in names}),
     )
-    backbone.source = source
-    backbone.config = {}
-    backbone.lora = None
-    backbone.drafter = None
+    backbone.update(Namespace(source=source, config={}, lora=None, drafter=None))
     stored = stored_config(source, backbone.revision).get("refusion_lit") or {}
     _use_template(config, stored.get("prompt_template", "{query}"))
     if backbone.draft is None and stored.get(HAS_DRAFTER):

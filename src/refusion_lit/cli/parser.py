@@ -21,11 +21,9 @@ from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from refusion_lit.text_model import TextModel
 
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 class PlainHelp(DefaultHelpFormatter):
@@ -38,19 +36,15 @@ class PlainHelp(DefaultHelpFormatter):
         return f"{text}{known}{', '.join(own)})" if own else f"{text})" if known else text
 
 
-class OneLineErrors:
-    """Raises a parser's errors, of which :func:`~refusion_lit.cli.usage_errors.explained` makes one line."""
+class OneLineParser(ArgumentParser):
+    """jsonargparse's parser with errors of one line, by :func:`~refusion_lit.cli.usage_errors.explained`."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
+        super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error instead of printing it with the usage."""
         raise ValueError(message) from ex
-
-
-class OneLineParser(OneLineErrors, ArgumentParser):
-    """jsonargparse's parser with errors of one line."""
-
-    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
-        super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Parse arguments and create the components that they name. A boolean option alone means true.
@@ -272,5 +266,5 @@ def made_of(kind: type[T], options: Namespace, **others: object) -> T:
     Raises:
         ValueError: If an option is out of range.
     """
-    names = [field.name for field in fields(kind) if field.name in options]
+    names = [field.name for field in fields(kind) if field.name in options]  # type: ignore[arg-type] - a dataclass
     return kind(**{name: options[name] for name in names} | others)

@@ -11,18 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from refusion_lit.decoding import Generation, GenerationCallback, RowState
 
 
-def bars(console: Console) -> Progress:
-    """Return bars with a text each, which show on an interactive terminal only and disappear when they are stopped."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
-
-
 @dataclass
 class Pace:
     """What one decoder has done so far.
@@ -43,14 +31,25 @@ class Pace:
 
 
 class AnswerProgress:
-    """Shows a bar for each decoder on standard error while it is a terminal, and nothing elsewhere.
+    """Shows a bar for each decoder on an interactive terminal, and nothing elsewhere.
 
     Args:
         console: Where to show them; standard error by default.
+
+    Attributes:
+        bars: The bars, each with a text; they disappear when they are stopped.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._bars = bars(console or Console(stderr=True))
+        console = console or Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeRemainingColumn(),
+        )
+        self.bars = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
         self._tasks: dict[str, TaskID] = {}
         self.paces: dict[str, Pace] = {}
 
@@ -63,14 +62,10 @@ class AnswerProgress:
             finished: Number of answers that an interrupted run has left.
         """
         if name not in self._tasks:
-            self._bars.start()
+            self.bars.start()
             self.paces[name] = Pace()
-            self._tasks[name] = self._bars.add_task(name, total=total, completed=finished, text="answers")
-        return _Watch(self._bars, self._tasks[name], self.paces[name])
-
-    def stop(self) -> None:
-        """Remove the bars."""
-        self._bars.stop()
+            self._tasks[name] = self.bars.add_task(name, total=total, completed=finished, text="answers")
+        return _Watch(self.bars, self._tasks[name], self.paces[name])
 
 
 class _Watch(GenerationCallback):

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.progress import TaskID
 
-from refusion_lit.cli.progress import AnswerProgress, bars
+from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.decoding import GenerationCallback
 
 
@@ -32,8 +32,8 @@ class RunProgress(ProgressBar):
         self._clear()
 
     def _clear(self) -> None:
-        self._bars = bars(self._console)
         self._answers = AnswerProgress(self._console)
+        self._bars = self._answers.bars
         self._steps: TaskID | None = None
         self._batches: TaskID | None = None
 
@@ -110,7 +110,6 @@ class RunProgress(ProgressBar):
     def _stop(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the arguments of several hooks
         """Remove the bars: before the table of a test, after predictions, and so that an error stands alone."""
         self._bars.stop()
-        self._answers.stop()
         self._clear()
 
     on_test_epoch_end = on_predict_end = on_exception = _stop

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.usage_errors import options_given
-from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config, read_environment, shortened
+from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config, read_environment
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
@@ -241,12 +241,9 @@ class SaveRun(SaveConfigCallback):
                 kept = f"{CONFIG} keeps those of its start, {ENVIRONMENT} has the change"
                 rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
         write_json_atomically(self.directory / ENVIRONMENT, described)
-        if self._is_resumed:
-            config = read_config(self.directory)
-        else:
+        if not self._is_resumed:
             write_atomically(self.directory / CONFIG, text)
-            config = shortened(yaml.safe_load(text))
-        pl_module.evaluation.config = config
+        pl_module.evaluation.config = read_config(self.directory)
         pl_module.evaluation.environment = described
 
 

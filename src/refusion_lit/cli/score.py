@@ -59,8 +59,7 @@ def run(args: list[str]) -> int:
     lines = read_json_lines(source, "predictions", texts=("id", "response"))
     expected = "at least one prediction"
     require(bool(lines), "predictions", expected, f"an empty file {source}", "give another")
-    _check_ids(lines, examples, source)
-    _check_prompts(lines, examples, source)
+    _check(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
         found = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
     scored = (
@@ -81,7 +80,8 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
+def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
+    """Refuse predictions for other prompts than the task's, whose ids are the same for every seed and size."""
     unknown = [line["id"] for line in lines if line["id"] not in examples]
     if unknown:
         raise ValueError(
@@ -91,10 +91,6 @@ def _check_ids(lines: Sequence[dict[str, Any]], examples: dict[str, Example], so
     (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
     got = f"{identity} {count} times in {source}"
     require(count == 1, "predictions", "each id once", got, "keep one line for each")
-
-
-def _check_prompts(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
-    """Refuse predictions for other prompts than the task's, whose ids are the same for every seed and size."""
     for line in lines:
         got = line.get("prompt")
         expected = examples[line["id"]].query

@@ -105,19 +105,20 @@ def markdown_table(comparison: Comparison) -> str:
     head = [_escaped(name) for name in names]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     differences = {id(d.row): d for d in comparison.differences}
+    shown = _with_metrics(PRINTED, comparison.metrics)
     for row in comparison.rows:
-        figures = row.figures
+        _, *metrics, _, tokens_per_second, calls_per_batch = _cells(row.figures, shown)
         difference = differences.get(id(row))
         cells = [
             _escaped(row.title) + (" *" if row.mismatches else ""),
             *(_escaped(row.options.get(name, "--")) for name in comparison.option_names),
             comparison.prompts_of(row),
             _estimate(row, row.score, ".1f"),
-            *(_number(figures.get(name), ".3f") for name in comparison.metrics),
+            *metrics,
             _estimate(row, row.tokens_per_forward, ".2f"),
-            _number(figures.get("tokens_per_second"), ".0f"),
-            _number(figures.get("calls_per_batch"), ".1f"),
-            _number(row.run.batch_size, "d"),
+            tokens_per_second,
+            calls_per_batch,
+            "--" if row.run.batch_size is None else str(row.run.batch_size),
             _interval(difference.score, "+.1f") if difference else "--",
             _interval(difference.tokens_per_forward, "+.2f") if difference else "--",
         ]
@@ -140,10 +141,6 @@ def _estimate(row: ComparisonRow, value: Interval, spec: str) -> str:
 
 def _interval(value: Interval | None, spec: str) -> str:
     return "--" if value is None else f"{value.estimate:{spec}} [{value.low:{spec}}, {value.high:{spec}}]"
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "--" if value is None else format(value, spec)
 
 
 def _caption(comparison: Comparison) -> str:
