@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import index
@@ -18,6 +19,7 @@ from refusion_lit.decoding import (
     Generation,
     KeptCache,
     ModelMismatchError,
+    ReFusion,
     SelfSpeculative,
     check_model,
     decode,
@@ -35,6 +37,10 @@ from refusion_lit.utils.require import require
 
 _OWN = ("callbacks", "trace", "kept", "decoder", "max_new_tokens", "sampling", "ids", "templates", "json_schema")
 """Further arguments of the methods, for messages about unknown ones."""
+_GUESSED = (
+    "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
+    "attention pattern (--attention, --block_size) or --checkpoint_format."
+)
 
 
 class TextModel:
@@ -59,12 +65,17 @@ class TextModel:
         """The decoder of this model where none is named.
 
         It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the one that the model's
-        config or format names, or one for its traits. What it is set to is part of the config that an export writes;
-        one that does not fit the model, or is not of this package, raises a ``ValueError``.
+        config or format names, or one for its traits; where they are not known, ReFusion, with a warning. What it is
+        set to is part of the config that an export writes; one that does not fit the model, or is not of this package,
+        raises a ``ValueError``.
         """
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
         own = default_decoder(self.backbone.traits, stored.get("decoder"))
-        return SelfSpeculative() if self.backbone.drafter is not None and not isinstance(own, SelfSpeculative) else own
+        if self.backbone.drafter is not None:
+            return own if isinstance(own, SelfSpeculative) else SelfSpeculative()
+        if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:
+            warnings.warn(_GUESSED, stacklevel=2)
+        return own
 
     @default_decoder.setter
     def default_decoder(self, decoder: Decoder) -> None:

@@ -194,6 +194,20 @@ def test_a_directory_of_other_checkpoints_is_no_model_but_the_newest_is_named(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("name", ["", ".ckpt"])
+def test_a_revision_of_what_is_on_this_machine_is_refused(
+    name: str, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoint if name else MODEL
+    assert main(["generate", "--prompt=1", f"--ckpt_path={source}", "--revision=main"]) == 2
+    assert "revision: expected none for what is on this machine, got 'main'; leave it" in capsys.readouterr().err
+
+
+def test_an_empty_folder_is_told_what_a_model_directory_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--prompt=1", f"--ckpt_path={tmp_path}"]) == 2
+    assert "a model directory has config.json, tokenizer.json and weights" in capsys.readouterr().err
+
+
 def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={MODEL}", f"--runs_dir={tmp_path}"]
     assert main([*command, "--data.task.num_test=0"]) == 2

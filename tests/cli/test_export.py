@@ -15,7 +15,7 @@ import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from forks import printed_without_us
 from refusion_lit.cli import main
-from refusion_lit.decoding import ReFusion
+from refusion_lit.decoding import ReFusion, SelfSpeculative
 from tiny import make_sampling
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -200,6 +200,14 @@ def test_options_without_a_class_change_the_directorys_own_decoder(
         json.loads((tmp_path / f"{name}.meta.json").read_text())["fingerprint"]["decoder"] for name in ("own", "named")
     ]
     assert made_by[0] == made_by[1], "class and all options"
+
+
+def test_an_option_alone_changes_an_own_decoder_of_another_class(tmp_path: Path) -> None:
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    own = ["--decoder=SelfSpeculative", "--decoder.slot_size=4", "--decoder.num_drafts=2"]
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
+    assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.slot_size=8"]) == 0
+    assert refusion_lit.load(second).default_decoder == SelfSpeculative(slot_size=8, num_drafts=2)
 
 
 def test_an_exported_directory_states_its_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

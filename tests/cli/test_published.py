@@ -46,6 +46,16 @@ def test_a_given_block_length_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "block_length: expected a divisor of max_new_tokens (30), got 32" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("default:the model's config")
+def test_a_guessed_decoder_is_told_and_a_named_one_is_not(recwarn: pytest.WarningsRecorder) -> None:
+    options = [f"--ckpt_path={MODELS['bd3lm-tiny']}", f"--prompt={PROMPT}", "--max_new_tokens=8"]
+    with pytest.warns(UserWarning, match=r"does not say what .*; ReFusion is assumed\. .*--attention, --block_size"):
+        assert main(["generate", *options]) == 0
+    assert main(["generate", *options, "--attention=block_causal", "--block_size=4"]) == 0
+    assert main(["generate", *options, "--decoder=ReFusion"]) == 0
+    assert [each for each in recwarn if "config does not say" in str(each.message)] == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_test_takes_decoder_and_ids_from_the_path(name: str, tmp_path: Path) -> None:
     task = ["--data.task=Additions", "--data.task.num_test=3", "--trainer.enable_progress_bar=false"]

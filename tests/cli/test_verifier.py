@@ -51,6 +51,12 @@ def test_apd_without_a_verifier_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--verifier" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("decoder", [[], ["--decoder=ReFusion"]])
+def test_a_verifier_that_is_not_used_is_refused(decoder: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--ckpt_path=missing", f"--prompt={QUERY}", "--verifier=missing", *decoder]) == 2
+    assert "verifier: expected a decoder that uses it, as APD does, got" in capsys.readouterr().err
+
+
 @pytest.fixture
 def masked(tmp_path: Path) -> Path:
     """A masked model whose directory says what it was trained for."""

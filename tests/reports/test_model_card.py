@@ -154,6 +154,13 @@ def test_the_example_uses_a_decoder_that_fits(traits: ModelTraits, decoder: str)
     assert "Training config" not in card
 
 
+@pytest.mark.parametrize("has_drafter", [True, False])
+def test_only_models_with_masks_are_tagged_as_diffusion_models(has_drafter: bool) -> None:
+    for predicted, is_diffusion in ((("next_token",), False), (("mask", "next_token_in_slot"), not has_drafter)):
+        card = model_card("out", ModelTraits(predictions=predicted), None, has_drafter=has_drafter)
+        assert ("- diffusion-language-model\n" in card) == is_diffusion
+
+
 def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"results\.json: cannot be read"):
         model_card("out", ModelTraits(), None, [tmp_path])

@@ -99,6 +99,15 @@ def test_trusting_code_is_off_and_says_what_it_means() -> None:
         BackboneConfig(source=str(MODEL)).build(tokenizer)
 
 
+def test_a_command_tells_once_that_code_is_trusted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="will run on this machine") as told:
+        assert (
+            main(["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--max_new_tokens=1", "--trust_remote_code"]) == 0
+        )
+    assert len({str(each.message) for each in told if "trust_remote_code" in str(each.message)}) == 1
+    assert "trust_remote_code" not in capsys.readouterr().err
+
+
 ARCHITECTURE_IN_CODE = """
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -20,6 +20,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 import servers
 from refusion_lit import load
 from refusion_lit.cli import main
+from refusion_lit.serving.protocol import _NEUTRAL, _SWITCHES
 from refusion_lit.text_model import TextModel
 from servers import address, serving
 from tiny import make_bytes_base
@@ -86,6 +87,11 @@ def test_the_schema_without_a_server(
     subprocess.run(["bash", "-c", block("echo")], check=True, timeout=60)
     assert main(shlex.split(command)[1:]) == 0
     assert [*json.loads(capsys.readouterr().out)][:1] == ["city"]
+
+
+def test_the_page_names_the_fields_that_may_ask_for_nothing() -> None:
+    [sentence] = re.findall(r"Other fields are refused(.*?)false\.", PAGE, re.DOTALL)
+    assert re.findall(r"`(\w+)`", sentence) == [*_NEUTRAL, *_SWITCHES]
 
 
 def test_a_block_fetches_the_model_that_the_next_one_serves() -> None:

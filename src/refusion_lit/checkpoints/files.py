@@ -151,7 +151,10 @@ def model_source(source: str | Path) -> str:
             sys.stderr.write(f"checkpoint: {last}\n")
             return str(last)
         newest = newest_checkpoint([path])
-        require(newest is None, option, expected, str(source), f"give one of its checkpoints, such as {newest}")
+        fix = "a model directory has config.json, tokenizer.json and weights"
+        fix = f"give one of its checkpoints, such as {newest}" if newest else fix
+        is_adapter = (path / "adapter_config.json").is_file()  # refused where it is loaded
+        require(newest is None and is_adapter, option, expected, str(source), fix)
     return str(source)
 
 

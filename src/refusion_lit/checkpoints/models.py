@@ -187,12 +187,12 @@ def load(
     device = _device(device)
     source = model_source(source)
     require(isinstance(overrides, BackboneConfig | None), "overrides", "a BackboneConfig", overrides, "create one")
-    options = replace(overrides or BackboneConfig(source=source), dtype=dtype)
     code: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options = replace(overrides or BackboneConfig(source=source), source=source, dtype=dtype, **code)
     if is_checkpoint_file(source):
         model = _from_checkpoint(source, options, device)
     else:
-        model = _from_directory(source, replace(options, source=source, **code), device)
+        model = _from_directory(source, options, device)
         stored = getattr(model.backbone.config, "refusion_lit", None) or {}
         if draft is None and stored.get(HAS_DRAFTER):
             draft = own_draft(source, revision)

@@ -206,8 +206,10 @@ def load_model_of(options: Namespace) -> TextModel:
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.loading import BackboneConfig
 
-    if options.trust_remote_code:
-        sys.stderr.write("trust_remote_code: Python code from the source will run on this machine.\n")
+    is_used = options.decoder is not None and "verifier" in options.decoder.requirements().predictions
+    expected = "a decoder that uses it, as APD does"
+    got = "the model's own" if options.decoder is None else type(options.decoder).__name__
+    require(options.verifier is None or is_used, "verifier", expected, got, "add --decoder APD, or leave it out")
     names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
     own = {name: options[name] for name in ("checkpoint_format", "attention", "block_size", "batch_invariant")}
     overrides = BackboneConfig(source=options.ckpt_path, **own)
@@ -252,9 +254,10 @@ def setup_of(options: Namespace) -> Setup:
 
 
 def decoder_of(options: Namespace, model: TextModel, sampling: SamplingParams | None = None) -> Decoder | None:
-    """Return the decoder that the options name; options without a class change the model's own of that class."""
+    """Return the decoder that the options name; options without a class change the model's own, if it has them."""
     named = options.decoder
-    if not options.decoder_changes or type(own := model.default_decoder) is not type(named):
+    own = model.default_decoder if options.decoder_changes else None
+    if own is None or not all(hasattr(own, name) for name in options.decoder_changes):
         return named
     own = own.fitted(sampling) if sampling else own
     return replace(cast("Any", own), **{name: getattr(named, name) for name in options.decoder_changes})

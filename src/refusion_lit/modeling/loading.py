@@ -88,6 +88,9 @@ class BackboneConfig:
                 f"'qwen3'), got source=None and config={self.config!r}. Set one of them (of two "
                 "config files, the later one's backbone.config counts alone)."
             )
+        is_pinned = self.revision is not None and self.source is not None and Path(self.source).exists()
+        expected = "none for what is on this machine"
+        require(not is_pinned, "revision", expected, self.revision, "leave it out, or give a hub id as source")
         if self.attention is not None or self.block_size is not None:
             # Refuses one without the other.
             ModelTraits(attention=self.attention or "causal", block_size=self.block_size)

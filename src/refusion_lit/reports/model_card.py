@@ -61,16 +61,20 @@ def model_card(
     config = (run and read_config(run)) or {}
     environment = (run and read_environment(run)) or {}
     tests = [_read_test(path, weights) for path in results]
+    made = decoder or _tested(SelfSpeculative() if has_drafter else default_decoder(traits), tests)
     evaluated = [result for test in tests for result in _eval_results(test)]
     data = ModelCardData(
         library_name="refusion-lit",
         pipeline_tag="text-generation",
-        tags=["refusion-lit", "diffusion-language-model", "parallel-decoding"],
+        tags=[
+            "refusion-lit",
+            *(["diffusion-language-model"] if made.requirements().mask_token else []),
+            "parallel-decoding",
+        ],
         base_model=_public(_lookup(config, "model", "backbone", "source")),
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
-    made = decoder or _tested(SelfSpeculative() if has_drafter else default_decoder(traits), tests)
     options = changed_options(made)
     return _rendered(
         "model_card.md.jinja",
