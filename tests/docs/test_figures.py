@@ -449,7 +449,8 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
         f"{batched[1]} for 16, {large[0]} and {large[1]} for 64",
         f"A forward pass of the small model is {_range(forward, 1)} times as fast",
         f"is {_range(longer, 2)} times that of transformers' causal prefill, for 1 024 tokens "
-        f"{_range(prefills[1024], 2)} times (the aim was 1.15), and its memory {long['bytes_a_token'] / 1000:.0f} KB per token",
+        f"{_range(prefills[1024], 2)} times (the aim was 1.15)",
+        f"and its memory {long['bytes_a_token'] / 1000:.0f} KB per token",
         f"reaches {over[1]:.1f} times `generate` with one prompt at a time, {over[16]:.1f} times with 16, "
         f"{over[64]:.2f} times with 64 and {over[256]:.2f} times with 256",
         f"reaches {after_64[0]:.2f} to {after_64[-1]:.2f} times `generate` from 64 prompts",
