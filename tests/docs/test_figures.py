@@ -436,6 +436,8 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
     after_64 = [each["autoregressive"] / each["generate"] for size, each in speeds.items() if size >= 64]
     on_library = [each["refusion on transformers' body"] > each["generate"] for each in speeds.values()]
     assert on_library == [size <= 16 for size in speeds]
+    many = registry.read("benchmarks/results/many_prompts.json")["cases"]
+    bounded, unbounded = (f"{many[name]['extra_megabytes']:.0f} MB" for name in ("bounded", "unbounded"))
     long = registry.read("benchmarks/results/long_prompts.json")
     prefills = {int(length): case["ratios"].values() for length, case in long["cases"].items()}
     longer = [ratio for length, ratios in prefills.items() if length > 1024 for ratio in ratios]
@@ -451,6 +453,7 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
         f"is {_range(longer, 2)} times that of transformers' causal prefill, for 1 024 tokens "
         f"{_range(prefills[1024], 2)} times (the aim was 1.15)",
         f"and its memory {long['bytes_a_token'] / 1000:.0f} KB per token",
+        f"tokens took the small model {bounded}; without bounds {unbounded}",
         f"reaches {over[1]:.1f} times `generate` with one prompt at a time, {over[16]:.1f} times with 16, "
         f"{over[64]:.2f} times with 64 and {over[256]:.2f} times with 256",
         f"reaches {after_64[0]:.2f} to {after_64[-1]:.2f} times `generate` from 64 prompts",
