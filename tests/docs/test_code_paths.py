@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 17,
     "examples to loss: lines": 3_240,
     "test: files": 59,
-    "test: lines": 12_517,
+    "test: lines": 12_466,
     "package: files": 170,
-    "package: lines": 27_168,
-    "package: lines of code": 17_113,
+    "package: lines": 27_035,
+    "package: lines of code": 17_025,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -21,11 +21,9 @@ from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from refusion_lit.text_model import TextModel
 
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 class PlainHelp(DefaultHelpFormatter):
@@ -250,5 +248,5 @@ def made_of(kind: type[T], options: Namespace, **others: object) -> T:
     Raises:
         ValueError: If an option is out of range.
     """
-    names = [field.name for field in fields(kind) if field.name in options]
+    names = [field.name for field in fields(kind) if field.name in options]  # type: ignore[arg-type] - a dataclass
     return kind(**{name: options[name] for name in names} | others)
