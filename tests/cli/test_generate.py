@@ -203,7 +203,7 @@ def test_an_output_that_cannot_be_opened_keeps_what_is_beside_it(
         return opened(self, mode, *args, **options)
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(PermissionError, match=r"Permission denied: '.*out\.jsonl'"):
+    with pytest.raises(ValueError, match=r"output: expected a file that can be written, got .*out\.jsonl"):
         PredictionsFile(path, {"weights": "a"}, overwrite=overwrite)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 

@@ -181,7 +181,6 @@ class PredictionsFile:
         state: What was last given to :meth:`write`; ``None`` at the start.
 
     Raises:
-        OSError: If the file cannot be written.
         ValueError: If another process writes the file, if it is not ours, or if there is nothing to resume, or the file
             was made for something else.
     """
@@ -203,18 +202,23 @@ class PredictionsFile:
         self._fingerprint = json.loads(json.dumps({**fingerprint, "num_processes": num_ranks}, default=str))
         self.state: Any = None
         self.done: set[str] = set()
-        place = self.path.with_name(f".{self.path.name}.lock")
-        fix = "wait for it, or choose another file"
-        self._lock = acquire_lock(place, "output", f"other process that writes {self.path}", fix)
         try:
-            if resume:
-                self._resume()
-            else:
-                check_writable(path, overwrite=overwrite)
-            self._file = self._opened()
-        except BaseException:
-            release_lock(self._lock)
-            raise
+            place = self.path.with_name(f".{self.path.name}.lock")
+            fix = "wait for it, or choose another file"
+            self._lock = acquire_lock(place, "output", f"other process that writes {self.path}", fix)
+            try:
+                if resume:
+                    self._resume()
+                else:
+                    check_writable(path, overwrite=overwrite)
+                self._file = self._opened()
+            except BaseException:
+                release_lock(self._lock)
+                raise
+        except OSError as error:
+            raise ValueError(
+                f"output: expected a file that can be written, got {self.path} ({error.strerror}); choose another one."
+            ) from error
 
     def write(self, lines: Iterable[Mapping[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
         """Write a batch's predictions, then that they are done.
