@@ -20,10 +20,10 @@ BOUNDS = {
     "examples to loss: files": 17,
     "examples to loss: lines": 3_265,
     "test: files": 59,
-    "test: lines": 12_539,
+    "test: lines": 12_543,
     "package: files": 170,
-    "package: lines": 27_119,
-    "package: lines of code": 17_093,
+    "package: lines": 27_126,
+    "package: lines of code": 17_101,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -15,7 +15,9 @@ from refusion_lit.cli.parser import (
     as_list,
     decoder_of,
     load_model_of,
+    made_of,
 )
+from refusion_lit.types import DecodingOptions
 from refusion_lit.utils.files import require_free, write_atomically
 from refusion_lit.utils.require import require, require_at_least, require_number
 
@@ -68,6 +70,7 @@ def run(args: list[str]) -> int:
     expected = "names of the harness's tasks or of those below --include_path"
     require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
     names = ("likelihood", "num_draws", "seed", "batch_size", "allow_mismatch")
+    made_of(DecodingOptions, options)  # refuses impossible ones before the model is loaded
     loaded = load_model_of(options)
     model = RefusionLitModel(loaded, decoder=decoder_of(options, loaded), **{name: options[name] for name in names})
     try:
