@@ -234,6 +234,7 @@ def test_removed_names_are_ends_of_dotted_names() -> None:
         ("precision", ["revision", "trainer.precision"], "; did you mean 'trainer.precision'?"),
         ("max_new_tokns", ["max_new_tokens", "max_steps"], "; did you mean 'max_new_tokens'?"),
         ("x", ["k"], ""),
+        ("callbacks.every", ["callbacks.every"], ""),
     ],
 )
 def test_the_nearest_name_is_suggested_or_none(word: str, known: list[str], expected: str) -> None:

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 24,
-    "command to text: lines": 4_634,
+    "command to text: lines": 4_653,
     "token ids to text: files": 20,
-    "token ids to text: lines": 4_190,
+    "token ids to text: lines": 4_201,
     "examples to loss: files": 17,
-    "examples to loss: lines": 3_241,
+    "examples to loss: lines": 3_265,
     "test: files": 59,
-    "test: lines": 12_545,
+    "test: lines": 12_567,
     "package: files": 170,
-    "package: lines": 27_204,
-    "package: lines of code": 17_140,
+    "package: lines": 27_164,
+    "package: lines of code": 17_121,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

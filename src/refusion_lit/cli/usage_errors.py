@@ -388,7 +388,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
         known: Names that exist.
     """
     given = word.lower().replace("-", "_")
-    by_whole_name = sorted(known, key=lambda name: SequenceMatcher(None, given, name.lower()).ratio())
+    others = (name for name in known if name != word)  # a list's option, which names no element, is known and refused
+    by_whole_name = sorted(others, key=lambda name: SequenceMatcher(None, given, name.lower()).ratio())
     leaves = {_leaf(name.lower()): name for name in by_whole_name}  # of equal ones, that of the most similar name
     found = get_close_matches(_leaf(given), leaves, n=1, cutoff=_LEAST_SIMILAR)
     return f"; did you mean {leaves[found[0]]!r}?" if found else ""
