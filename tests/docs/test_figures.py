@@ -558,6 +558,33 @@ def test_sentences_on_templates_made_from_schemas(registry: ModuleType) -> None:
     assert all(run["keep_the_schema"] == run["parse"] == run["answered"] for run in (mask, bonus))
 
 
+def test_sentences_on_prompts_unlike_the_trainings(registry: ModuleType) -> None:
+    runs = registry.read("experiments/refusion_pays/convert.json")["runs"]
+    code, own = (runs[f"windows of 4, third round, {name}"]["decoders"] for name in ("HumanEval", "own prompts"))
+
+    def told(run: Any, name: str, first: str = "", last: str = "") -> str:
+        figures = run[name]
+        return f"{figures['tokens_per_forward']:.2f}{first} at {figures['speed_over_autoregressive']:.2f}{last}"
+
+    def perplexity(run: Any, digits: int = 2, name: str = "ReFusion bonus 32x1") -> str:
+        return f"{run[name]['perplexity_under_base']:.{digits}f}"
+
+    bonus, drafts, mask, base = (
+        "ReFusion bonus 32x1", "SelfSpeculative, one slot", "ReFusion mask 8x4", "base, Autoregressive",
+    )  # fmt: skip
+    intervals = ["{:.2f} to {:.2f}".format(*run[bonus]["speed_over_autoregressive_95"]) for run in (code, own)]
+    _says(
+        "experiments/refusion_pays/README.md",
+        f"24 of HumanEval, {told(code, bonus, ' tokens per forward', ' times')} ({intervals[0]}; `SelfSpeculative` "
+        f"{told(code, drafts)}) and a perplexity of {perplexity(code)} under the base, from "
+        f"{perplexity(code, 2, base)}; 12 own prompts, {told(own, bonus, '', ' times')} ({intervals[1]}; "
+        f"{told(own, drafts)}) and {perplexity(own)}, "
+        f"from {perplexity(own, 2, base)}. The paper's `mask` infill makes {code[mask]['tokens_per_forward']:.2f} and "
+        f"{own[mask]['tokens_per_forward']:.2f} tokens, with a perplexity of {perplexity(code, 1, mask)} and "
+        f"{perplexity(own, 1, mask)}",
+    )
+
+
 def test_sentences_on_the_chain_with_a_second_round(registry: ModuleType) -> None:
     runs = registry.read("experiments/refusion_pays/convert.json")["runs"]
     trained = registry.read("experiments/refusion_pays/training.json")["runs"]
