@@ -22,8 +22,8 @@ BOUNDS = {
     "test: files": 59,
     "test: lines": 12_543,
     "package: files": 170,
-    "package: lines": 27_126,
-    "package: lines of code": 17_101,
+    "package: lines": 27_127,
+    "package: lines of code": 17_102,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -147,7 +147,8 @@ class GroupPolicy(Objective):
         laid = self.likelihood.layout(batch, noise, special_tokens)
         is_labelled = laid.labels != IGNORE_INDEX
         allowed = torch.ones(special_tokens.vocab_size, dtype=torch.bool, device=laid.labels.device)
-        allowed[list(special_tokens.banned_token_ids)] = False
+        for token in special_tokens.banned_token_ids:  # a list as an index would be sent to the device, and waited for
+            allowed[token] = False
         engine = None
         if batch.engine is not None and laid.places is not None:
             index = (batch.prompt_lengths[:, None] + laid.places).clamp(0, batch.engine.shape[1] - 1)
