@@ -64,8 +64,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types of the package, with all that it imports."""
-    install(session, "-e", f".[{EXTRAS}]", *group("types"))
+    """Check types of the package, the benchmarks and the experiments, with all that they import."""
+    install(session, "-e", f".[{EXTRAS}]", *group("types"), *group("test"), *group("mutation"))
     session.run("pyright", "--threads", "2")
 
 
