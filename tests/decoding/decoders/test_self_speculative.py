@@ -419,11 +419,17 @@ def test_drafting_is_tried_again_after_wrong_drafts() -> None:
     "name", ["default", "default_epyc_before", "default_epyc", "default_slow_before", "default_slow"]
 )
 def test_the_cost_that_the_rule_relies_on_is_there(name: str) -> None:
-    """On all machines, but for a tenth, by which fits on one machine differ (those of adapters by a quarter)."""
+    """On all machines a forward with masks costs no more than the rule counts, over one without."""
     found = json.loads((REPOSITORY / "experiments" / "lossless" / f"{name}.json").read_text(encoding="utf-8"))
+    counted = _SURE_COST * tiny_backbone(NEXT).forward_cost
+
+    def over_one_without(fixed: float, adapters: float) -> float:
+        return (fixed * (1 + adapters) + 1 + len(DRAFTS)) / (fixed + 1)
+
     for measured in found["types"].values():
-        assert _SURE_COST * tiny_backbone(NEXT).forward_cost < 1.1 * measured["forward_cost"]["positions"]
-        assert measured["forward_cost"].get("adapters", 0) < 1.25 * _ADAPTERS
+        cost = measured["forward_cost"]
+        assert counted < 1.1 * cost["positions"], "fits on one machine differ by a tenth"
+        assert over_one_without(counted, _ADAPTERS) > over_one_without(cost["positions"], cost.get("adapters", 0))
 
 
 def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
