@@ -18,8 +18,9 @@ import yaml
 
 import refusion_lit
 from refusion_lit import __version__
-from refusion_lit.decoding import Autoregressive
+from refusion_lit.decoding import Autoregressive, decode
 from refusion_lit.families.speculative import export as self_speculative
+from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.exporting import program_text, prompt_code
 from refusion_lit.reports.model_card import drafter_card
@@ -215,8 +216,8 @@ def test_texts_of_random_models_are_compared(
 ) -> None:
     random_texts = programs["random_texts"]
     monkeypatch.setattr(random_texts, "GROUP", 6)
-    for decode in (random_texts.hybrid_group, random_texts.group):
-        found = decode(6, vocab_size)
+    for group in (random_texts.hybrid_group, random_texts.group):
+        found = group(6, vocab_size)
         assert found["num_equal"] == 6
         assert found["num_forwards"] < found["num_tokens"]
     rows = [type("Row", (), {"token_ids": [1], "finish_reason": "eos", "num_tokens": 1, "num_forwards": 1})]
@@ -256,3 +257,54 @@ def test_a_replay_counts_forwards_and_positions() -> None:
     assert rule.replayed(rule.DECODERS["5 drafts"], num_right, 32.0) == (20, pytest.approx(expected))
     num_forwards, seconds = rule.replayed(Autoregressive(), num_right, 32.0)
     assert (num_forwards, seconds) == (70, 70 * 33)
+
+
+def tiny_drafter(programs: dict[str, ModuleType], num_masks: int) -> Backbone:
+    """Return a small random model with a drafter."""
+    random_texts = programs["random_texts"]
+    model = random_texts.tiny_model(1, ModelTraits(attention="causal", predictions=("next_token",)))
+    random_texts.attach_drafter(model, num_masks=num_masks)
+    return model
+
+
+def test_levers_count_the_drafts_that_the_rule_counts(programs: dict[str, ModuleType]) -> None:
+    from experiments.lossless import levers, rule
+
+    model = tiny_drafter(programs, rule.NUM_MASKS)
+    holder: Any = SimpleNamespace(backbone=model)
+    prompts = [Prompt(token_ids=(1, 2, 3 + i), id=str(i)) for i in range(3)]
+    rows = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=40, temperature=1.0)).rows
+    wide = levers.LeverModel(model, levers.Lever(reads=0.5))  # its matrix is zero before training
+    found = [levers.accepted_after(wide, prompt, row.token_ids) for prompt, row in zip(prompts, rows, strict=True)]
+    assert [first for first, _ in found] == [
+        rule.accepted_after(holder, prompt, row.token_ids) for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    counts = [pair for first, second in found for pair in zip(first, second, strict=True)]
+    assert {bool(first and second) for first, second in counts} == {False}  # one mask has one right token
+    assert sum(first for first, _ in counts) > 0
+    assert sum(second for _, second in counts) > 0
+
+
+def test_levers_replay_forwards_by_hand() -> None:
+    from experiments.lossless import levers
+
+    # A token and two drafts at a time: places 0, 3, 6; with one of its own and what follows: 0, 4, 7.
+    assert levers.num_forwards([2, 0, 0, 2, 0, 0, 1], extra=1, num_drafts=2) == 3
+    assert levers.num_forwards([2, 0, 0, 2, 2, 0, 0, 1], extra=2, num_drafts=2) == 2
+    speed, num_drafts, rate = levers.replayed([[2, 0, 0, 0, 2, 0, 0, 0]], num_drafts=2, num_branches=2)
+    assert (num_drafts, rate) == (2, 2.0)
+    assert speed == pytest.approx(8 * 21 / (2 * (20 * 2.2 + 2 + 2 + 4)), abs=1e-3)
+
+
+def test_levers_train_the_drafter_alone(programs: dict[str, ModuleType]) -> None:
+    from experiments.lossless import levers
+
+    model = tiny_drafter(programs, 2)
+    wide = levers.LeverModel(model, levers.Lever(num_masks=4, reads=1.0))
+    assert wide.drafter.masks.shape[0] == 4
+    before = {name: weight.clone() for name, weight in model.model.named_parameters()}
+    texts = [([1, 2, 3], [4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7])] * (levers.BATCH_SIZE * 30)
+    losses = levers.train(wide, texts, 30)
+    assert losses[-1] < 0.9 * losses[0]
+    assert wide.read.weight.abs().sum() > 0
+    assert all(torch.equal(weight, before[name]) for name, weight in model.model.named_parameters())
