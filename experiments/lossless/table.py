@@ -253,7 +253,7 @@ def summary(runs: list[dict[str, Any]]) -> list[list[str]]:
     rows = []
     for prompts, part, name in (
         ("GSM8K", "speed", "auto"),
-        ("GSM8K", "speed", "single_forward"),
+        ("GSM8K", "speed", "two_forwards"),
         ("own.jsonl", "speed", "auto"),
         ("HumanEval", "speed", "auto"),
         ("GSM8K", "text", "two_forwards"),  # the default makes no drafts in batches of 16
