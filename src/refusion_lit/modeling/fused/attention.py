@@ -184,7 +184,7 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
     """
     num_tokens = rows.shape[1]
     storage = _stored(cache)
-    keys = _ALL if cache is None else slice(cache.prepared.num_keys)
+    keys = _ALL if cache is None else slice(cache.num_keys)
     if attention is None:
         return Call(_ALL, storage, _ALL, keys, is_causal=True)
     if isinstance(attention, Visibility):
@@ -222,7 +222,7 @@ def invariant_attention(
 
 def _stored(cache: KVCache | None) -> slice | Tensor:
     """Return the storage rows of a batch's rows."""
-    return _ALL if cache is None else cache.prepared.rows
+    return _ALL if cache is None else cache.rows
 
 
 def _up(number: int, step: int) -> int:

@@ -122,7 +122,7 @@ class FusedBody:
             Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
         """
         # Only attention includes padding: everything else is computed for the stored tokens only.
-        rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
+        rows = Rows(input_ids.shape, None if cache is None else cache.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
         width = self._num_heads * self._head_dim
         attention = attention_for(
