@@ -21,7 +21,7 @@ from refusion_lit import __version__
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import DrafterOrigin
-from refusion_lit.modeling.exporting import program_text, prompt_code
+from refusion_lit.modeling.saving import program_text, prompt_code
 from refusion_lit.reports.model_card import drafter_card
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
