@@ -29,7 +29,7 @@ from refusion_lit.utils.require import require
 
 disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
-AttentionImplementation = Literal["sdpa", "eager", "flex_attention"]
+AttentionImplementation = Literal["sdpa", "flex_attention"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 

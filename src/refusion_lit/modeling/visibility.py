@@ -51,14 +51,13 @@ class Visibility:
             for span in self.spans
         )
 
-    def mask(self) -> Bool[Tensor, "sequence token key"]:
-        """Return the matrix on the host. Padding sees the first key of its sequence: a query without keys gives NaN."""
-        return self.additive_mask() == 0
-
     def additive_mask(self) -> Float[Tensor, "sequence token key"]:
-        """Return the additive form of the matrix in float32: 0 where it is true, -inf where it is false."""
+        """Return the matrix on the host as what is added to scores, in float32: 0 for keys that are seen, else -inf.
+
+        Padding sees the first key of its sequence: a query without keys gives NaN.
+        """
         matrix = np.full((*self.shape, self.num_keys), -np.inf, np.float32)
-        is_padded = self._num_tokens < self.shape[0] * self.shape[1]
+        is_padded = sum(span.length for span in self.spans) < self.shape[0] * self.shape[1]
         if is_padded:
             for sequence, first in self._padding_keys.items():
                 matrix[sequence, :, first] = 0
@@ -86,10 +85,6 @@ class Visibility:
         return torch.from_numpy(ranges)
 
     @property
-    def _num_tokens(self) -> int:
-        return sum(span.length for span in self.spans)
-
-    @property
     def _padding_keys(self) -> dict[int, int]:
         return {span.sequence: span.first_key for span in self.spans if span.offset == 0}
 
@@ -110,18 +105,9 @@ def as_mask(
     """
     if isinstance(attention, Visibility):
         if device.type == "cpu":
-            return attention.mask()
+            return attention.additive_mask() == 0
         return ranges_mask(to_device(attention.ranges(), device), attention.num_keys)
     return attention if attention.ndim == 3 else ranges_mask(attention, num_keys or attention.shape[1])
-
-
-def additive_mask(
-    attention: AttentionMask, num_keys: int, dtype: torch.dtype, device: torch.device
-) -> Float[Tensor, "batch 1 token key"]:
-    """Convert a mask to what is added to attention scores: 0 or -inf."""
-    if isinstance(attention, Visibility) and device.type == "cpu":
-        return attention.additive_mask().to(dtype)[:, None]
-    return torch.where(as_mask(attention, device, num_keys), 0.0, -torch.inf).to(dtype)[:, None]
 
 
 def _own_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from refusion_lit.modeling.attention import RangeMask, sdpa_mask
 from refusion_lit.modeling.fused.linear import NUM_ROWS
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import AttentionMask, Visibility, additive_mask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 
 NUM_KEYS = 512
 """Keys that torch's attention on CPUs takes at a time."""
@@ -196,7 +196,16 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
     elif isinstance(ranges := sdpa_mask(attention, num_tokens, like.device), RangeMask):
         return Call(_ALL, storage, _ALL, keys, ranges)
     # Attention would convert a boolean mask in every layer.
-    return Call(_ALL, storage, _ALL, keys, additive_mask(attention, num_tokens, like.dtype, like.device))
+    return Call(_ALL, storage, _ALL, keys, _additive(attention, num_tokens, like.dtype, like.device))
+
+
+def _additive(
+    attention: AttentionMask, num_keys: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "batch 1 token key"]:
+    """Convert a mask to what is added to attention scores: 0 or -inf."""
+    if isinstance(attention, Visibility) and device.type == "cpu":
+        return attention.additive_mask().to(dtype)[:, None]
+    return torch.where(as_mask(attention, device, num_keys), 0.0, -torch.inf).to(dtype)[:, None]
 
 
 def invariant_attention(
@@ -206,7 +215,7 @@ def invariant_attention(
     num_rows, length = rows.shape
     if attention is None:
         attention = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, -1, -1)
-    mask = additive_mask(attention, length, like.dtype, like.device)
+    mask = _additive(attention, length, like.dtype, like.device)
     calls: list[Call] = []
     for start in range(0, length, NUM_ROWS):
         own = mask[:, :, start : start + NUM_ROWS]
