@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from refusion_lit.modeling.architecture import check_invariant, check_supported
 from refusion_lit.modeling.attention import block_mask, sdpa_mask
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
@@ -21,7 +22,6 @@ from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.lora import Adapters
-from refusion_lit.modeling.supported import check_invariant, check_supported
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
