@@ -188,15 +188,32 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
     if attention is None:
         return Call(_ALL, storage, _ALL, keys, is_causal=True)
     if isinstance(attention, Visibility):
-        if attention.is_causal:
+        if sees_causally(attention):
             first = attention.spans[0].first_key
             return Call(_ALL, storage, _ALL, slice(first, first + num_tokens), is_causal=True)
-        if attention.is_full:
+        if sees_everything(attention):
             return Call(_ALL, storage, _ALL, keys)
     elif isinstance(ranges := sdpa_mask(attention, num_tokens, like.device), RangeMask):
         return Call(_ALL, storage, _ALL, keys, ranges)
     # Attention would convert a boolean mask in every layer.
     return Call(_ALL, storage, _ALL, keys, _additive(attention, num_tokens, like.dtype, like.device))
+
+
+def sees_causally(visibility: Visibility) -> bool:
+    """Whether every sequence is one span that sees itself, causally, and nothing else, from the same key on."""
+    first = visibility.spans[0].first_key
+    return len(visibility.spans) == visibility.shape[0] and all(
+        span.order is None and span.first_key == first and all(start >= stop for start, stop in span.context)
+        for span in visibility.spans
+    )
+
+
+def sees_everything(visibility: Visibility) -> bool:
+    """Whether every sequence is one token after all other keys, and sees them all."""
+    return all(
+        span.length == 1 and span.first_key == visibility.num_keys - 1 and span.context == ((0, span.first_key),)
+        for span in visibility.spans
+    )
 
 
 def _additive(
