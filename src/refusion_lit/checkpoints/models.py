@@ -204,8 +204,22 @@ def load(
             other = load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         except ValueError as error:
             raise ValueError(f"verifier: {str(error).removeprefix('ckpt_path: ')}") from error
-        model.pair_with(other)
+        pair(model, other)
     return model
+
+
+def pair(model: TextModel, other: TextModel) -> None:
+    """Make an autoregressive model the verifier of another model's :class:`~refusion_lit.decoding.APD`.
+
+    Raises:
+        ValueError: If it has another tokenizer.
+    """
+    own = model.tokenizer.get_vocab()
+    given = other.tokenizer.get_vocab()
+    differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
+    got = f"one with another id for {differing!r}"
+    require(differing is None, "verifier", "a model with the same tokenizer", got, "load another one")
+    model.verifier = other.backbone
 
 
 def own_draft(source: str, revision: str | None) -> str:
@@ -228,17 +242,18 @@ def _device(name: str | torch.device) -> torch.device:
 
 def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
     """Return the model of a checkpoint, with merged adapters."""
-    adapted = load_checkpoint(source, options, device)
-    backbone = Backbone(
-        merged(adapted.backbone.model),
-        adapted.backbone.traits,
-        adapted.backbone.special_tokens,
+    model = load_checkpoint(source, options, device)
+    adapted = model.backbone
+    model.backbone = Backbone(
+        merged(adapted.model),
+        adapted.traits,
+        adapted.special_tokens,
         fused_body=options.fused_body,
         batch_invariant=options.batch_invariant,
     )
-    if adapted.backbone.drafter is not None:
-        backbone.attach(adapted.backbone.drafter)
-    return TextModel(backbone, adapted.tokenizer, adapted.prompt_template)
+    if adapted.drafter is not None:
+        model.backbone.attach(adapted.drafter)
+    return model
 
 
 def _from_directory(source: str, options: BackboneConfig, device: torch.device) -> TextModel:

@@ -50,8 +50,7 @@ def run(args: list[str]) -> int:
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
 
     from refusion_lit.checkpoints.files import model_source
-    from refusion_lit.modeling.drafter import save_drafter
-    from refusion_lit.modeling.saving import save_adapters, save_model
+    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model
 
     options.ckpt_path = model_source(options.ckpt_path)
     model = _load(options)
@@ -93,7 +92,7 @@ def _load(options: Namespace) -> TextModel:
 def _card(options: Namespace, model: TextModel) -> str:
     """Return the model card; with ``--results``, only if they are of these weights."""
     from refusion_lit.checkpoints.models import load
-    from refusion_lit.modeling.exporting import prompt_code
+    from refusion_lit.modeling.saving import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 
-from refusion_lit.checkpoints.models import load
+from refusion_lit.checkpoints.models import load, pair
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
@@ -161,7 +161,7 @@ class Evaluation:
         self._trainer = trainer
         self._model = model
         if self.options.verifier is not None:
-            model.pair_with(load(self.options.verifier, device=model.backbone.device))
+            pair(model, load(self.options.verifier, device=model.backbone.device))
         self._task = data.task
         # The loader's batches limit the number of prompts that are decoded concurrently.
         self._batch_size = min(self.options.batch_size, data.eval_batch_size)

@@ -51,7 +51,7 @@ def model_card(
         results: Directories of test runs, each with a ``results.json``.
         weights: Digest of the weights; results of other ones are refused. ``None``: unknown.
         adapters: The low-rank adapters, if the directory holds them alone.
-        prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the tokenizer.
+        prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
         decoder: The decoder that the directory names; by default one for its traits, with the options that were tested.
         has_drafter: Whether the directory holds a drafter, too.
 
@@ -113,7 +113,7 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
     Args:
         name: The directory or repository.
         origin: The drafter's options and base.
-        prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the model's tokenizer.
+        prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the model's tokenizer.
     """
     base = origin.base or "MODEL"
     data = ModelCardData(
