@@ -16,6 +16,7 @@ from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from forks import printed_without_us
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion, SelfSpeculative
+from refusion_lit.evaluation.predictions import described
 from tiny import make_sampling
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -200,6 +201,21 @@ def test_options_without_a_class_change_the_directorys_own_decoder(
         json.loads((tmp_path / f"{name}.meta.json").read_text())["fingerprint"]["decoder"] for name in ("own", "named")
     ]
     assert made_by[0] == made_by[1], "class and all options"
+
+
+def test_an_option_alone_is_checked_with_the_own_ones(tmp_path: Path) -> None:
+    """Drafts alone need ``infill: bonus``, and eight serial blocks are fitted to two slots."""
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    own = ["--decoder=ReFusion", "--decoder.slot_size=8", "--decoder.infill=bonus", "--decoder.num_serial_blocks=8"]
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
+    assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.num_drafts", "2"]) == 0
+    expected = ReFusion(slot_size=8, infill="bonus", num_serial_blocks=8, num_drafts=2)
+    assert refusion_lit.load(second).default_decoder == expected
+    output = tmp_path / "answers.jsonl"
+    options = ["--prompt=12+34,56+78>", "--max_new_tokens=16", f"--output={output}", "--decoder.num_drafts=2"]
+    assert main(["generate", f"--ckpt_path={first}", *options]) == 0
+    made_by = json.loads(output.with_name("answers.jsonl.meta.json").read_text())["fingerprint"]["decoder"]
+    assert made_by == {**described(expected), "num_serial_blocks": 2}
 
 
 def test_an_option_alone_changes_an_own_decoder_of_another_class(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list, decoder_of
+from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.files import atomic_directory, require_empty, write_atomically
@@ -56,8 +56,8 @@ def run(args: list[str]) -> int:
     options.ckpt_path = model_source(options.ckpt_path)
     model = _load(options)
     backbone = model.backbone
-    if (decoder := decoder_of(options, model)) is not None:
-        model.default_decoder = decoder
+    if options.decoder is not None:
+        model.default_decoder = options.decoder
     card = _card(options, model)
     with atomic_directory(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
