@@ -354,8 +354,8 @@ def _use_source(config: Namespace, source: str) -> None:
 
 
 def _use_template(config: Namespace, template: str) -> None:
-    """Let a model's own prompt template take the place of the default one."""
-    if config.data.prompt_template == "{query}":
+    """Let a model's own prompt template stand for one that is not given."""
+    if config.data.prompt_template is None:
         config.data.prompt_template = config.model.prompt_template = template
 
 
