@@ -18,7 +18,6 @@ from refusion_lit.decoding import Decoder, check_context  # registers the checkp
 from refusion_lit.families.defaults import class_and_options
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
-from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -161,36 +160,6 @@ def sampling_of(options: Namespace) -> SamplingParams:
     if options.decoder is not None:
         options.decoder.check(sampling)
     return sampling
-
-
-def template_of(options: Namespace) -> str | None:
-    """Return the text of the template that the options name, if they name one.
-
-    Raises:
-        ValueError: If it cannot be read, or is wrong.
-    """
-    if options.template is None:
-        return None
-    from refusion_lit.data.templates import Template
-
-    text = read_text(options.template, "template").removesuffix("\n")
-    Template.parse(text)
-    return text
-
-
-def schema_of(options: Namespace) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the JSON schema that the options name, if they name one.
-
-    Raises:
-        ValueError: If it cannot be read.
-    """
-    if options.json_schema is None:
-        return None
-    try:
-        return json.loads(read_text(options.json_schema, "json_schema"))
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}: {error.msg}"
-        raise ValueError(f"json_schema: {options.json_schema} is not JSON ({place}); write an object there.") from error
 
 
 def load_model_of(options: Namespace) -> TextModel:

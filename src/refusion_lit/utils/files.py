@@ -315,19 +315,18 @@ def check_fingerprint(option: str, name: str, recorded: Fingerprint, current: Fi
     Raises:
         ValueError: Naming what differs, with both values.
     """
-    shared = recorded.keys() & current.keys()
-    found = list(_differences({key: recorded[key] for key in shared}, {key: current[key] for key in shared}))
+    shared = [key for key in recorded.keys() & current.keys() if None not in (recorded[key], current[key])]
+    found = [*differences({key: recorded[key] for key in shared}, {key: current[key] for key in shared})]
     if found:
         more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
         listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in found[:_NUM_SHOWN])
         raise ValueError(f"{option}: {name} was made for something else: {listed}{more}. {fix}.")
 
 
-def _differences(recorded: object, current: object, name: str = "") -> Iterator[tuple[str, object, object]]:
-    if isinstance(recorded, Mapping) and isinstance(current, Mapping):
-        for key in sorted({*recorded, *current}):
-            yield from _differences(recorded.get(key), current.get(key), f"{name}.{key}" if name else str(key))
-        return
-    is_unknown = recorded is None or current is None
-    if recorded != current and (not is_unknown or "." in name):  # options may be null, top-level names are unknown then
-        yield name, recorded, current
+def differences(before: object, after: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yield what differs between two nested mappings: its dotted name, and both values."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            yield from differences(before.get(key), after.get(key), f"{name}.{key}" if name else str(key))
+    elif before != after:
+        yield name, before, after
