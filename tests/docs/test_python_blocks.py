@@ -47,15 +47,6 @@ def test_the_blocks_run(page: Path) -> None:
         assert [row.text for row in scope["rows"]] == ["12+34=46;56+78=134;", "11+22=33;33+44=77;"]
 
 
-@pytest.mark.filterwarnings("error:the model's config does not say")
-def test_the_readmes_example_prints_what_it_says_and_warns_of_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    run(ROOT / "README.md")
-    assert capsys.readouterr().out == "12+34=46;56+78=134; 20 2\n"
-
-
 def test_prompts_are_of_the_kind_that_the_quickstart_trains_on() -> None:
     """Two sums or more: on a single one the model writes nonsense."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.py")]

@@ -237,8 +237,9 @@ def own_decoder(options: Mapping[str, Any]) -> Decoder:
             values = stored_config(source, options.get("revision"))
             published = format_of(values, options.get("checkpoint_format"))
             stored = (published.library_options(values) if published else values).get("refusion_lit") or {}
-        pattern = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
-        decoder = default_decoder(ModelTraits.from_dict({**stored, **pattern}), stored.get("decoder"))
+        given = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
+        traits = ModelTraits.from_dict(stored if "attention" in stored else stored | given)
+        decoder = default_decoder(traits, stored.get("decoder"))
         if "max_new_tokens" in options:
             decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     has_drafter = options.get("draft") or stored.get(HAS_DRAFTER)
