@@ -14,8 +14,9 @@ import torch
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from forks import printed_without_us
+from refusion_lit.checkpoints.models import own_decoder
 from refusion_lit.cli import main
-from refusion_lit.decoding import ReFusion, SelfSpeculative
+from refusion_lit.decoding import LLaDA, ReFusion, SelfSpeculative
 from refusion_lit.evaluation.predictions import described
 from tiny import make_sampling
 
@@ -224,6 +225,14 @@ def test_an_option_alone_changes_an_own_decoder_of_another_class(tmp_path: Path)
     assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
     assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.slot_size=8"]) == 0
     assert refusion_lit.load(second).default_decoder == SelfSpeculative(slot_size=8, num_drafts=2)
+
+
+def test_the_own_decoder_is_read_without_the_weights(trained: Path) -> None:
+    masked = MODEL.parent / "additions-bidirectional"
+    assert isinstance(own_decoder({"ckpt_path": masked, "attention": "bidirectional"}), LLaDA)
+    assert own_decoder({"ckpt_path": MODEL, "draft": "any"}) == SelfSpeculative()
+    assert own_decoder({"ckpt_path": trained}) == refusion_lit.load(trained).default_decoder
+    assert own_decoder({"ckpt_path": "no/ne"}) == ReFusion(), "loading tells what is wrong"
 
 
 def test_an_exported_directory_states_its_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
