@@ -115,12 +115,14 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """Return a function that parses a config with the subcommand's own parser and fills in every default."""
     from refusion_lit.cli.lightning import parse_only
     from refusion_lit.decoding import Decoder
+    from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
     from refusion_lit.objectives import Objective
     from refusion_lit.types import SamplingParams
 
     command_line = cache(parse_only)
     # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
-    kinds = {"decoders": dict[str, Decoder | None], "objective": Objective, "sampling": SamplingParams}
+    kinds: dict[str, Any] = {"decoders": dict[str, Decoder | None], "objective": Objective}
+    kinds |= {"sampling": SamplingParams, "decoding": EvaluationOptions}
     strategies = OneLineParser(prog="refusion-lit sweep")
     for name, kind in kinds.items():
         strategies.add_argument(f"--{name}", type=kind)
@@ -148,9 +150,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
             )
         except ValueError as error:
             raise ValueError(brief(str(error))) from error
-        for decoder in (made.decoders or {}).values():
-            if decoder is not None:
-                decoder.check(made.sampling)
+        Evaluation(made.decoders or {}, made.sampling, made.decoding)  # refuses what does not fit together
         return resolved
 
     return resolve

@@ -47,8 +47,8 @@ class InstructionDataModule(L.LightningDataModule):
         eval_batch_size: Samples in a batch of validation, and prompts in a batch of test and prediction.
         max_length: Samples of more tokens (prompt and response) are dropped and counted; in a generated split that is
             encoded while it is read, one is an error.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template. Commands that are given
-            a model's ``ckpt_path`` take the model's in place of the default.
+        prompt_template: How a query becomes a prompt where the tokenizer has no chat template. ``None``: the model's
+            own in commands that are given its ``ckpt_path``, else ``{query}``.
         pack_length: Pack several training samples into a row of at most this many tokens, at least ``max_length``;
             samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
             rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
@@ -67,7 +67,7 @@ class InstructionDataModule(L.LightningDataModule):
         batch_size: int = 32,
         eval_batch_size: int = 128,
         max_length: int = 512,
-        prompt_template: str = "{query}",
+        prompt_template: str | None = None,
         pack_length: int | None = None,
         malformed: Literal["error", "skip"] = "error",
         num_workers: int = 0,
@@ -84,7 +84,7 @@ class InstructionDataModule(L.LightningDataModule):
         expected = f"at least max_length, which is {max_length}"
         fix = "raise it, lower max_length, or set it to null"
         require(fits, "data.pack_length", expected, pack_length, fix)
-        has_query = "{query}" in prompt_template
+        has_query = prompt_template is None or "{query}" in prompt_template
         require(has_query, "data.prompt_template", "a text with {query} in it", prompt_template, "add {query}")
         if tokenizer is None:
             raise ValueError(
@@ -96,7 +96,7 @@ class InstructionDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.max_length = max_length
-        self.prompt_template = prompt_template
+        self.prompt_template = prompt_template or "{query}"
         self.pack_length = pack_length
         self.malformed = malformed
         self.num_workers = num_workers

@@ -150,6 +150,11 @@ class PretrainedTokenizer(TokenizerSource):
         if self.trust_remote_code:
             warn_of_remote_code(self.source)
         check_source(self.source, "tokenizer.source")
+        is_pinned = self.revision is not None and Path(self.source).exists()
+        expected = "none for what is on this machine"
+        require(
+            not is_pinned, "tokenizer.revision", expected, self.revision, "leave it out, or give a hub id as source"
+        )
         values = stored_config(self.source, self.revision)
         published = format_of(values, self.checkpoint_format)
         try:

@@ -110,9 +110,13 @@ class Evaluation:
             fits = re.fullmatch(r"[\w-]+", name) is not None  # part of an option's, a metric's and a file's name
             require(fits, "decoders", "names of letters, digits, _ and -", name, "rename it")
             decoder.check(sampling)
-            is_missing = options.verifier is None and "verifier" in decoder.requirements().predictions
-            fix = "name an autoregressive model with the same tokenizer"
-            require(not is_missing, "model.decoding.verifier", f"a second model for {name}", None, fix)
+        option = "model.decoding.verifier"
+        users = [name for name, each in self.named.items() if "verifier" in each.requirements().predictions]
+        fix = "name an autoregressive model with the same tokenizer"
+        require(options.verifier is not None or not users, option, f"a second model for {', '.join(users)}", None, fix)
+        got = ", ".join(self.named) or "the model's own"
+        fix = "add APD to model.decoders, or leave it out"
+        require(options.verifier is None or bool(users), option, "a decoder that uses it, as APD does", got, fix)
         self.sampling = sampling
         self.options = options
         self.results: dict[str, dict[str, float]] = {}

@@ -126,21 +126,6 @@ def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = N
     require_free(file, "predictions of refusion-lit", is_kind=is_kind, source=source, fix="add --overwrite")
 
 
-def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprint: Fingerprint) -> None:
-    """Write a whole predictions file with its fingerprint, or nothing.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    with atomic_writer(file) as written:
-        written.write("".join(map(as_line, lines)).encode())
-        written.flush()
-        os.fsync(written.fileno())
-        # When nothing can fail any more, and before the file gets its name: a kill must not leave another file's.
-        meta_path(file).unlink(missing_ok=True)
-    write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
-
-
 def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file, compressed (``.gz``) or not.
 

@@ -242,9 +242,10 @@ def check_source(source: str, option: str) -> None:
         option: The option that named it, for the message.
 
     Raises:
-        ValueError: If ``config.json`` is no JSON object, or the source is neither a directory nor in the cache while
-            the hub cannot be reached.
+        ValueError: If it is empty, ``config.json`` is no JSON object, or the source is neither a directory nor in the
+            cache while the hub cannot be reached.
     """
+    require(source != "", option, "a directory or a hub id", source, "give one")
     config = Path(source) / "config.json"
     if config.is_file():
         try:

@@ -59,7 +59,7 @@ class SlotDiffusionModule(L.LightningModule):
         lr_scheduler: Makes the learning-rate schedule from the optimizer; ``schedule`` by default.
         schedule: The default learning-rate schedule.
         seed: Seeds the initial weights and the training noise, which is a function of seed, epoch and sample only.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+        prompt_template: How a query becomes a prompt where the tokenizer has no chat template; ``None``: ``{query}``.
         resume: Resume an interrupted ``test`` or ``predict`` run from the predictions in its directory.
 
     Attributes:
@@ -78,7 +78,7 @@ class SlotDiffusionModule(L.LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         schedule: WarmupCosine = WarmupCosine(),  # noqa: B008 - immutable
         seed: int = 0,
-        prompt_template: str = "{query}",
+        prompt_template: str | None = None,
         resume: bool = False,
     ) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.scheduler_callable = lr_scheduler
         self.schedule = schedule
         self.seed = seed
-        self.prompt_template = prompt_template
+        self.prompt_template = prompt_template or "{query}"
         self.evaluation = Evaluation(decoders or {}, sampling, decoding, seed=seed, resume=resume)
         self._validation_means = TermMeans(objective.terms)
         self.backbone: Backbone | None = None
