@@ -63,10 +63,11 @@ class _DecoderState:
     is_warm: bool = False
 
 
-class Evaluation:
+class Evaluation(L.Callback):
     """A test or prediction with one or several decoders, which can resume an interrupted one.
 
-    Processes share the prompts; each decodes its part.
+    Processes share the prompts; each decodes its part. As a callback it begins and ends with Lightning's test or
+    prediction, and gives the predictions files free if an error or Ctrl-C ends the trainer's work.
 
     Args:
         decoders: Decoders by name; empty: the model's own one. ``None`` drops a name.
@@ -144,7 +145,15 @@ class Evaluation:
         options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
         return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
 
-    def start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
+    def on_test_start(self, trainer: L.Trainer, pl_module: Any) -> None:  # noqa: ANN401 - training's, above this layer
+        """Begin a test with all decoders; see :meth:`_start`."""
+        self._start(trainer, pl_module.text_model(), is_test=True)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: Any) -> None:  # noqa: ANN401
+        """Begin a prediction with the first decoder; see :meth:`_start`."""
+        self._start(trainer, pl_module.text_model(), is_test=False)
+
+    def _start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
         """Check decoders and prompts before any work, and open the predictions files.
 
         Args:
@@ -211,8 +220,8 @@ class Evaluation:
             lines += self._decode_missing(state, batch, callbacks)
         return lines
 
-    def abort(self) -> None:
-        """Give the predictions files free after an error."""
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Close the predictions files."""
         for state in self._running.values():
             with suppress(OSError):  # of a full disk, whose error is on its way already
                 state.file.close()
@@ -245,7 +254,17 @@ class Evaluation:
             state.file.write(lines, state.metrics.snapshot())
         return lines
 
-    def finish(self) -> None:
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Print the table of decoders, write the results and log them."""
+        self._finish()
+        for name, figures in self.results.items():
+            pl_module.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()})
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Close the predictions file."""
+        self._finish()
+
+    def _finish(self) -> None:
         """Join the predictions of all processes, which must call this together, and report the figures of a test."""
         metrics = {name: state.metrics for name, state in self._running.items() if state.metrics is not None}
         self.results = {name: each.compute() for name, each in metrics.items()}
