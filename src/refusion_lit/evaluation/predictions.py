@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.modeling.weights import weights_digest
-from refusion_lit.tasks.readers import check_exists, decompressed_text, json_rows, text_field, values_of
+from refusion_lit.tasks.readers import decompressed_text, json_rows, text_field, values_of
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
@@ -153,7 +153,6 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
         ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
     """
     try:
-        check_exists(Path(file))
         rows = list(json_rows(str(file), decompressed_text(Path(file))))
         objects = [dict(values_of(row)) for row in rows]
         for row in rows:

@@ -25,7 +25,45 @@ _FIELDS: Mapping[Preset, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstructionFiles(Task):
+class FileTask(Task):
+    """A task whose examples are rows of files or of a hub data set.
+
+    Attributes:
+        dataset: Id of a hub data set to use instead of files (``pip install datasets``).
+        dataset_name: Configuration of the data set.
+        dataset_revision: Revision of the data set.
+    """
+
+    dataset: str | None = None
+    dataset_name: str | None = None
+    dataset_revision: str | None = None
+
+    def rows(self, source: str) -> Iterator[Row]:
+        """Return the rows of a file or, with ``dataset``, of one of its splits.
+
+        Raises:
+            ValueError: If it cannot be read; the message names it.
+        """
+        if self.dataset is None:
+            return read_rows(source)
+        known = ", ".join(self.hub_splits)
+        fix = f"it has {known}: choose from these in task.train, task.validation and task.test"
+        require(source in self.hub_splits, "task.dataset", f"a split of {self.dataset}", source, fix)
+        with hub_library(self.dataset) as library:
+            loaded = library.load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
+        return (Row(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
+
+    @cached_property
+    def hub_splits(self) -> list[str]:
+        """The splits of ``dataset``; none without one."""
+        if self.dataset is None:
+            return []
+        with hub_library(self.dataset) as library:
+            return library.get_dataset_split_names(self.dataset, self.dataset_name, revision=self.dataset_revision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionFiles(FileTask):
     """Queries with responses from JSON or JSONL files (also ``.gz``), or from a hub data set.
 
     The ``id`` of a row, text or an integer, is the example's id; a row without one is named by split, file and line.
@@ -42,13 +80,11 @@ class InstructionFiles(Task):
             chat ``messages`` whose last assistant turn is the response.
         query_field: Name of the query's field, if it differs from the preset's.
         response_field: Name of the response's field, if it differs from the preset's.
-        dataset: Id of a hub data set to use instead of files (``pip install datasets``).
-        dataset_name: Configuration of the data set.
-        dataset_revision: Revision of the data set.
         keep: Which samples to train on, and to hold out, if ``train`` has a model's answers as ``generate`` and
             ``predict`` write them: ``all``, those ``finished`` (up to EOS, not empty), or of these the ``correct`` ones
             (score 1).
-        malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it.
+        malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it, also where one of
+            training or validation cannot be encoded.
         num_malformed: Number of skipped samples of each split that has been read.
         num_left_out: Number of samples of each split that ``keep`` left out.
     """
@@ -60,9 +96,6 @@ class InstructionFiles(Task):
     preset: Preset = "query_response"
     query_field: str | None = None
     response_field: str | None = None
-    dataset: str | None = None
-    dataset_name: str | None = None
-    dataset_revision: str | None = None
     keep: Keep = "all"
     malformed: Literal["error", "skip"] = "error"
     num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -98,21 +131,11 @@ class InstructionFiles(Task):
         """Return 1 if the response equals the reference except for surrounding white space, else 0."""
         return float(response.strip() == example.response.strip())
 
-    def rows(self) -> Iterator[Row]:
-        """Yield all rows of the training files, or of all splits of the hub data set, unprocessed.
-
-        Raises:
-            ValueError: If a file or split cannot be read; the message names it.
-        """
-        sources = self._hub_splits if self.dataset is not None else self._sources("train") or []
-        for source in sources:
-            yield from self._rows(source)
-
     def _sources(self, split: Split) -> list[str] | None:
         """Return the files (or the data set's splits) of a split; ``None`` if it has none."""
         files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
-        if files is None and self.dataset is not None:
-            return [split] if split in self._hub_splits else None
+        if files is None:
+            return [split] if split in self.hub_splits else None
         return [files] if isinstance(files, str) else files
 
     def _is_held_out(self, example: Example) -> bool:
@@ -124,7 +147,7 @@ class InstructionFiles(Task):
             if sources is None:
                 raise ValueError(f"task.{split}: expected files, got none; set task.{split}.")
             labels = _unique_labels(sources, f"task.{split}")
-            rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self._rows(source))
+            rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self.rows(source))
             examples: list[Example] = []
             num_skipped = num_left_out = 0
             places: dict[str, str] = {}
@@ -159,22 +182,6 @@ class InstructionFiles(Task):
         fix = "let refusion-lit score write it, or set task.keep: finished"
         require(isinstance(score, (int, float)), row.location, "a number in field 'score'", score, fix)
         return score == 1
-
-    def _rows(self, source: str) -> Iterator[Row]:
-        if self.dataset is None:
-            return read_rows(source)
-        known = ", ".join(self._hub_splits)
-        fix = f"it has {known}: choose from these in task.train, task.validation and task.test"
-        require(source in self._hub_splits, "task.dataset", f"a split of {self.dataset}", source, fix)
-        with hub_library(self.dataset) as library:
-            loaded = library.load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
-        return (Row(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
-
-    @cached_property
-    def _hub_splits(self) -> list[str]:
-        assert self.dataset is not None
-        with hub_library(self.dataset) as library:
-            return library.get_dataset_split_names(self.dataset, self.dataset_name, revision=self.dataset_revision)
 
     def _example(self, row: Row, identity: str) -> Example:
         values = values_of(row, "fix the line, or set malformed: skip in the task")

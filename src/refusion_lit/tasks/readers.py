@@ -50,16 +50,12 @@ def read_rows(file: str) -> Iterator[Row]:
         ValueError: If the file is missing, empty, not UTF-8, or invalid as a whole.
     """
     path = Path(file)
-    check_exists(path)
     name = path.name.removesuffix(".gz")
-    if name.endswith(".jsonl"):
-        rows = json_rows(file, decompressed_text(path))
-    elif name.endswith(".json"):
-        rows = _read_json_list(file, decompressed_text(path))
-    else:
+    if path.is_file() and not name.endswith((".json", ".jsonl")):
         raise ValueError(f"{file}: expected a name ending in .json, .jsonl, .json.gz or .jsonl.gz; rename it.")
+    read = json_rows if name.endswith(".jsonl") else _read_json_list
     is_empty = True
-    for row in rows:
+    for row in read(file, decompressed_text(path)):
         is_empty = False
         yield row
     if is_empty:
@@ -110,22 +106,14 @@ def unicode_text(row: Row, field: str, text: str) -> str:
     return text
 
 
-def check_exists(path: Path) -> None:
-    """Refuse a file that does not exist.
-
-    Raises:
-        ValueError: Naming it.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
-
-
 def decompressed_text(path: Path) -> str:
     """Return the text of a UTF-8 file, compressed (``.gz``) or not.
 
     Raises:
-        ValueError: If it cannot be read; the message names file and line.
+        ValueError: If it does not exist or cannot be read; the message names file and line.
     """
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
