@@ -67,7 +67,7 @@ def encode_example(
     Raises:
         ValueError: If the response is empty or the example cannot be encoded; names the example.
     """
-    fix = "remove it, or set data.malformed: skip"
+    fix = "remove it, or set malformed: skip in the task"
     require(bool(example.response), f"example {example.id}", "a response", example.response, fix)
     try:
         prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)

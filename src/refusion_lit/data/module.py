@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
@@ -53,8 +53,6 @@ class InstructionDataModule(L.LightningDataModule):
             samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
             rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
             and little with 'flex_attention'. ``None``: one sample per row.
-        malformed: What to do with a sample of training or validation that cannot be encoded: stop with an ``error``, or
-            ``skip`` and count it.
         num_workers: Worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
@@ -69,7 +67,6 @@ class InstructionDataModule(L.LightningDataModule):
         max_length: int = 512,
         prompt_template: str = "{query}",
         pack_length: int | None = None,
-        malformed: Literal["error", "skip"] = "error",
         num_workers: int = 0,
         seed: int = 0,
         max_eval_prompts: int | None = None,
@@ -98,7 +95,6 @@ class InstructionDataModule(L.LightningDataModule):
         self.max_length = max_length
         self.prompt_template = prompt_template
         self.pack_length = pack_length
-        self.malformed = malformed
         self.num_workers = num_workers
         self.seed = seed
         self.max_eval_prompts = max_eval_prompts
@@ -243,7 +239,7 @@ class InstructionDataModule(L.LightningDataModule):
         return self._splits[split]
 
     def _stored(self, split: Split, examples: Sequence[Example]) -> list[EncodedExample]:
-        """Encode a split; drop and count what is too long and, with ``malformed: skip``, what cannot be encoded."""
+        """Encode a split; drop and count what is too long or, if the task skips malformed rows, cannot be encoded."""
         samples: list[EncodedExample] = []
         num_too_long = 0
         num_malformed = num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
@@ -251,7 +247,7 @@ class InstructionDataModule(L.LightningDataModule):
             try:
                 prompt, response = self._encode(example)
             except ValueError:
-                if self.malformed != "skip":
+                if getattr(self.task, "malformed", "error") == "error":
                     raise
                 num_malformed += 1
                 continue
