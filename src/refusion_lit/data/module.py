@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -24,8 +22,8 @@ from refusion_lit.data.batches import (
     collate_packed,
     collate_responses,
 )
-from refusion_lit.data.encoding import encode_example, encode_prompt
-from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, given_tokens
+from refusion_lit.data.encoding import encode_example
+from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encoded_prompts
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.packing import pack_samples
@@ -178,24 +176,11 @@ class InstructionDataModule(L.LightningDataModule):
         return self.test_dataloader()
 
     def test_prompts(self) -> list[tuple[Prompt, Example]]:
-        """Return the prompts of the test split with their examples, encoded on first use.
-
-        Raises:
-            ValueError: If there are none, or two have the same id.
-        """
+        """Return the prompts of the test split with their examples; see :func:`encoded_prompts`."""
         if not self._prompts:
-            examples = list(islice(examples_of(self.task, "test"), self.max_eval_prompts))
-            require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
-            [(name, count)] = Counter(example.id for example in examples).most_common(1)
-            require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
-            self._prompts = [(self._prompt(example), example) for example in examples]
+            tokenizer = self.built_tokenizer
+            self._prompts = encoded_prompts(self.task, tokenizer, self.prompt_template, self.max_eval_prompts)
         return self._prompts
-
-    def _prompt(self, example: Example) -> Prompt:
-        """Encode an example's prompt, with what is given of its response."""
-        tokenizer = self.built_tokenizer
-        token_ids = encode_prompt(tokenizer, example.query, self.prompt_template, example.messages)
-        return Prompt(token_ids=tuple(token_ids), id=example.id, given=given_tokens(tokenizer, example))
 
     def training_prompt(self) -> Prompt:
         """Return the longest prompt that is trained with; of a generated split, the first."""
