@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import MaskRatio, mask_probability, random_subset, required_mask_id
+from refusion_lit.learning.objective import MaskRatio, mask_probability, required_mask_id
+from refusion_lit.learning.text_order import random_subset
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.refusion.objective import Hybrid, corrupt_slots, draw_slot_sizes, most_slots
 from refusion_lit.types import SpecialTokens
