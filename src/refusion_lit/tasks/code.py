@@ -12,8 +12,7 @@ from itertools import chain
 
 from refusion_lit.sandbox import LEVELS, Level, Limits, Sandbox
 from refusion_lit.tasks.base import Split
-from refusion_lit.tasks.files import FileTask
-from refusion_lit.tasks.readers import Row, text_field, values_of
+from refusion_lit.tasks.files import FileTask, Row, text_field, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_choice
 
