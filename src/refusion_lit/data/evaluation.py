@@ -35,12 +35,11 @@ def encoded_prompts(
     require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
     [(name, count)] = Counter(example.id for example in examples).most_common(1)
     require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
-    prompts: list[tuple[Prompt, Example]] = []
+    prompts: list[Prompt] = []
     for example in examples:
         ids = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
-        prompt = Prompt(token_ids=tuple(ids), id=example.id, given=given_tokens(tokenizer, example))
-        prompts.append((prompt, example))
-    return prompts
+        prompts.append(Prompt(token_ids=tuple(ids), id=example.id, given=given_tokens(tokenizer, example)))
+    return list(zip(prompts, examples, strict=True))
 
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:

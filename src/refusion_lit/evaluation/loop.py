@@ -15,13 +15,19 @@ from refusion_lit.checkpoints.models import load
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
-from refusion_lit.evaluation.predictions import PredictionsFile, described, prediction, predictions_fingerprint
+from refusion_lit.evaluation.predictions import (
+    PredictionsFile,
+    described,
+    prediction,
+    predictions_fingerprint,
+    score_of,
+)
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.results import RESULTS, environment, with_class
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import report_results
-from refusion_lit.tasks.base import Task, score_of
+from refusion_lit.tasks.base import Task
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.files import Fingerprint, write_json_atomically

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from numbers import Real
-from typing import Any, Literal
+from typing import Literal
 
 from refusion_lit.types import Example
-from refusion_lit.utils.require import is_number, require
+from refusion_lit.utils.require import require
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -51,7 +50,8 @@ class Task(ABC):
 
     def reward(self, example: Example, response: str) -> float:
         """Return the reward of a response in training on rewards; by default its score, NaN if that comes later."""
-        score, _ = score_of(self, example, response)
+        found = self.score(example, response)
+        score = found["score"] if isinstance(found, Mapping) else found
         return math.nan if score is None else float(score)
 
     def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
@@ -85,30 +85,3 @@ def examples_of(task: Task, split: Split) -> Sequence[Example]:
     holds = all(isinstance(text, str) for text in texts)
     require(holds, name, "examples whose query and response are texts", texts, "convert them with str")
     return examples
-
-
-def score_of(task: Task, example: Example, response: str) -> tuple[float | None, dict[str, float]]:
-    """Return a task's score of a response, and its further metrics by name; none where the score is ``None``.
-
-    Raises:
-        ValueError: If the score is neither a number from 0 to 1 nor ``None``, or the metrics are not finite numbers
-            under the names in ``task.metrics``.
-    """
-    name = f"{type(task).__name__}.score"
-    try:
-        found = task.score(example, response)
-    except Exception as error:
-        error.add_note(f"{name} failed on example {example.id!r}, response {response[:200]!r}")
-        raise
-    fix = f"see what it returns for example {example.id!r}"
-    figures: Mapping[str, Any] = found if isinstance(found, Mapping) else {"score": found}
-    score = figures.get("score")
-    holds = score is None or isinstance(score, bool) or (is_number(score, Real) and 0 <= score <= 1)
-    require(holds, name, "a number from 0 to 1, or None", score, fix)
-    if found is None or (score is None and "score" in figures):
-        return None, {}
-    are_finite = all(isinstance(value, Real) and math.isfinite(value) for value in figures.values())
-    fits = are_finite and figures.keys() == {"score", *task.metrics}
-    expected = f"finite numbers by name: {', '.join(('score', *task.metrics))}"
-    require(fits, name, expected, found, fix)
-    return None if score is None else float(score), {key: float(figures[key]) for key in task.metrics}
