@@ -17,8 +17,8 @@ from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFu
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import Head, random_subset, required_mask_id, response_positions
-from refusion_lit.learning.text_order import extend_responses
+from refusion_lit.learning.objective import Head, required_mask_id, response_positions
+from refusion_lit.learning.text_order import extend_responses, random_subset
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood
 from refusion_lit.policy.likelihood import laid_out

@@ -24,7 +24,7 @@ from refusion_lit.evaluation.predictions import (
     prediction,
     predictions_fingerprint,
 )
-from refusion_lit.tasks.readers import Row, json_rows, text_field, unicode_text, values_of
+from refusion_lit.tasks.files import Row, json_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
 from refusion_lit.utils.require import require

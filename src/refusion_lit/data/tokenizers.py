@@ -290,6 +290,24 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
             )
 
 
+def unknown_text(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
+    """Return the error for a text in which the tokenizer encodes something as a special token."""
+    if type(backend.model).__name__ == "WordLevel":
+        pieces = (
+            [text] if backend.pre_tokenizer is None else [p for p, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        )
+        missing = sorted(set(pieces) - set(backend.get_vocab()))
+        return ValueError(
+            f"text: the tokenizer has no token for {', '.join(map(repr, missing))} (in {text[:60]!r}). "
+            "Leave it out, or train with a tokenizer that knows it: add it to CharacterTokenizer's characters, or use "
+            "TrainedBPE."
+        )
+    return ValueError(
+        f"text: expected {text[:60]!r} to be encoded as plain text, got the special token "
+        f"{backend.id_to_token(token)!r} in it. Change the text, or use another tokenizer."
+    )
+
+
 def _texts(examples: Iterable[Example]) -> Iterator[str]:
     for example in examples:
         yield from [turn["content"] for turn in example.messages] or [example.query]

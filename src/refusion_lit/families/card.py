@@ -19,11 +19,10 @@ from refusion_lit.learning.objective import (
     MaskRatio,
     Objective,
     mask_probability,
-    random_subset,
     required_mask_id,
     response_positions,
 )
-from refusion_lit.learning.text_order import shift_left
+from refusion_lit.learning.text_order import random_subset, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 

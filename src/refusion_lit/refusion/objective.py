@@ -17,7 +17,6 @@ from refusion_lit.learning.objective import (
     required_mask_id,
     response_positions,
 )
-from refusion_lit.modeling.devices import to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
@@ -101,7 +100,10 @@ class Hybrid(Objective):
 def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tensor, " batch"]:
     """Draw each row's slot size uniformly."""
     choice = (noise.uniform("slot_size", 1)[:, 0] * len(slot_sizes)).long()
-    return to_device(slot_sizes, choice.device)[choice]
+    drawn = torch.zeros_like(choice)
+    for index, size in enumerate(slot_sizes):  # a table of sizes would have to be copied to the device
+        drawn = drawn.masked_fill(choice == index, size)
+    return drawn
 
 
 def most_slots(batch: ResponseBatch, slot_sizes: tuple[int, ...]) -> int:
