@@ -14,36 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from refusion_lit.engine.decoder import Decoder
+from refusion_lit.engine.row import Row
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import Prompt
 
 MIN_SHARED = 64
 """Minimum number of tokens to share; shorter prefixes are recomputed: waiting one forward for them costs more."""
 
 Tokens = tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Submission:
-    """A prompt to decode, and the row of the cache that it gets.
-
-    Attributes:
-        index: Its number.
-        prompt: The prompt.
-        sampling: Length limit and sampling options.
-        trace: Whether every forward is recorded.
-        storage: Its row of the cache; -1 while it waits.
-        source: The row from which its first entries are copied, possibly ``storage`` itself; -1 if nothing is shared.
-        num_shared: Number of copied entries.
-    """
-
-    index: int
-    prompt: Prompt
-    sampling: SamplingParams
-    trace: bool = False
-    storage: int = -1
-    source: int = -1
-    num_shared: int = 0
 
 
 class Admission:
@@ -59,14 +37,14 @@ class Admission:
     """
 
     def __init__(self, num_rows: int, decoder: Decoder | None, held: Mapping[int, Tokens] | None = None) -> None:
-        self._waiting: deque[Submission] = deque()
+        self._waiting: deque[Row] = deque()
         self._free = set(range(num_rows))
         self._num_rows = num_rows
         self._decoder = decoder
         self.held = dict(held or {})
         self._pending: dict[int, Tokens] = {}  # prompts whose first forward is still to come, by row
 
-    def add(self, waiting: Submission) -> None:
+    def add(self, waiting: Row) -> None:
         """Append a prompt to the queue."""
         self._waiting.append(waiting)
 
@@ -78,13 +56,13 @@ class Admission:
         """Return whether prompts wait."""
         return bool(self._waiting)
 
-    def admit(self) -> Iterator[Submission]:
+    def admit(self) -> Iterator[Row]:
         """Assign free rows to waiting prompts.
 
         A prompt is held back if a prompt in flight will soon have a prefix to share that is at least ``MIN_SHARED``
         tokens longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
         """
-        delayed: list[Submission] = []
+        delayed: list[Row] = []
         while self._waiting and self._free and len(delayed) < self._num_rows:
             waiting = self._waiting.popleft()
             tokens = waiting.prompt.token_ids
