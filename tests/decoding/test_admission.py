@@ -25,8 +25,8 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.engine import admission as admission_module
-from refusion_lit.engine.admission import Admission, KeptCache, common_length
-from refusion_lit.engine.row import Row
+from refusion_lit.engine.admission import Admission, Row, common_length
+from refusion_lit.engine.memory import KeptCache
 from refusion_lit.types import Prompt, SamplingParams
 
 NEXT = SamplingParams(max_new_tokens=4)

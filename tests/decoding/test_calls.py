@@ -13,9 +13,9 @@ from effort import examples
 from fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
 from refusion_lit.decoding import Autoregressive, RowState
 from refusion_lit.engine import reading as reading_module
+from refusion_lit.engine.admission import Row
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request
-from refusion_lit.engine.row import Row
 from refusion_lit.types import Prompt, SamplingParams
 
 GREEDY = Draw(sampling=SamplingParams())

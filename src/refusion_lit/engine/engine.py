@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion_lit.engine.admission import Admission, KeptCache, groups_within
+from refusion_lit.engine.admission import Admission, Row
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
+from refusion_lit.engine.memory import KeptCache, groups_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop
 from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
-from refusion_lit.engine.row import Row
 from refusion_lit.engine.sampling import settle
 from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
@@ -68,7 +68,10 @@ def decode(
     output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
     results: dict[int, Generation] = {}
     started = synchronised_time(model.device)
-    for num_rows, group in groups_within(prompts, sampling.max_new_tokens, batch_size, options.max_cache_tokens):
+    groups = [(batch_size, list(enumerate(prompts)))]
+    if options.max_cache_tokens is not None:
+        groups = groups_within(prompts, sampling.max_new_tokens, batch_size, options.max_cache_tokens)
+    for num_rows, group in groups:
         engine = Engine(
             model, decoder, num_rows, options, callbacks=callbacks, detokenize=detokenize, trace=trace, kept=kept
         )
