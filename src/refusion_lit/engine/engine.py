@@ -83,7 +83,7 @@ def decode(
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            used = f"{num_rows} and no memory left (the cache takes {engine.cache_bytes / 2**20:.0f} MB)"
+            used = f"{num_rows} and no memory left (the cache takes {engine.cache.num_bytes / 2**20:.0f} MB)"
             fix = "lower it, or set max_cache_tokens."
             raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
         engine.close(output)
@@ -165,11 +165,6 @@ class Engine:
         """Whether prompts wait or are in flight."""
         return bool(self.queue) or bool(self.rows)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the cache in bytes, which never shrinks."""
-        return self.cache.num_bytes
-
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
         """Serve prompts once; return those that are finished, by their numbers."""
@@ -190,9 +185,10 @@ class Engine:
         output.num_calls += self.num_calls
         output.num_positions += self.num_positions
         output.num_shared += self.num_shared
-        output.cache_bytes = max(output.cache_bytes, self.cache_bytes)
-        if self.cache_bytes:
-            output.cache_bytes_per_token = self.cache_bytes / (self.cache.num_rows * self.cache.capacity)
+        size = self.cache.num_bytes
+        output.cache_bytes = max(output.cache_bytes, size)
+        if size:
+            output.cache_bytes_per_token = size / (self.cache.num_rows * self.cache.capacity)
         if self.kept is not None:
             self.kept.put(self.cache, self.decoder, self.queue.held)
 
