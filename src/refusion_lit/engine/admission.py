@@ -83,9 +83,7 @@ class Row:
     starts: Sequence[int] = ()
     length: int = 0
 
-    def begin(
-        self, state: RowState, steps: Steps[None], detokenize: Callable[[list[int]], str] | None
-    ) -> None:  # fmt: skip
+    def begin(self, state: RowState, steps: Steps[None], detokenize: Callable[[list[int]], str] | None) -> None:
         """Go into flight: run the decoder up to its first request.
 
         Args:

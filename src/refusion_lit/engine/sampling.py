@@ -1,4 +1,4 @@
-"""Draws with options: temperature, filters, guidance, templates, statistics and rejection sampling.
+"""Draws with options: temperature, filters, guidance, templates, constraints, statistics and rejection sampling.
 
 The greedy fast path of :mod:`~refusion_lit.engine.reading` needs none of this.
 """
@@ -105,7 +105,7 @@ class General:
 def constrain(read: Read, constraint: ConstraintState, state: RowState) -> None:
     """Ask a constraint which tokens may be drawn."""
     branch = read.branch
-    for offset in read.branch.draft_at:
+    for offset in branch.draft_at:
         first = branch.positions[0] - state.prompt_length
         # The response up to there, as a decoder from left to right feeds it.
         before = [*state.tokens[: max(first, 0)], *branch.tokens[max(-first, 0) : offset + 1]]
