@@ -11,10 +11,10 @@ from torch import Tensor
 
 from effort import examples
 from fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
-from refusion_lit.decoding import Autoregressive, Generation, RowState
+from refusion_lit.decoding import Autoregressive, RowState
 from refusion_lit.engine import reading as reading_module
+from refusion_lit.engine.admission import Row
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.in_flight import InFlight
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -26,22 +26,15 @@ class Serving(Engine):
 
     def __init__(self, model: Any, num_rows: int) -> None:
         super().__init__(model, Autoregressive(), num_rows)
-        self.flying: dict[int, InFlight] = {}
+        self.flying: dict[int, Row] = {}
 
     def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
         """Answer requests of prompts, given with their storage rows and ids."""
         for storage, prompt_id, request in requests:
             prompt = Prompt(token_ids=(3,), id=prompt_id)
             state = RowState.blank(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
-            row = self.flying.setdefault(
-                storage,
-                InFlight(
-                    index=storage, storage=storage, state=state, steps=(_ for _ in ()), request=None,
-                    result=Generation(id=prompt_id), spans_end=0, started=0.0, waiting_since=0, stopping=None,
-                ),
-            )  # fmt: skip
-            row.state = state
-            row.request = request
+            row = self.flying.setdefault(storage, Row(storage, prompt, state.sampling, storage=storage))
+            row.begin(state, (each for each in [request]), None)
         answers = self._run([self.flying[storage] for storage, _, _ in requests])
         return [answers[storage] for storage, _, _ in requests]
 

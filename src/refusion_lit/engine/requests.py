@@ -210,7 +210,7 @@ class Reading:
     proposals: list[Proposal] = field(default_factory=list)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Read:
     """What the engine reads from one branch of a forward: drafts at some offsets, probabilities of tokens at others.
 
@@ -218,8 +218,6 @@ class Read:
         draw: How tokens are drawn.
         branch: The branch.
         start: Index of its first hidden state among those of all rows.
-        draft_at: Offsets whose logits a token is drawn from.
-        score_at: Pairs of an offset and a token id whose probability is read.
         prompt_id: Id of the prompt, which keys the noise.
         spans_end: Position after the last given token of a template: no EOS is drawn before it. 0 without a template.
         allowed: Which ids each draft may be, bool [vocab], ``None`` where all may; empty: no constraint.
@@ -231,12 +229,10 @@ class Read:
     draw: Draw
     branch: Branch
     start: int
-    draft_at: Sequence[int]
-    score_at: Sequence[tuple[int, int]] = ()
     prompt_id: str = ""
     spans_end: int = 0
-    allowed: Sequence[Tensor | None] = ()
-    contexts: Sequence[tuple[int, list[int]]] = ()
+    allowed: list[Tensor | None] = field(default_factory=list)
+    contexts: list[tuple[int, list[int]]] = field(default_factory=list)
     guide: int = 0
     reading: Reading = field(default_factory=Reading)
 

@@ -1,4 +1,4 @@
-"""Draws with options: temperature, filters, guidance, templates, statistics and rejection sampling.
+"""Draws with options: temperature, filters, guidance, templates, constraints, statistics and rejection sampling.
 
 The greedy fast path of :mod:`~refusion_lit.engine.reading` needs none of this.
 """
@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch, Draw, Proposal, Read
 from refusion_lit.modeling.devices import first_argmax, to_device
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.types import SamplingParams, SpecialTokens
+from refusion_lit.types import ConstraintState, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 
 
@@ -51,19 +52,19 @@ class General:
         self, reads: Sequence[Read], special: SpecialTokens, banned: frozenset[int], device: torch.device
     ) -> None:
         draw = reads[0].draw
-        keys = [key for read in reads for key in noise_keys(read.branch, read.draft_at, read.draw, read.prompt_id)]
-        proposals = [read.branch.proposals.get(offset) for read in reads for offset in read.draft_at]
+        keys = [key for read in reads for key in noise_keys(read.branch, read.draw, read.prompt_id)]
+        proposals = [read.branch.proposals.get(offset) for read in reads for offset in read.branch.draft_at]
         self._draw = draw
         self._vocab_size = special.vocab_size
         self._banned = to_device(sorted(banned.union(draw.forbidden)), device)
         self._ends = to_device(sorted(special.eos_token_ids), device)
         self._keys = to_device(keys, device)
         self._proposals = proposals if draw.proposes or reads[0].branch.proposals else None
-        self._masks = [mask for read in reads for mask in read.allowed or [None] * len(read.draft_at)]
+        self._masks = [mask for read in reads for mask in read.allowed or [None] * len(read.branch.draft_at)]
         self._in_span = [
             read.branch.positions[offset] + read.branch.shift < read.spans_end
             for read in reads
-            for offset in read.draft_at
+            for offset in read.branch.draft_at
         ]
 
     def draw(self, logits: Float[Tensor, "draft vocab"], first: int, drawn: Drawn) -> Int[Tensor, " draft"]:
@@ -99,6 +100,23 @@ class General:
         """Forbid EOS tokens in rows that fill a template's span."""
         if rows:
             logits[to_device(rows, logits.device)[:, None], self._ends] = -math.inf
+
+
+def constrain(read: Read, constraint: ConstraintState, state: RowState) -> None:
+    """Ask a constraint which tokens may be drawn."""
+    branch = read.branch
+    for offset in branch.draft_at:
+        first = branch.positions[0] - state.prompt_length
+        # The response up to there, as a decoder from left to right feeds it.
+        before = [*state.tokens[: max(first, 0)], *branch.tokens[max(-first, 0) : offset + 1]]
+        read.contexts.append((branch.positions[offset] + branch.shift - state.prompt_length, before))
+        read.allowed.append(constraint.allowed(*read.contexts[-1]))
+
+
+def settle(read: Read, constraint: ConstraintState) -> None:
+    """Let a constraint replace drawn tokens."""
+    drawn = zip(read.contexts, read.reading.tokens, strict=True)
+    read.reading.tokens = [constraint.settle(*context, token) for context, token in drawn]
 
 
 def _propose_or_verify(
@@ -154,19 +172,18 @@ def _top_p(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(dropped, -math.inf)
 
 
-def noise_keys(branch: Branch, offsets: Sequence[int], draw: Draw, prompt_id: str) -> list[int]:
+def noise_keys(branch: Branch, draw: Draw, prompt_id: str) -> list[int]:
     """Return the key of each draw's noise: a function of seed, prompt, round and predicted position alone.
 
     Args:
         branch: The branch that is read.
-        offsets: Offsets into it whose logits are drawn from.
         draw: How they are drawn; greedy draws have no noise and get no keys.
         prompt_id: Id of the prompt.
     """
     if draw.sampling.temperature == 0:
         return []
     parts = ("proposal" if draw.proposes else "draw", draw.sampling.seed, prompt_id, draw.round)
-    return [stable_key(*parts, branch.positions[offset] + branch.shift) for offset in offsets]
+    return [stable_key(*parts, branch.positions[offset] + branch.shift) for offset in branch.draft_at]
 
 
 def draw_tokens(
