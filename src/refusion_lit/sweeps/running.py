@@ -109,6 +109,7 @@ def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) ->
             f"--runs_dir={folder.parent}",
             f"--run_name={point.id}",
             f"--run_version={subcommand}",
+            *(["--ckpt_path=last"] if subcommand == "test" and "fit" in point.configs else []),
         ]
         for subcommand in point.configs
     }
@@ -201,7 +202,7 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
     """
     rows = []
     for point in points:
-        folder = directory / "points" / point.id
+        folder = _folder(directory, point)
         outcome = read_object(folder / OUTCOME) or {"status": "pending"}
         common = {
             "point": point.id,
@@ -212,11 +213,10 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
             "error": outcome.get("error"),
             **{name: point.options.get(name) for name in swept},
         }
-        results = outcome.get("results") or {None: {}}
-        mismatches = outcome.get("mismatches") or {}
-        for decoder, figures in results.items():
-            reasons = "; ".join(mismatches.get(decoder, [])) if figures else None
-            made = (outcome.get("decoders") or {}).get(decoder) or {}
+        found = read_object(folder / "test" / "results.json") if outcome["status"] == "finished" else {}
+        for decoder, figures in (found.get("results") or {None: {}}).items():
+            reasons = "; ".join((found.get("mismatches") or {}).get(decoder, [])) if figures else None
+            made = (found.get("decoders") or {}).get(decoder) or {}
             rows.append({**common, "decoder": decoder, "class": made.get("class"), "mismatch": reasons, **figures})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
