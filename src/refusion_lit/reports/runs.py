@@ -52,16 +52,6 @@ class Run:
     options: dict[str, Any]
     predictions: dict[str, dict[str, ScoredPrediction]]
 
-    @property
-    def environment(self) -> dict[str, Any]:
-        """The recorded environment; see :func:`~refusion_lit.reports.results.environment`."""
-        return self.results.get("environment") or {}
-
-    @property
-    def batch_size(self) -> int | None:
-        """Maximum number of prompts per call of the model."""
-        return self.results.get("batch_size")
-
 
 def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     """Read all runs in the given directories and below.

@@ -118,7 +118,7 @@ def markdown_table(comparison: Comparison) -> str:
             _estimate(row, row.tokens_per_forward, ".2f"),
             tokens_per_second,
             calls_per_batch,
-            "--" if row.run.batch_size is None else str(row.run.batch_size),
+            str(row.run.results.get("batch_size") or "--"),
             _interval(difference.score, "+.1f") if difference else "--",
             _interval(difference.tokens_per_forward, "+.2f") if difference else "--",
         ]

@@ -30,7 +30,6 @@ DIRECTORY = "report"
 _PLOT = "tradeoff.svg"  # which every report has
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
-_MAX_EXAMPLE_LENGTH = 1500
 
 
 def write_report(
@@ -129,20 +128,21 @@ def html_report(comparison: Comparison, plot: str) -> str:
 
 def _facts(run: Run) -> dict[str, str]:
     """Return how a run was made, by name, without what was not recorded."""
-    command = run.environment.get("command")
+    environment = run.results.get("environment") or {}
+    command = environment.get("command")
     facts = {
         "folder": run.name,
         "command": shlex.join(command) if isinstance(command, list) else command,
-        "seed": run.environment.get("seed"),
+        "seed": environment.get("seed"),
         "sampling": ", ".join(f"{name}={value}" for name, value in (run.results.get("sampling") or {}).items()),
-        "batch size": run.batch_size,
-        **described_environment(run.environment),
+        "batch size": run.results.get("batch_size"),
+        **described_environment(environment),
     }
     return {name: str(value) for name, value in facts.items() if value is not None and value != ""}
 
 
-def _examples(comparison: Comparison) -> tuple[list[dict[str, Any]], int]:
-    """Return a few prompts, those with a wrong response first, with the responses of the first rows.
+def _examples(comparison: Comparison) -> tuple[list[tuple[Any, ...]], int]:
+    """Return id, prompt, reference and predictions of the first rows of a few prompts, those with a wrong one first.
 
     Beside them, the number of ids that have different prompts or references in these rows.
     """
@@ -153,20 +153,6 @@ def _examples(comparison: Comparison) -> tuple[list[dict[str, Any]], int]:
         for identity, prediction in row.predictions.items():
             answers.setdefault((identity, prediction.example), []).append((row, prediction))
     wrong = [(i, p.example) for row in rows for i, p in row.predictions.items() if p.score < 1]
-    shown = [
-        {
-            "id": identity,
-            "prompt": _truncate(prompt),
-            "reference": _truncate(reference or ""),
-            "responses": [
-                (row, _truncate(p.response), p.score, p.num_tokens, p.num_forwards)
-                for row, p in answers[identity, (prompt, reference)]
-            ],
-        }
-        for identity, (prompt, reference) in list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
-    ]
+    first = list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
+    shown = [(identity, *example, answers[identity, example]) for identity, example in first]
     return shown, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_EXAMPLE_LENGTH else f"{text[:_MAX_EXAMPLE_LENGTH]} …"
