@@ -16,11 +16,11 @@ from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
-from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
+from refusion_lit.reports.results import ENVIRONMENT, RESULTS, described_environment, read_config, read_results
 from refusion_lit.reports.runs import with_scores
 from refusion_lit.reports.tables import markdown_figures
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.files import check_fingerprint
+from refusion_lit.utils.files import check_fingerprint, read_object
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
@@ -59,7 +59,6 @@ def model_card(
         ValueError: If a file is damaged, or a test run has no results or those of other weights.
     """
     config = (run and read_config(run)) or {}
-    environment = (run and read_environment(run)) or {}
     tests = [_read_test(path, weights) for path in results]
     made = decoder or _tested(SelfSpeculative() if has_drafter else default_decoder(traits), tests)
     evaluated = [result for test in tests for result in _eval_results(test)]
@@ -93,7 +92,7 @@ def model_card(
         is_autoregressive=has_drafter or (traits.attention == "causal" and "next_token" in (traits.predictions or ())),
         has_own_decoder=has_own_decoder(traits),
         tests=[_figures(test) for test in tests],
-        environment=described_environment(environment),
+        environment=described_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
 

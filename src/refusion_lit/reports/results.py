@@ -52,32 +52,18 @@ def read_results(path: Path) -> dict[str, Any] | None:
     return values
 
 
-def read_environment(directory: Path) -> dict[str, Any] | None:
-    """Return the environment recorded in a run's directory; ``None`` if there is none.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
-    return _read_object(directory / ENVIRONMENT)
-
-
 def read_config(directory: Path) -> dict[str, Any] | None:
     """Return the resolved config in a run's directory, with long texts cut; ``None`` if there is none.
 
     Raises:
         ValueError: If the file is damaged.
     """
-    config = _read_object(directory / CONFIG)
-    return None if config is None else shortened(config)
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
+    path = directory / CONFIG
     if not path.is_file():
         return None
-    values = _read(path)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a mapping, got {type(values).__name__}; restore the file or remove it.")
-    return values
+    config = _read(path)
+    require(isinstance(config, dict), str(path), "a mapping", type(config).__name__, "restore the file or remove it")
+    return _shortened(config)
 
 
 def _read(path: Path) -> Any:  # noqa: ANN401 - JSON or YAML
@@ -88,12 +74,12 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - JSON or YAML
         raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
 
 
-def shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
+def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
     """Return a config with its long texts cut."""
     if isinstance(value, dict):
-        return {name: shortened(inner) for name, inner in value.items()}
+        return {name: _shortened(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [shortened(inner) for inner in value]
+        return [_shortened(inner) for inner in value]
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value
