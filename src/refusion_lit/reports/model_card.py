@@ -18,7 +18,7 @@ from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
 from refusion_lit.reports.results import ENVIRONMENT, RESULTS, described_environment, read_config, read_results
 from refusion_lit.reports.runs import with_scores
-from refusion_lit.reports.tables import markdown_figures
+from refusion_lit.reports.tables import FIGURES, MISMATCH, escaped, with_metrics
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import check_fingerprint, read_object
 from refusion_lit.utils.require import require
@@ -91,7 +91,9 @@ def model_card(
         has_drafter=has_drafter,
         is_autoregressive=has_drafter or (traits.attention == "causal" and "next_token" in (traits.predictions or ())),
         has_own_decoder=has_own_decoder(traits),
-        tests=[_figures(test) for test in tests],
+        tests=[(_lead(test), test, with_metrics(FIGURES, test.get("metrics") or ())) for test in tests],
+        escaped=escaped,
+        mismatch=MISMATCH,
         environment=described_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
@@ -167,9 +169,8 @@ def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
     return results
 
 
-def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a sentence on a test, and the table of its figures."""
-    marked = {name for name, reasons in (results.get("mismatches") or {}).items() if reasons}
+def _lead(results: Mapping[str, Any]) -> str:
+    """Return a sentence on a test, which its figures follow."""
     sampling = {"batch_size": results.get("batch_size"), **(results.get("sampling") or {})}
     options = ", ".join(f"{name} {value}" for name, value in sampling.items() if value not in (None, []))
     num_prompts = max(int(figures.get("num_prompts", 0)) for figures in results["results"].values())
@@ -177,8 +178,7 @@ def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
     prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the {results.get('tested', _TESTED)}"
     decoders = [f"`{name}` is {_shown(each)}" for name, each in (results.get("decoders") or {}).items()]
     lead = f"On {prompts}{f' ({task})' if task else ''}, decoded with {options}{'; ' * bool(decoders)}"
-    lead += f"{', '.join(decoders)}:"
-    return lead, markdown_figures(results["results"], marked=marked, metrics=results.get("metrics") or ())
+    return f"{lead}{', '.join(decoders)}:"
 
 
 def _shown(decoder: Mapping[str, Any]) -> str:

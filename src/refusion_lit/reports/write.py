@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, ComparisonRow, compare
 from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
 from refusion_lit.reports.results import described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
-from refusion_lit.reports.tables import markdown_table
+from refusion_lit.reports.tables import MISMATCH, escaped
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
@@ -101,17 +101,9 @@ def html_report(comparison: Comparison, plot: str) -> str:
         comparison: The rows and differences to show.
         plot: The trade-off plot, an SVG element.
     """
-    environment = Environment(
-        loader=PackageLoader("refusion_lit", "reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     runs = comparison.runs
     examples, num_differing = _examples(comparison)
-    return environment.get_template("report.html.jinja").render(
+    return _template("report.html.jinja").render(
         comparison=comparison,
         title=", ".join(dict.fromkeys(run.source for run in runs)),
         tradeoff=Markup(plot),
@@ -124,6 +116,25 @@ def html_report(comparison: Comparison, plot: str) -> str:
         version=__version__,
         num_resamples=NUM_RESAMPLES,
     )
+
+
+def markdown_table(comparison: Comparison) -> str:
+    """Return a comparison as a Markdown table, with its caption below."""
+    return _template("table.md.jinja").render(comparison=comparison, mismatch=MISMATCH)
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        loader=PackageLoader("refusion_lit", "reports"),
+        autoescape=name.endswith(".html.jinja"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["escaped"] = escaped
+    environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return environment.get_template(name)
 
 
 def _facts(run: Run) -> dict[str, str]:
