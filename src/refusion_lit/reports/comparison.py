@@ -67,7 +67,7 @@ class ComparisonRow:
     @property
     def title(self) -> str:
         """The row's name and, if that is another word, the class of its decoder."""
-        options = (self.run.results.get("decoders") or {}).get(self.decoder)
+        options = self.run.results["decoders"].get(self.decoder)
         shown = with_class(self.decoder, options.get("class") if isinstance(options, dict) else None)
         return self.name + shown.removeprefix(self.decoder)
 
@@ -173,7 +173,7 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
         baseline=baseline,
         differences=[_difference(row, base) for row, base in pairs if row is not base],
         option_names=short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
-        metrics=list(dict.fromkeys(name for run in runs for name in run.results.get("metrics") or ())),
+        metrics=list(dict.fromkeys(name for run in runs for name in run.results["metrics"])),
     )
 
 
@@ -188,7 +188,7 @@ def _rows(runs: Sequence[Run]) -> list[ComparisonRow]:
             method = f"{run.source}: {decoder}" if len(varied) > 1 else decoder
             rows.append(ComparisonRow(
                 name=method, decoder=decoder, method=method, run=run, options=options, figures=figures,
-                mismatches=list((run.results.get("mismatches") or {}).get(decoder) or []),
+                mismatches=list(run.results["mismatches"].get(decoder) or []),
                 predictions=run.predictions[decoder],
             ))  # fmt: skip
     labels = [row.label for row in rows]

@@ -30,7 +30,7 @@ _NUM_KEPT = 100
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
-    """Return the content of a ``results.json``; ``None`` if another program wrote the file.
+    """Return the content of a ``results.json``, empty where a field is missing; ``None`` if another program wrote it.
 
     Raises:
         ValueError: If the file cannot be read, or a field of ours is of another type.
@@ -49,7 +49,8 @@ def read_results(path: Path) -> dict[str, Any] | None:
     is_list = isinstance(names := values.get("metrics") or [], list) and all(isinstance(name, str) for name in names)
     require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
-    return values
+    found = {name: values.get(name) or {} for name in _MAPPINGS}
+    return {**values, **found, "metrics": names, "batch_size": values.get("batch_size")}
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:

@@ -178,7 +178,7 @@ def with_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict
         found = predictions[decoder] = read_scores(folder, decoder, notes)
         if found and len(found) >= figures.get("num_prompts", 0):
             figures["score"] = sum(each.score for each in found.values()) / len(found)
-            for name in results.get("metrics") or ():
+            for name in results["metrics"]:
                 figures[name] = sum(each.metrics.get(name, 0.0) for each in found.values()) / len(found)
     return predictions
 

@@ -50,7 +50,7 @@ def decoder_table(
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
     shown = with_metrics(PRINTED, metrics)
     head = ["decoder", *(title for _, title, _ in shown)]
-    rows = [[f"{name} *" if name in marked else name, *_cells(figures, shown)] for name, figures in results.items()]
+    rows = [[f"{name} *" if name in marked else name, *cells(figures, shown)] for name, figures in results.items()]
     title = f"{num_prompts} prompts, batch size {batch_size}"
     print_table(title, head, rows, note=f"* {MISMATCH}" if marked else None)
 
@@ -86,7 +86,8 @@ def with_metrics(shown: Sequence[tuple[str, str, str]], metrics: Sequence[str]) 
     return [shown[0], *((name, name, "{:.3f}") for name in metrics), *shown[1:]]
 
 
-def _cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:
+def cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the values of figures as they are shown, ``--`` for one that is missing."""
     return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in shown]
 
 

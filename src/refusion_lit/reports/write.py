@@ -139,14 +139,14 @@ def _template(name: str) -> Template:
 
 def _facts(run: Run) -> dict[str, str]:
     """Return how a run was made, by name, without what was not recorded."""
-    environment = run.results.get("environment") or {}
+    environment = run.results["environment"]
     command = environment.get("command")
     facts = {
         "folder": run.name,
         "command": shlex.join(command) if isinstance(command, list) else command,
         "seed": environment.get("seed"),
-        "sampling": ", ".join(f"{name}={value}" for name, value in (run.results.get("sampling") or {}).items()),
-        "batch size": run.results.get("batch_size"),
+        "sampling": ", ".join(f"{name}={value}" for name, value in run.results["sampling"].items()),
+        "batch size": run.results["batch_size"],
         **described_environment(environment),
     }
     return {name: str(value) for name, value in facts.items() if value is not None and value != ""}

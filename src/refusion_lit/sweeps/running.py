@@ -134,21 +134,20 @@ def _prepare_points(
 ) -> dict[Path, Point]:
     """Write what the unfinished points need; return these by their directories."""
     write_json_atomically(directory / "sweep.json", {"swept": swept, "points": [point.id for point in points]})
-    unfinished = [point for point in points if not is_finished(directory, point)]
-    for point in unfinished:
-        _prepare(directory, point, command)
+    unfinished = {_folder(directory, point): point for point in points if not is_finished(directory, point)}
+    for folder, point in unfinished.items():
+        _prepare(folder, point, commands(directory, point, command))
     names = {point.id for point in points}
     others = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
     if others:
         _say(console, f"{len(others)} points of other options stay in {directory / 'points'}, but not in the table")
     if num_reused := len(points) - len(unfinished):
         _say(console, f"{num_reused} of {len(points)} points are already finished")
-    return {_folder(directory, point): point for point in unfinished}
+    return unfinished
 
 
-def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
+def _prepare(folder: Path, point: Point, own: dict[str, list[str]]) -> None:
     """Remove what an earlier run of the point left, and write the files that its process reads."""
-    folder = _folder(directory, point)
     if folder.exists():
         fix = "wait for its end or kill it (or cancel its SLURM job), then resume"
         acquire_lock(folder / LOCK, "resume", f"process of an earlier sweep in {folder}", fix).release()
@@ -156,10 +155,8 @@ def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
         shutil.rmtree(folder)
     for subcommand, config in point.configs.items():
         write_atomically(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
-    own = commands(directory, point, command)
     values = {"id": point.id, "options": point.options, "seed": point.seed, "commands": own}
-    values["checkpoint"] = _checkpoint_state(point)
-    write_json_atomically(folder / POINT, values)
+    write_json_atomically(folder / POINT, {**values, "checkpoint": _checkpoint_state(point)})
 
 
 def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
