@@ -13,8 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import is_number, require
 from refusion_lit.version import __version__
 
@@ -35,7 +34,10 @@ def read_results(path: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: If the file cannot be read, or a field of ours is of another type.
     """
-    values = _read(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
     figures = values.get("results") if isinstance(values, dict) else None
     is_ours = (
         isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
@@ -60,19 +62,7 @@ def read_config(directory: Path) -> dict[str, Any] | None:
         ValueError: If the file is damaged.
     """
     path = directory / CONFIG
-    if not path.is_file():
-        return None
-    config = _read(path)
-    require(isinstance(config, dict), str(path), "a mapping", type(config).__name__, "restore the file or remove it")
-    return _shortened(config)
-
-
-def _read(path: Path) -> Any:  # noqa: ANN401 - JSON or YAML
-    try:
-        text = path.read_text(encoding="utf-8")
-        return yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
+    return _shortened(read_yaml(path, "config")) if path.is_file() else None
 
 
 def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML

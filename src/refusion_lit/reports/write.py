@@ -24,9 +24,6 @@ from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
 FORMATS = ("html", "markdown")
-DIRECTORY = "report"
-"""Name of the report's directory inside that of a run or a sweep."""
-
 _PLOT = "tradeoff.svg"  # which every report has
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
@@ -59,7 +56,9 @@ def write_report(
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     comparison = compare(*read_runs(paths), baseline)
     sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
-    directory = Path(output) if output is not None else _default_output(paths)
+    first = Path(paths[0])
+    place = Path() if len(paths) > 1 else first.parent if first.is_file() else first
+    directory = place / "report" if output is None else Path(output)
     plot = tradeoff_plot(comparison)
     files: dict[str, str] = {}
     if "html" in formats:
@@ -85,13 +84,6 @@ def report_results(path: Path) -> None:
         sys.stderr.write(f"report: {write_report([path])[0]}\n")
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
-
-
-def _default_output(paths: Sequence[str | Path]) -> Path:
-    if len(paths) > 1:
-        return Path(DIRECTORY)
-    path = Path(paths[0])
-    return (path.parent if path.is_file() else path) / DIRECTORY
 
 
 def html_report(comparison: Comparison, plot: str) -> str:
