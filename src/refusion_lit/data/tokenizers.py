@@ -165,11 +165,9 @@ class PretrainedTokenizer(TokenizerSource):
         require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
         mask_token_id = values.get("mask_token_id")
         ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
-        if mask_token_id not in (None, tokenizer.mask_token_id):
-            raise ValueError(
-                f"tokenizer.source: expected {tokenizer.mask_token!r} to have the mask_token_id of the config of "
-                f"{self.source!r}, which is {mask_token_id}, got {tokenizer.mask_token_id}. Make them equal."
-            )
+        is_equal = mask_token_id in (None, tokenizer.mask_token_id)
+        expected = f"the mask_token_id of the config of {self.source}, which is {mask_token_id}"
+        require(is_equal, "tokenizer.source", expected, tokenizer.mask_token_id, "make them equal")
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         vocabulary = tokenizer.get_vocab()
