@@ -25,13 +25,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.usage_errors import options_given
-from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config, read_environment
+from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
     Lock,
     acquire_lock,
     differences,
+    read_object,
     read_yaml,
     release_lock,
     write_atomically,
@@ -233,7 +234,7 @@ class SaveRun(SaveConfigCallback):
         described = environment(self.config.get("seed_everything"))
         text = self.parser.dump(self.config, skip_none=False)
         if self._is_resumed:  # by another command; the one that started the run stays
-            before = read_environment(self.directory) or described
+            before = read_object(self.directory / ENVIRONMENT) or described
             found = differences(read_yaml(self.directory / CONFIG, "resume"), yaml.safe_load(text))
             changed = {name: now for name, _, now in found if name.rpartition(".")[2] not in _PLACE}
             resumed = {"command": described["command"], "changed": changed}

@@ -81,7 +81,7 @@ def run(args: list[str]) -> int:
 def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
     from refusion_lit.reports.comparison import short_names
-    from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table
+    from refusion_lit.reports.tables import MISMATCH, PRINTED, cells, print_table
 
     swept = [option for option in swept if option != "model.decoders"]  # the column of decoders shows them
     head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]
@@ -89,8 +89,7 @@ def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -
     for row in found:
         shown = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
         decoder = f"{shown}{' *' if row['mismatch'] else ''}"
-        cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in PRINTED]
-        rows.append([*(short(row[option]) for option in swept), decoder, *cells])
+        rows.append([*(short(row[option]) for option in swept), decoder, *cells(row, PRINTED)])
     note = f"* {MISMATCH}" if any(row["mismatch"] for row in found) else None
     print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(swept) + 1, note=note)
 
