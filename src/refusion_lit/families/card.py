@@ -15,14 +15,7 @@ from torch.nn import functional as F
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import (
-    MaskRatio,
-    Objective,
-    mask_probability,
-    random_subset,
-    required_mask_id,
-    response_positions,
-)
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, random_subset, required_mask_id
 from refusion_lit.learning.text_order import shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -125,24 +118,22 @@ class SoftTail(Objective):
         """Mask part of the responses' tails; see :meth:`Objective.corrupt`."""
         mask_token_id = required_mask_id(self, special_tokens)
         ratio = mask_probability(noise, 0.0, mask_ratio)
-        positions, in_response = response_positions(batch)
         num_masks = (batch.response_lengths * ratio).floor().long().clamp(min=1)
         width = (num_masks * self.tail).floor().long().minimum(batch.response_lengths)
-        ends = batch.prompt_lengths + batch.response_lengths
-        in_tail = in_response & (positions >= (ends - width)[:, None])
-        is_masked = random_subset(noise.bits("token_mask", len(positions)), in_tail, num_masks)
+        in_tail = batch.in_response & (batch.positions >= (batch.ends - width)[:, None])
+        is_masked = random_subset(noise.bits("token_mask", in_tail.shape[1]), in_tail, num_masks)
 
-        labels = shift_left(batch.input_ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX)
+        labels = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         weights = (1 / (self.beta + mask_density(is_masked, self.decay))).where(labels != IGNORE_INDEX, 0.0)
         return CorruptedBatch(
             input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
-            position_ids=positions.expand_as(labels),
+            position_ids=batch.positions.expand_as(labels),
             labels=labels,
             weights=weights.float(),
             terms=torch.zeros_like(labels),
             counts=weights.sum()[None].double(),
             is_masked=is_masked,
-            is_real=positions < ends[:, None],
+            is_real=batch.is_real,
         )
 
 

@@ -241,10 +241,3 @@ def random_subset(
     """
     ranks = order.where(candidates, 2**53).argsort(dim=-1, stable=True).argsort(dim=-1)  # bits stay below 2**53
     return candidates & (ranks < count[..., None])
-
-
-def response_positions(batch: ResponseBatch) -> tuple[Int[Tensor, " token"], Bool[Tensor, "batch token"]]:
-    """Return the positions 0, 1, 2, ... of a batch's tokens, and a mask of those that belong to a response."""
-    positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    ends = batch.prompt_lengths + batch.response_lengths
-    return positions, (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])
