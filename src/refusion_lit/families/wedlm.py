@@ -111,7 +111,7 @@ class WeDLM(Decoder):
         places = [place for place in range(start, stop) if state.is_masked[place]]
         filled = [place for place in range(start, stop) if not state.is_masked[place]]
         branch = self._branch(state, [*filled, *places], len(places))
-        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistics=("entropy",))
+        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic="entropy")
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = state.prompt_length + first_mask
         chosen = self._choose(places, readings[0])
@@ -134,7 +134,7 @@ class WeDLM(Decoder):
         """Return the indices of the masks that are filled: those below the threshold, or the best one."""
         negated = [
             -(entropy + self.position_penalty * (place - places[0]))
-            for place, entropy in zip(places, reading.statistics["entropy"], strict=True)
+            for place, entropy in zip(places, reading.statistic, strict=True)
         ]
         return above_or_best(negated, math.inf if self.entropy_threshold is None else -self.entropy_threshold)
 

@@ -186,17 +186,16 @@ class BlockDiffusion(BlockDecoder):
     def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
         """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""
         branch = self._noisy_branch(state, block_start, drawn)
-        statistics = ("filtered",) if self.confidence == "filtered" else ()
         draw = Draw(
             sampling=state.sampling,
             round=state.num_forwards,
-            statistics=statistics,
+            statistic="filtered" if self.confidence == "filtered" else None,
             confidence_dtype=self.confidence_dtype,
         )
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = block_start
         reading = readings[0]
-        confidences = reading.statistics["filtered"] if statistics else reading.probabilities
+        confidences = reading.statistic or reading.probabilities
         chosen = sorted(most_certain(confidences, self._num_to_commit(state, confidences)))
         state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
 

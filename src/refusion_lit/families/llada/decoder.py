@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Steps
+from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
 
-_STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
-_DREAM = ("origin", *_STATISTIC)
+STATISTIC: dict[str, Statistic] = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
+_DREAM = ("origin", *STATISTIC)
 _END = 1e-3
 
 
@@ -149,7 +149,6 @@ class LLaDA(Decoder):
 
     def _draw(self, state: RowState) -> Draw:
         eos = state.special_tokens.eos_token_ids
-        statistic = _STATISTIC.get(self.order)
         forbidden = eos[:1] if self.forbid_eos else ()
         return Draw(
             sampling=state.sampling,
@@ -157,7 +156,7 @@ class LLaDA(Decoder):
             forbidden=forbidden,
             guidance=self.guidance_scale or None,
             confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
-            statistics=() if statistic is None else (statistic,),
+            statistic=STATISTIC.get(self.order),
             top_p_first=self.order in _DREAM,
             confidence_dtype=self.confidence_dtype,
         )
@@ -179,8 +178,7 @@ class LLaDA(Decoder):
         share = time_share(state.schedule_step, state.schedule_length)
         if self.order == "origin":
             return [i for i, place in enumerate(places) if self._chance(state, place) < share]
-        confidences = reading.statistics.get(_STATISTIC[self.order], [])
-        return most_certain(confidences, int(len(places) * share))
+        return most_certain(reading.statistic, int(len(places) * share))
 
     def _chance(self, state: RowState, place: int) -> float:
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)

@@ -12,11 +12,9 @@ from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
-from refusion_lit.families.llada.decoder import canvas_branch, paced_steps, step_quota, time_share
+from refusion_lit.families.llada.decoder import STATISTIC, canvas_branch, paced_steps, step_quota, time_share
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
-
-_STATISTIC = {"maskgit_plus": "filtered", "entropy": "negative_entropy"}
 
 
 @dataclass(kw_only=True)
@@ -142,12 +140,11 @@ class FastDLLM(Decoder):
             state.first_was_alone = lone_first
         if lone_first:
             places = places[:1]
-        statistic = _STATISTIC.get(self.order)
         draw = Draw(
             sampling=state.sampling,
             round=state.num_forwards,
-            statistics=() if statistic is None else (statistic,),
-            top_p_first=statistic is not None,
+            statistic=STATISTIC.get(self.order),
+            top_p_first=self.order in STATISTIC,
             confidence_dtype=self.confidence_dtype,
         )
         readings = yield Forward(
@@ -157,7 +154,7 @@ class FastDLLM(Decoder):
             cached=self.cache != "none",
         )
         reading = readings[0]
-        confidences = reading.probabilities if statistic is None else reading.statistics[statistic]
+        confidences = reading.statistic or reading.probabilities
         chosen = [0] if lone_first else self._choose(state, confidences, len(block))
         state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
         state.round_in_block += 1
