@@ -166,6 +166,10 @@ class RowState:
         canvas = [self.mask_token_id if self.is_masked[place] else self.tokens[place] for place in places]
         return [*self.prompt.token_ids[start:stop], *canvas]
 
+    def rounds_since(self, stop: int) -> int:
+        """Return the number of forwards since the last commit at a place before ``stop``."""
+        return self.num_forwards - max(self.commit_rounds[:stop], default=0)
+
     def masked(self, start: int, stop: int) -> list[int]:
         """Return the masked positions from ``start`` to ``stop``."""
         return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]

@@ -21,17 +21,6 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 
-@dataclass(kw_only=True)
-class CARDState(RowState):
-    """State of CARD.
-
-    Attributes:
-        num_rounds: Forwards of the current block so far.
-    """
-
-    num_rounds: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class CARD(Decoder):
     """Fills blocks of masks from left to right, several tokens per forward, with an exact cache of finished blocks.
@@ -54,7 +43,6 @@ class CARD(Decoder):
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask_shifted", "next_token"))
-    state = CARDState
     shares = "all_but_last"
     refuses = "its masks see no text on their right"
 
@@ -63,7 +51,7 @@ class CARD(Decoder):
     threshold: float = 0.9
     max_rounds: int | None = 8
 
-    def step(self, state: CARDState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: RowState) -> Steps[None]:
         """Run one forward over the block and fill masks."""
         start = state.is_masked.index(True) // self.block_size * self.block_size
         block = range(start, min(start + self.block_size, len(state.tokens)))
@@ -72,14 +60,11 @@ class CARD(Decoder):
         branch = state.branch(state.num_cached, positions[-1], positions, shift=1)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(branch,), draw=draw))[0]
-        state.num_rounds += 1
-        is_last = state.num_rounds == self.max_rounds
+        is_last = state.rounds_since(start) == self.max_rounds
         chosen = range(len(masked)) if is_last else above_or_best(reading.probabilities, self.threshold)
         state.commit([masked[i] for i in chosen], [reading.tokens[i] for i in chosen])
         state.num_cached = state.prompt_length + start
-        if len(chosen) == len(masked):
-            state.num_rounds = 0
-        else:
+        if len(chosen) < len(masked):
             state.num_cached -= 1  # the block's first mask is predicted by the token before it
 
 

@@ -141,11 +141,13 @@ class LLaDA(Decoder):
 
     def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
         start = state.prompt_length
-        branch = canvas_branch(state, [start + place - self.shifted for place in places], shift=int(self.shifted))
+        stop = start + len(state.tokens)
+        drawn = [start + place for place in places]
+        branch = state.branch(0, stop, drawn, order=[0] * stop, shift=int(self.shifted))
         if self.guidance_scale == 0:
             return (branch,)
         unconditional = [state.mask_token_id] * start + list(branch.tokens[start:])
-        return branch, Branch(tokens=unconditional, positions=branch.positions, order=branch.order)
+        return branch, replace(branch, tokens=unconditional, draft_at=())
 
     def _draw(self, state: RowState) -> Draw:
         eos = state.special_tokens.eos_token_ids
@@ -182,19 +184,6 @@ class LLaDA(Decoder):
 
     def _chance(self, state: RowState, place: int) -> float:
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
-
-
-def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int, num_places: int | None = None) -> Branch:
-    """Return the branch that feeds prompt and canvas with bidirectional attention.
-
-    Args:
-        state: Its masked places are fed as mask tokens.
-        draft_at: Positions whose logits are read.
-        shift: 1 if they predict the next position, else 0.
-        num_places: Places of the canvas that are fed, from the left; ``None``: all.
-    """
-    tokens = state.text(0, state.prompt_length + (len(state.tokens) if num_places is None else num_places))
-    return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at, shift=shift)
 
 
 def known_around(state: RowState, place: int, kernel_size: int) -> int:
