@@ -362,7 +362,7 @@ def most_certain(confidences: Sequence[float], count: int | None = None) -> list
     return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]
 
 
-def above_or_best(confidences: Sequence[float], threshold: float) -> list[int]:
-    """Return the indices of the confidences above a threshold, in order, or of the highest one if there are none."""
+def above_or_best(confidences: Sequence[float], threshold: float, quota: int = 1) -> list[int]:
+    """Return the indices of the confidences above a threshold, and always of the ``quota`` highest ones, in order."""
     above = [i for i, confidence in enumerate(confidences) if confidence > threshold]
-    return above or most_certain(confidences, 1)
+    return above if len(above) >= quota else sorted(most_certain(confidences, quota))
