@@ -80,16 +80,10 @@ class APD(Decoder):
     def _verification(self, state: RowState, drafts: list[int]) -> Branch:
         """Return the committed tokens that are not cached yet and all drafts but the last; each predicts the next."""
         start = state.num_cached
-        place = state.num_committed
-        text = [*state.prompt.token_ids, *state.tokens[:place], *drafts[:-1]]
-        return Branch(
-            tokens=text[start:],
-            positions=range(start, len(text)),
-            visible=((0, start),),
-            write_at=start,
-            shift=1,
-            draft_at=range(state.prompt_length + place - start, len(text) - start),
-        )
+        first = state.prompt_length + state.num_committed  # of the drafts
+        last = first + len(drafts) - 1
+        branch = state.branch(start, last, range(first + 1, last + 1), shift=1)
+        return replace(branch, tokens=[*branch.tokens[: first - start], *drafts[:-1]])
 
 
 class PairedModel(LanguageModel):
