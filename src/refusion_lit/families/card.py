@@ -101,7 +101,6 @@ class SoftTail(Objective):
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask part of the responses' tails; see :meth:`Objective.corrupt`."""
-        mask_token_id = required_mask_id(self, special_tokens)
         ratio = mask_probability(noise, 0.0, mask_ratio)
         num_masks = (batch.response_lengths * ratio).floor().long().clamp(min=1)
         width = (num_masks * self.tail).floor().long().minimum(batch.response_lengths)
@@ -111,7 +110,7 @@ class SoftTail(Objective):
         labels = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         weights = (1 / (self.beta + mask_density(is_masked, self.decay))).where(labels != IGNORE_INDEX, 0.0)
         return CorruptedBatch(
-            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
             position_ids=batch.positions.expand_as(labels),
             labels=labels,
             weights=weights.float(),

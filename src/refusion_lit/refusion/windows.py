@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
-from refusion_lit.learning.text_order import text_then_masks
+from refusion_lit.learning.text_order import shift_left, text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -72,8 +72,7 @@ class MaskWindows(Objective):
         starts = batch.prompt_lengths[:, None]
         position = (starts + place).where(is_mask, num_text)
 
-        following = ids.roll(-1, dims=1).where(in_response & in_response.roll(-1, dims=1), IGNORE_INDEX)
-        following[:, -1] = IGNORE_INDEX
+        following = shift_left(ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX).where(in_response, IGNORE_INDEX)
         own = ids.gather(1, position.clamp(max=num_text - 1)).where(is_mask, IGNORE_INDEX)
         text_weights = (following != IGNORE_INDEX).double()
         mask_weights = (self.decay ** (place - first).double()).where(is_mask, 0.0)

@@ -27,14 +27,10 @@ class Autoregressive(Objective):
     term = "ar"
 
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,  # noqa: ARG002 - part of the interface
-        special_tokens: SpecialTokens,  # noqa: ARG002
-        *,
-        mask_ratio: MaskRatio = None,  # noqa: ARG002
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Label each position with the response token after it; noise and mask ratios have no effect."""
+        del noise, special_tokens, mask_ratio
         labels = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         is_labelled = labels != IGNORE_INDEX
         return CorruptedBatch(

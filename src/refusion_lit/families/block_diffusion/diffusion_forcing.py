@@ -62,7 +62,6 @@ class DiffusionForcing(Objective):
 
         With ``mask_ratio``, all blocks of a row have that probability.
         """
-        mask_token_id = required_mask_id(self, special_tokens)
         size = self.block_size
         batch = extend_to_multiple(batch, size, special_tokens)
         num_blocks = batch.response_lengths // size
@@ -75,7 +74,7 @@ class DiffusionForcing(Objective):
         seen = torch.stack((torch.zeros_like(stops), stops), -1)
         itself = torch.stack((positions, positions + 1), -1)
         return CorruptedBatch(
-            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
             position_ids=positions.expand_as(is_masked),
             labels=batch.input_ids.where(is_masked, IGNORE_INDEX),
             weights=(1 / ratios).float().where(is_masked, 0.0),

@@ -57,7 +57,6 @@ class Masked(Objective):
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask response tokens independently; see :meth:`Objective.corrupt`."""
-        mask_token_id = required_mask_id(self, special_tokens)
         if self.pad_responses_to is not None:
             batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
         probability = mask_probability(noise, self.eps, mask_ratio)
@@ -72,7 +71,7 @@ class Masked(Objective):
             labels = shift_left(labels, IGNORE_INDEX)
             weights = shift_left(weights, 0.0)
         return CorruptedBatch(
-            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
             position_ids=batch.positions.expand_as(labels),
             labels=labels,
             weights=weights,
@@ -166,7 +165,6 @@ class R2FT(Objective):
 
         With ``mask_ratio``, that share of a response is masked, rounded up.
         """
-        mask_token_id = required_mask_id(self, special_tokens)
         if self.pad_responses_to is not None:
             batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
         lengths = batch.response_lengths
@@ -178,7 +176,7 @@ class R2FT(Objective):
         rejected = self._rejected(batch, cut, noise, special_tokens.eos_token_ids[0])
         num_valid = (cut > 0).sum()  # a sample without any text before the cut has nothing to repeat
         return CorruptedBatch(
-            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
             position_ids=batch.positions.expand_as(batch.input_ids),
             labels=batch.input_ids.where(is_masked, IGNORE_INDEX),
             weights=(1 / lengths.double())[:, None].float().where(is_masked, 0.0),

@@ -45,23 +45,19 @@ class GatedDraft(Objective):
     decay: float = 0.8
 
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: MaskRatio = None,  # noqa: ARG002 - nothing is masked
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Append groups of masks to the texts; see :meth:`Objective.corrupt`.
 
         Raises:
             ValueError: If the model has no drafter.
         """
+        del mask_ratio  # nothing is masked
         masks = special_tokens.draft_token_ids
         fix = "set model.backbone.drafter, or train with another objective"
         require(bool(masks), "objective", "a model with a drafter for GatedDraft", "one without", fix)
         ids = batch.input_ids
-        device = batch.input_ids.device
+        device = ids.device
         length = ids.shape[1]
 
         offset = (noise.uniform("anchor", 1)[:, 0] * self.stride).long()
