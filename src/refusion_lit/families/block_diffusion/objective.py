@@ -245,12 +245,10 @@ class EditableBlockMasked(BlockMasked):
         assert masked.is_masked is not None
         num_tokens = masked.input_ids.shape[1] // 2
         clean = masked.input_ids[:, num_tokens:]
-        positions = torch.arange(num_tokens, device=clean.device)
-        ends = batch.ends
+        whole = replace(batch, input_ids=clean)
         if self.fill_blocks_with == "eos":  # these are response tokens too
-            ends = (ends + self.block_size - 1) // self.block_size * self.block_size
-        in_response = (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])
-        visible = in_response & ~masked.is_masked[:, :num_tokens]
+            whole.response_lengths = batch.response_lengths + (-batch.ends) % self.block_size
+        visible = whole.in_response & ~masked.is_masked[:, :num_tokens]
         share = self.max_replaced * noise.uniform("replaced_share", 1)
         is_replaced = visible & (noise.uniform("replaced", num_tokens) < share)
         is_kept = visible & ~is_replaced & (noise.uniform("kept", num_tokens) < self.kept)
