@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
-from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, random_subset, required_mask_id
@@ -114,7 +114,12 @@ class WeDLM(Decoder):
         draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic="entropy")
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = state.prompt_length + first_mask
-        chosen = self._choose(places, readings[0])
+        threshold = math.inf if self.entropy_threshold is None else -self.entropy_threshold
+        negated = [
+            -(entropy + self.position_penalty * (place - places[0]))
+            for place, entropy in zip(places, readings[0].statistic, strict=True)
+        ]
+        chosen = above_or_best(negated, threshold)
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
 
     def _branch(self, state: RowState, window: Sequence[int], num_masks: int) -> Branch:
@@ -129,14 +134,6 @@ class WeDLM(Decoder):
             write_at=start,
             draft_at=range(len(positions) - num_masks, len(positions)),
         )
-
-    def _choose(self, places: Sequence[int], reading: Reading) -> list[int]:
-        """Return the indices of the masks that are filled: those below the threshold, or the best one."""
-        negated = [
-            -(entropy + self.position_penalty * (place - places[0]))
-            for place, entropy in zip(places, reading.statistic, strict=True)
-        ]
-        return above_or_best(negated, math.inf if self.entropy_threshold is None else -self.entropy_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,9 +186,8 @@ class BlockDiffusion(BlockDecoder):
             statistic="filtered" if self.confidence == "filtered" else None,
             confidence_dtype=self.confidence_dtype,
         )
-        readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
+        [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = block_start
-        reading = readings[0]
         threshold = math.inf if self.sampling_rule == "first_hitting" else self.threshold
         quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
         chosen = above_or_best(reading.statistic or reading.probabilities, threshold, max(1, quota))

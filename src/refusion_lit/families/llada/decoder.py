@@ -131,9 +131,19 @@ class LLaDA(Decoder):
         """Run one forward over the whole canvas and unmask the step's quota of tokens."""
         block, quota = state.schedule[state.schedule_step]
         places = [place for place in block if state.is_masked[place]]
-        readings = yield Forward(
-            phase="denoise", branches=self._branches(state, places), draw=self._draw(state), cached=False
+        eos = state.special_tokens.eos_token_ids
+        forbidden = eos[:1] if self.forbid_eos else ()
+        draw = Draw(
+            sampling=state.sampling,
+            round=state.schedule_step,
+            forbidden=forbidden,
+            guidance=self.guidance_scale or None,
+            confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
+            statistic=STATISTIC.get(self.order),
+            top_p_first=self.order in _DREAM,
+            confidence_dtype=self.confidence_dtype,
         )
+        readings = yield Forward(phase="denoise", branches=self._branches(state, places), draw=draw, cached=False)
         chosen = self._choose(state, places, readings[0], quota)
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
         state.schedule_step += 1
@@ -149,24 +159,13 @@ class LLaDA(Decoder):
         unconditional = [state.mask_token_id] * start + list(branch.tokens[start:])
         return branch, replace(branch, tokens=unconditional, draft_at=())
 
-    def _draw(self, state: RowState) -> Draw:
-        eos = state.special_tokens.eos_token_ids
-        forbidden = eos[:1] if self.forbid_eos else ()
-        return Draw(
-            sampling=state.sampling,
-            round=state.schedule_step,
-            forbidden=forbidden,
-            guidance=self.guidance_scale or None,
-            confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
-            statistic=STATISTIC.get(self.order),
-            top_p_first=self.order in _DREAM,
-            confidence_dtype=self.confidence_dtype,
-        )
-
     def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading, quota: int) -> list[int]:
         """Return the indices into ``places`` that are unmasked in this step."""
-        if self.order in _DREAM:
-            return self._choose_by_time(state, places, reading)
+        if self.order in _DREAM:  # the step's share of the remaining masks, all of them in the last step
+            share = time_share(state.schedule_step, state.schedule_length)
+            if self.order == "origin":
+                return [i for i, place in enumerate(places) if self._chance(state, place) < share]
+            return most_certain(reading.statistic, int(len(places) * share))
         confidences = reading.probabilities
         if self.order == "random":
             confidences = [self._chance(state, place) for place in places]
@@ -174,13 +173,6 @@ class LLaDA(Decoder):
             near = [math.tanh(known_around(state, place, self.kernel_size)) for place in places]
             confidences = [confidence * factor for confidence, factor in zip(confidences, near, strict=True)]
         return most_certain(confidences, quota)
-
-    def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
-        """Choose by Dream's time schedule: the step's share of the remaining masks, all of them in the last step."""
-        share = time_share(state.schedule_step, state.schedule_length)
-        if self.order == "origin":
-            return [i for i, place in enumerate(places) if self._chance(state, place) < share]
-        return most_certain(reading.statistic, int(len(places) * share))
 
     def _chance(self, state: RowState, place: int) -> float:
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)

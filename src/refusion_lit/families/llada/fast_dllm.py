@@ -132,13 +132,12 @@ class FastDLLM(Decoder):
             top_p_first=self.order in STATISTIC,
             confidence_dtype=self.confidence_dtype,
         )
-        readings = yield Forward(
+        [reading] = yield Forward(
             phase="refresh" if is_cached and is_whole else "denoise",
             branches=(self._branch(state, places, block, is_whole=is_whole),),
             draw=draw,
             cached=is_cached,
         )
-        reading = readings[0]
         confidences = reading.statistic or reading.probabilities
         chosen = [0] if lone_first else self._choose(state, confidences, block, number)
         state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
