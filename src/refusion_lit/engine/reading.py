@@ -131,7 +131,7 @@ def _finite(logits: Tensor) -> Tensor:
     return logits.nan_to_num_(nan=lowest, posinf=highest, neginf=lowest)
 
 
-def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[list[float]]]]:
+def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[float]]]:
     """Return each group's tokens, values and statistics as numbers, with one transfer from an accelerator."""
     parts = [part for group in drawn for part in (group.tokens, group.values, group.statistics)]
     tensors = [joined(part) for part in parts if part]
@@ -146,7 +146,7 @@ def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], l
 
 
 def _fill(
-    group: Sequence[Read], tokens: list[int], values: list[float], statistics: list[list[float]],
+    group: Sequence[Read], tokens: list[int], values: list[float], statistics: list[float],
     distributions: Sequence[Tensor], *, every: bool,
 ) -> None:  # fmt: skip
     """Scatter a group's numbers to its readings."""
@@ -158,8 +158,7 @@ def _fill(
         reading.tokens = tokens[first:stop]
         if every or read.draw.with_probability:
             reading.probabilities = values[first:stop]
-        for name, figures in zip(read.draw.statistics, statistics, strict=False):
-            reading.statistics[name] = figures[first:stop]
+        reading.statistic = statistics[first:stop]
         if distributions:
             reading.proposals = list(map(Proposal, reading.tokens, distributions[first:stop]))
         stop_given = first_given + len(read.branch.score_at)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.engine.decoder import RowState
-from refusion_lit.engine.requests import Branch, Draw, Proposal, Read
+from refusion_lit.engine.requests import Branch, Draw, Proposal, Read, Statistic
 from refusion_lit.modeling.devices import first_argmax, to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ConstraintState, SamplingParams, SpecialTokens
@@ -28,7 +28,7 @@ class Drawn:
     Attributes:
         tokens: The drafts.
         values: For each draft and each given token its probability or, if no probabilities are wanted, its logit.
-        statistics: The requested statistics [statistic, draft].
+        statistics: The requested statistic of each draft.
         distributions: Distribution of each draft, if the draw proposes.
     """
 
@@ -89,11 +89,11 @@ class General:
             tokens = draw_tokens(allowed, draw.sampling, keys, top_p_first=draw.top_p_first)
         else:
             tokens = _propose_or_verify(allowed, draw, keys, self._proposals[first:stop], drawn)
-        if draw.statistics:
+        if draw.statistic is not None:
             seen = logits.index_fill(-1, to_device(draw.forbidden, logits.device), -math.inf)
             self._end_no_span(seen, in_span)
             filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
-            drawn.statistics.append(draft_statistics(draw.statistics, seen, filtered, tokens, draw.confidence_dtype))
+            drawn.statistics.append(draft_statistic(draw.statistic, seen, filtered, tokens, draw.confidence_dtype))
         return tokens
 
     def _end_no_span(self, logits: Tensor, rows: Sequence[int]) -> None:
@@ -246,36 +246,32 @@ def keep_or_draw(
     return drafts.where(is_kept[:, 0], drawn)
 
 
-def draft_statistics(
-    names: Sequence[str],
+def draft_statistic(
+    name: Statistic,
     logits: Float[Tensor, "position vocab"],
     filtered: Float[Tensor, "position vocab"],
     tokens: Int[Tensor, " position"],
     dtype: str | None = None,
-) -> Float[Tensor, "statistic position"]:
-    """Compute figures of the drafts' distributions; for their names see :class:`~refusion_lit.decoding.Draw`.
+) -> Float[Tensor, " position"]:
+    """Compute a figure of the drafts' distributions; for its name see :class:`~refusion_lit.decoding.Draw`.
 
     Args:
-        names: Names of the figures.
+        name: Name of the figure.
         logits: The logits before temperature and filters.
         filtered: The filtered logits.
         tokens: The drawn tokens.
-        dtype: Type to compute them in; float64 by default.
+        dtype: Type to compute it in; float64 by default.
     """
     probability = lowered(filtered, dtype or "float64").softmax(-1)
-    values: list[Tensor] = []
-    for name in names:
-        if name == "margin":
-            top = probability.topk(2).values
-            values.append(top[:, 0] - top[:, 1])
-        elif name == "negative_entropy":
-            values.append((probability * (probability + 1e-10).log()).sum(-1))
-        elif name == "filtered":
-            values.append(probability.gather(-1, tokens[:, None])[:, 0])
-        else:
-            assert name == "entropy", "Draw refuses other names"
-            values.append(torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1))
-    return torch.stack(values)
+    if name == "margin":
+        top = probability.topk(2).values
+        return top[:, 0] - top[:, 1]
+    if name == "negative_entropy":
+        return (probability * (probability + 1e-10).log()).sum(-1)
+    if name == "filtered":
+        return probability.gather(-1, tokens[:, None])[:, 0]
+    assert name == "entropy", "Draw refuses other names"
+    return torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1)
 
 
 def lowered(logits: Float[Tensor, "*shape vocab"], dtype: str | None) -> Float[Tensor, "*shape vocab"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -227,10 +227,3 @@ def mask_probability(noise: KeyedNoise, eps: float, mask_ratio: MaskRatio) -> Fl
     in_range = bool(((mask_ratio > 0) & (mask_ratio <= 1)).all())
     require(in_range, "mask_ratio", "values in (0, 1]", mask_ratio.tolist(), "pass ratios in that range")
     return mask_ratio.double()
-
-
-def response_positions(batch: ResponseBatch) -> tuple[Int[Tensor, " token"], Bool[Tensor, "batch token"]]:
-    """Return the positions 0, 1, 2, ... of a batch's tokens, and a mask of those that belong to a response."""
-    positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    ends = batch.prompt_lengths + batch.response_lengths
-    return positions, (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])

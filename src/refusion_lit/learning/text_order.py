@@ -36,7 +36,7 @@ def extend_responses(
     added = max(0, new_width - batch.input_ids.shape[1])
     input_ids = F.pad(batch.input_ids, (0, added), value=special_tokens.pad_token_id)[:, :new_width]
     positions = torch.arange(new_width, device=input_ids.device)
-    is_new = (positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]) & (positions < ends[:, None])
+    is_new = (positions >= batch.ends[:, None]) & (positions < ends[:, None])
     token_id = special_tokens.eos_token_ids[0] if token_id is None else token_id
     return replace(batch, input_ids=input_ids.masked_fill(is_new, token_id), response_lengths=lengths)
 

@@ -10,13 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import (
-    MaskRatio,
-    Objective,
-    mask_probability,
-    required_mask_id,
-    response_positions,
-)
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
@@ -138,14 +132,14 @@ def corrupt_slots(
     """
     num_tokens = batch.input_ids.shape[1]
     num_slots = slot_is_masked.shape[1]
-    positions, in_response = response_positions(batch)
+    positions, in_response = batch.positions, batch.in_response
     offsets = (positions - batch.prompt_lengths[:, None]).clamp(min=0)
     slots = offsets // slot_sizes[:, None]
 
     masked_order = torch.arange(num_slots, device=slots.device) if masked_order is None else masked_order
     clean_order = noise.bits("slot_order", num_slots) if clean_order is None else clean_order
     slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, clean_order)
-    following = positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]
+    following = positions >= batch.ends[:, None]
     labels = next_in_slot(batch, in_response, offsets, slot_sizes)
     slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)
 
