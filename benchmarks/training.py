@@ -72,7 +72,7 @@ def step_of(model: Backbone, objective: Objective, batch: ResponseBatch) -> Work
         objective.loss(hidden, model.logits, corrupted).total.backward()
         optimizer.step()
         optimizer.zero_grad()
-        num_tokens = int((batch.prompt_lengths + batch.response_lengths).sum())
+        num_tokens = int(batch.ends.sum())
         return {"num_tokens": num_tokens, "num_labels": int((corrupted.labels != -100).sum())}
 
     return Work(run)

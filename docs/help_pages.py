@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,20 @@ from pathlib import Path
 PAGES = Path(__file__).parents[1] / "src" / "refusion_lit" / "cli" / "help"
 TRAINER = "Customize every aspect of training via flags:"
 """Lightning's title of the options of the Trainer, which ``--help=all`` shows."""
+_CKPT_PATH = {
+    "fit": "checkpoint of a training to continue; last: the newest one of RUN_NAME (and RUN_VERSION), if there is one",
+    "others": "checkpoint, Hugging Face directory or hub id of the model; last: the newest one of RUN_NAME",
+}
+_SUMMARIES = {
+    "fit": "Train a model.",
+    "validate": "Compute the validation loss of a checkpoint.",
+    "test": "Decode a test set with every decoder of the config and print them side by side.",
+    "predict": "Write predictions as JSON lines.",
+}
+_RESUME = (
+    " --resume [RUN] continues an interrupted run: a run's directory (its config is then used), a version of RUN_NAME, "
+    "or without RUN the newest run of RUN_NAME, if there is one."
+)
 
 
 def pages() -> dict[str, str]:
@@ -36,7 +51,7 @@ def pages() -> dict[str, str]:
             getattr(import_module(f"refusion_lit.cli.{module}"), function)(["--help"])
         found[command] = shown.getvalue()
     groups = {
-        command: re.split(r"\n\n(?=\S)", parser.format_help().rstrip())
+        command: re.split(r"\n\n(?=\S)", _described(command, parser).format_help().rstrip())
         for command, parser in parse_only()._subcommand_parsers.items()
     }
     shared = [group for group in groups["fit"] if all(group in others for others in groups.values())]
@@ -46,6 +61,18 @@ def pages() -> dict[str, str]:
     hint = "Options of the Trainer: add --help=all"
     found["shared"] = _page([*(group for group in shared if not group.startswith(TRAINER)), hint])
     return found
+
+
+def _described(command: str, parser: ArgumentParser) -> ArgumentParser:
+    """Return the parser of a command of the Trainer with help that says what Lightning's options do here."""
+    parser.description = _SUMMARIES[command] + ("" if command == "validate" else _RESUME)
+    parser.usage = f"refusion-lit {command} --config FILE [--OPTION VALUE ...]"
+    for action in parser._actions:
+        if action.dest == "ckpt_path":
+            action.help = _CKPT_PATH["fit" if command == "fit" else "others"]
+        elif action.dest == "weights_only":
+            action.help = "without effect: checkpoints are always loaded as data only"
+    return parser
 
 
 def _page(groups: Iterable[str]) -> str:

@@ -92,7 +92,7 @@ def by_hand(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: Tensor
         row, offset = divmod(place, rows.shape[1])
         seen = mask[row, offset].nonzero()[:, 0]
         for head in range(HEADS):
-            storage_row = cache.prepared.sequences[row]
+            storage_row = cache.sequences[row]
             keys, values = (
                 one[storage_row, seen, head // (HEADS // KEY_HEADS)] for one in (stored_keys, stored_values)
             )

@@ -30,8 +30,8 @@ STAMP = "environment.json"
 def write(directory: Path) -> None:
     """Export the two models of the reference outputs, and a random drafter for one."""
     import refusion_lit
-    from refusion_lit.modeling.drafter import Drafter, DrafterOptions, save_drafter
-    from refusion_lit.modeling.saving import save_model
+    from refusion_lit.modeling.drafter import Drafter, DrafterOptions
+    from refusion_lit.modeling.saving import save_drafter, save_model
     from refusion_lit.reports.results import environment
     from refusion_lit.types import ModelTraits
 

@@ -31,7 +31,8 @@ def files(*names: str) -> list[str]:
 def fit(task: str, pattern: str, work: Path) -> Path:
     """Train, unless that is done; return the directory of training and tests."""
     run = work / "runs" / f"{task}_{pattern}"
-    return train(run / "fit", *files(task), "--model.objective.init_args.mask_pattern", pattern).parents[2]
+    overlay = () if pattern == "independent" else (pattern,)
+    return train(run / "fit", *files(task, *overlay)).parents[2]
 
 
 def test(task: str, name: str, run: Path) -> dict[str, dict[str, float]]:

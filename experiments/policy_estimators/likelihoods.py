@@ -17,8 +17,8 @@ from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFu
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import Head, random_subset, required_mask_id, response_positions
-from refusion_lit.learning.text_order import extend_responses
+from refusion_lit.learning.objective import Head, required_mask_id
+from refusion_lit.learning.text_order import extend_responses, random_subset
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood
 from refusion_lit.policy.likelihood import laid_out
@@ -56,10 +56,10 @@ class MaskedBound(Likelihood):
 
     def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
         """Lay out a view for each set of masks; see :meth:`Likelihood.layout`."""
-        positions, in_response = response_positions(batch)
+        positions, in_response = batch.positions, batch.in_response
         is_masked, weights = self.drawn(noise, in_response)
         ids = batch.input_ids.repeat(self.num_forwards, 1)
-        ends = (batch.prompt_lengths + batch.response_lengths).repeat(self.num_forwards)
+        ends = batch.ends.repeat(self.num_forwards)
         return laid_out(
             ids.where(is_masked, IGNORE_INDEX),
             weights=is_masked * weights[:, None].float(),
@@ -126,7 +126,7 @@ class BlockBound(Likelihood):
     def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
         """Lay out a view for each noise level; see :meth:`Likelihood.layout`."""
         mask, size, num_views = required_mask_id(self, special_tokens), self.block_size, self.num_samples
-        ends = batch.prompt_lengths + batch.response_lengths
+        ends = batch.ends
         lengths = (ends + size - 1) // size * size
         filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=mask)
         num_tokens = filled.input_ids.shape[1]
@@ -233,11 +233,11 @@ def slots_apart(
     )
     num_rows, num_tokens = batch.input_ids.shape
     num_slots = is_masked.shape[1]
-    positions, in_response = response_positions(batch)
+    positions, in_response = batch.positions, batch.in_response
     places = (positions - batch.prompt_lengths[:, None]).clamp(min=0)
     rest = next_in_slot(batch, in_response, places, torch.full_like(batch.prompt_lengths, size))
     ranks = torch.where(is_masked, 2**53, order).argsort(dim=1, stable=True).argsort(dim=1)
-    is_real = positions < (batch.prompt_lengths + batch.response_lengths)[:, None]
+    is_real = batch.is_real
     group = torch.where(in_response, 1 + ranks.gather(1, places // size), (~is_real).long() * (num_slots + 1))
     at = (group * num_tokens + positions).argsort(1)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from refusion_lit.engine.admission import KeptCache
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.engine import decode
+from refusion_lit.engine.memory import KeptCache
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder, TrajectoryWriter, read_trajectories

@@ -1,4 +1,4 @@
-"""Metrics: loss means and decoding figures, exact over several processes."""
+"""Metrics: validation losses and decoding figures, exact over several processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,33 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from refusion_lit.decoding import DecodingOutput
-from refusion_lit.learning.batch import LossOutput
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.drafts import NUM_OFFSETS, draft_figures
+from refusion_lit.learning.objective import Objective, corrupt_checked
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import SpecialTokens
 from refusion_lit.utils.require import require
 
 _COUNTS = ("num_prompts", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished", "num_batches")
 _TOTALS = (*_COUNTS, "score", "seconds", "num_rounds", "round_ratios")
+_NUM_STRATA = 16
 _NUM_BINS = 512
 _FIRST_BIN = 1e-5  # seconds
 _LOG_BIN_WIDTH = 0.045  # each bin is 4.6 % wide; the last one ends at about 28 hours
+
+
+def corrupt_evenly(objective: Objective, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch:
+    """Corrupt a batch with noise and mask ratios that depend on its samples only.
+
+    Args:
+        objective: The training objective.
+        batch: Samples; each gets one of 16 mask ratios, evenly spaced in (0, 1).
+        special_tokens: Ids of the tokenizer's special tokens.
+    """
+    strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
+    ratio = (strata.double() + 0.5) / _NUM_STRATA
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
+    return corrupt_checked(objective, batch, noise, special_tokens, mask_ratio=ratio)
 
 
 class TermMeans(Metric):

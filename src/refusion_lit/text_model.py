@@ -91,19 +91,6 @@ class TextModel:
         """What keeps JSON schemas for this tokenizer, made on first use: going through a vocabulary takes a second."""
         return Schemas(self.tokenizer, self.backbone.special_tokens)
 
-    def pair_with(self, other: TextModel) -> None:
-        """Take an autoregressive model as the verifier of :class:`~refusion_lit.decoding.APD`.
-
-        Raises:
-            ValueError: If it has another tokenizer.
-        """
-        own = self.tokenizer.get_vocab()
-        given = other.tokenizer.get_vocab()
-        differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
-        got = f"one with another id for {differing!r}"
-        require(differing is None, "verifier", "a model with the same tokenizer", got, "load another one")
-        self.verifier = other.backbone
-
     def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
         """Return a query's prompt tokens, chat template or ``prompt_template`` included.
 

@@ -77,13 +77,10 @@ class ModelTraits:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelTraits:
         """Read what :meth:`to_dict` wrote; unknown keys are ignored."""
-        predictions = values.get("predictions")
-        return cls(
-            attention=values.get("attention", "causal"),
-            block_size=values.get("block_size"),
-            predictions=None if predictions is None else tuple(predictions),
-            prompt_is_block=values.get("prompt_is_block", False),
-        )
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        if known.get("predictions") is not None:
+            known["predictions"] = tuple(known["predictions"])
+        return cls(**known)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ def test_a_directorys_tokenizer_is_read_as_its_weights_are() -> None:
     assert (options.source, options.revision, options.checkpoint_format) == (str(MODEL), "v1.0", "refusion")
 
 
-@pytest.mark.parametrize("given", [None, "{query},"])
+@pytest.mark.parametrize("given", [None, "{query},", "{query}"])
 @pytest.mark.parametrize("source", ["checkpoint", "directory"])
 def test_prompts_are_made_with_the_models_template_unless_another_is_given(
     checkpoint: str, source: str, given: str | None, tmp_path: Path

@@ -20,8 +20,9 @@ import refusion_lit
 from forks import printed_without_us
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, SelfSpeculative
-from refusion_lit.modeling.drafter import Drafter, DrafterOptions, save_drafter
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.saving import save_drafter
 from tiny import make_base, make_sampling
 
 ADDITIONS = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"

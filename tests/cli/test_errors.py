@@ -203,6 +203,32 @@ def test_a_revision_of_what_is_on_this_machine_is_refused(
     assert "revision: expected none for what is on this machine, got 'main'; leave it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--model.backbone.source="], "backbone.source: expected a directory or a hub id, got ''; give one."),
+        (
+            [
+                "--data.tokenizer=PretrainedTokenizer",
+                f"--data.tokenizer.source={MODEL}",
+                "--data.tokenizer.revision=v1",
+            ],
+            "tokenizer.revision: expected none for what is on this machine, got 'v1'; leave it out, or give a hub id",
+        ),
+        (
+            ["--model.decoding.verifier=no/ne"],
+            "model.decoding.verifier: expected a decoder that uses it, as APD does, got 'refusion",
+        ),
+    ],
+)
+def test_what_would_be_ignored_or_read_elsewhere_is_refused(
+    options: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}", *options]) == 2
+    assert expected in capsys.readouterr().err
+    assert list(tmp_path.rglob("*.ckpt")) == []
+
+
 def test_an_empty_folder_is_told_what_a_model_directory_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt=1", f"--ckpt_path={tmp_path}"]) == 2
     assert "a model directory has config.json, tokenizer.json and weights" in capsys.readouterr().err

@@ -14,8 +14,10 @@ import torch
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from forks import printed_without_us
+from refusion_lit.checkpoints.models import own_decoder
 from refusion_lit.cli import main
-from refusion_lit.decoding import ReFusion, SelfSpeculative
+from refusion_lit.decoding import LLaDA, ReFusion, SelfSpeculative
+from refusion_lit.evaluation.predictions import described
 from tiny import make_sampling
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -202,12 +204,35 @@ def test_options_without_a_class_change_the_directorys_own_decoder(
     assert made_by[0] == made_by[1], "class and all options"
 
 
+def test_an_option_alone_is_checked_with_the_own_ones(tmp_path: Path) -> None:
+    """Drafts alone need ``infill: bonus``, and eight serial blocks are fitted to two slots."""
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    own = ["--decoder=ReFusion", "--decoder.slot_size=8", "--decoder.infill=bonus", "--decoder.num_serial_blocks=8"]
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
+    assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.num_drafts", "2"]) == 0
+    expected = ReFusion(slot_size=8, infill="bonus", num_serial_blocks=8, num_drafts=2)
+    assert refusion_lit.load(second).default_decoder == expected
+    output = tmp_path / "answers.jsonl"
+    options = ["--prompt=12+34,56+78>", "--max_new_tokens=16", f"--output={output}", "--decoder.num_drafts=2"]
+    assert main(["generate", f"--ckpt_path={first}", *options]) == 0
+    made_by = json.loads(output.with_name("answers.jsonl.meta.json").read_text())["fingerprint"]["decoder"]
+    assert made_by == {**described(expected), "num_serial_blocks": 2}
+
+
 def test_an_option_alone_changes_an_own_decoder_of_another_class(tmp_path: Path) -> None:
     first, second = (str(tmp_path / name) for name in ("first", "second"))
     own = ["--decoder=SelfSpeculative", "--decoder.slot_size=4", "--decoder.num_drafts=2"]
     assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
     assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.slot_size=8"]) == 0
     assert refusion_lit.load(second).default_decoder == SelfSpeculative(slot_size=8, num_drafts=2)
+
+
+def test_the_own_decoder_is_read_without_the_weights(trained: Path) -> None:
+    masked = MODEL.parent / "additions-bidirectional"
+    assert isinstance(own_decoder({"ckpt_path": masked, "attention": "bidirectional"}), LLaDA)
+    assert own_decoder({"ckpt_path": MODEL, "draft": "any"}) == SelfSpeculative()
+    assert own_decoder({"ckpt_path": trained}) == refusion_lit.load(trained).default_decoder
+    assert own_decoder({"ckpt_path": "no/ne"}) == ReFusion(), "loading tells what is wrong"
 
 
 def test_an_exported_directory_states_its_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ TASK = {"class_path": "experiments.tasks.Holes", "init_args": {"task": ADDITIONS
 HOLES = [
     "--config",
     str(REPOSITORY / "experiments" / "controlled_comparison" / "common.yaml"),
-    "--model.objective={class_path: Zarya, init_args: {slot_sizes: [2, 4], mask_pattern: grouped}}",
+    "--model.objective={class_path: experiments.infilling.objective.Grouped, init_args: {slot_sizes: [2, 4]}}",
     "--model.decoders={refusion: {class_path: ReFusion}}",
     "--model.sampling.max_new_tokens=64",
     f"--data.task={json.dumps(TASK)}",

@@ -41,7 +41,10 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         ),
         (["--data.batch_size=1.5"], "data.batch_size: expected an integer, got 1.5; set it to such a value"),
         (["--model.seed=null"], "model.seed: expected an integer, got None; set it to such a value"),
-        (["--data.malformed=ignore"], "data.malformed: expected error or skip, got 'ignore'; set it to such a value"),
+        (
+            ["--data.task.class_path=InstructionFiles", "--data.task.init_args.malformed=ignore"],
+            "data.task.init_args.malformed: expected error or skip, got 'ignore'; set it to such a value",
+        ),
         (
             ["--trainer.detect_anomaly=maybe"],
             "trainer.detect_anomaly: expected true or false, got 'maybe'; set it to such a value",

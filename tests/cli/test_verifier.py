@@ -16,6 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import refusion_lit
+from refusion_lit.checkpoints.models import pair
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser
 from refusion_lit.cli.parser import Setup, sampling_of
@@ -83,7 +84,7 @@ def test_the_context_of_a_chat_is_the_shorter_one() -> None:
     model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
     other = refusion_lit.load(ADDITIONS)
     other.backbone.max_positions = 40
-    model.pair_with(other)
+    pair(model, other)
     options: Any = build_parser().parse(
         ["--ckpt_path=any", "--decoder=APD", f"--verifier={ADDITIONS}", "--max_new_tokens=16"]
     )
@@ -111,7 +112,7 @@ def test_the_two_models_may_have_other_types_of_weights() -> None:
     def answer(own: DType, others: DType) -> str:
         overrides = BackboneConfig(source=str(ADDITIONS), attention="bidirectional")
         model = refusion_lit.load(ADDITIONS, dtype=own, overrides=overrides)
-        model.pair_with(refusion_lit.load(ADDITIONS, dtype=others))
+        pair(model, refusion_lit.load(ADDITIONS, dtype=others))
         return model.generate([QUERY], decoder=APD(), max_new_tokens=12)[0].text
 
     expected = answer("float32", "float32")

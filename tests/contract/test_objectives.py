@@ -15,6 +15,7 @@ from itertools import filterfalse, product
 import jaxtyping
 import pytest
 import torch
+from experiments.infilling.objective import Grouped
 from experiments.policy_estimators import likelihoods
 from experiments.refusion_pays.recorded import RecordedStates
 from experiments.refusion_pays.serial import SerialHybrid
@@ -42,7 +43,7 @@ FIRST_PROMPT_ID, FIRST_RESPONSE_ID = 10, 200
 VARIANTS: list[Objective] = [
     *(cls() for cls in concrete_subclasses(Objective)),
     objectives.Hybrid(slot_sizes=(1, 3), ar_weight=0.5, mdm_weight=2.0, chunk_size=5),
-    objectives.Zarya(slot_sizes=(1, 2), mask_pattern="grouped", max_span=3),
+    Grouped(slot_sizes=(1, 2), max_span=3),
     objectives.Zarya(slot_sizes=(1, 3), token_weights="harmonic", shuffle_masked=True, slot_borders=(0.5, 1.0)),
     objectives.Masked(shifted=True, cart_p=0.3),
     objectives.Masked(pad_responses_to=6),

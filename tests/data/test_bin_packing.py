@@ -57,7 +57,7 @@ def test_the_data_module_packs_training_batches_alone(num_train: int) -> None:
         batch = micro_batch.batch
         assert batch.rows is not None
         lengths = torch.zeros(3, dtype=torch.long)
-        lengths.index_add_(0, batch.rows, batch.prompt_lengths + batch.response_lengths)
+        lengths.index_add_(0, batch.rows, batch.ends)
         assert lengths.max() <= 256
         seen += batch.ids
         if len(seen) > 500:

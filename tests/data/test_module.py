@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,8 @@ def test_files_with_too_long_and_malformed_samples(tmp_path: Path, caplog: pytes
     assert "train: 1 of 3 samples dropped as longer than 40 tokens, 0 skipped as malformed" in caplog.text
     with pytest.raises(ValueError, match="max_length: expected at least one train sample"):
         InstructionDataModule(task, TrainedBPE(vocab_size=260), max_length=1).train_dataloader()
-    unknown = InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1, malformed="skip")
+    skipping = replace(task, malformed="skip")
+    unknown = InstructionDataModule(skipping, CharacterTokenizer(characters="ab cqr"), batch_size=1)
     assert len(unknown.train_dataloader()) == 2
     assert "longer than 512 tokens, 1 skipped as malformed" in caplog.text
     with pytest.raises(ValueError, match="no token for 'x'"):

@@ -40,8 +40,8 @@ def test_malformed_examples_are_raised_or_counted(tmp_path: Path, caplog: pytest
 
 def files(folder: Path, rows: list[dict[str, str]], **options: Any) -> InstructionDataModule:
     """Return a data module over rows."""
-    task = InstructionFiles(train=write(folder / "rows.jsonl", rows), validation_fraction=0)
-    return InstructionDataModule(task, CharacterTokenizer(characters="qr0123456789"), batch_size=1, **options)
+    task = InstructionFiles(train=write(folder / "rows.jsonl", rows), validation_fraction=0, **options)
+    return InstructionDataModule(task, CharacterTokenizer(characters="qr0123456789"), batch_size=1)
 
 
 def batch_texts(data: InstructionDataModule, batch: ResponseBatch) -> list[tuple[str, str]]:

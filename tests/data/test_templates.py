@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import template_of
+from refusion_lit.cli.answers import template_of
 from refusion_lit.data.evaluation import given_tokens
 from refusion_lit.data.templates import Template
 from refusion_lit.data.tokenizers import CharacterTokenizer

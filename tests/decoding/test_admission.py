@@ -25,7 +25,8 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.engine import admission as admission_module
-from refusion_lit.engine.admission import Admission, KeptCache, Submission, common_length
+from refusion_lit.engine.admission import Admission, Row, common_length
+from refusion_lit.engine.memory import KeptCache
 from refusion_lit.types import Prompt, SamplingParams
 
 NEXT = SamplingParams(max_new_tokens=4)
@@ -106,7 +107,7 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
 def admission_of(prompts: list[Prompt], num_rows: int) -> Admission:
     admission = Admission(num_rows, Autoregressive())
     for index, prompt in enumerate(prompts):
-        admission.add(Submission(index, prompt, NEXT))
+        admission.add(Row(index, prompt, NEXT))
     return admission
 
 

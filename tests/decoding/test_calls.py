@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from effort import examples
 from fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
-from refusion_lit.decoding import Autoregressive, Generation, RowState
+from refusion_lit.decoding import Autoregressive, RowState
 from refusion_lit.engine import reading as reading_module
+from refusion_lit.engine.admission import Row
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.in_flight import InFlight
-from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request
+from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request, Statistic
 from refusion_lit.types import Prompt, SamplingParams
 
 GREEDY = Draw(sampling=SamplingParams())
@@ -26,22 +27,15 @@ class Serving(Engine):
 
     def __init__(self, model: Any, num_rows: int) -> None:
         super().__init__(model, Autoregressive(), num_rows)
-        self.flying: dict[int, InFlight] = {}
+        self.flying: dict[int, Row] = {}
 
     def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
         """Answer requests of prompts, given with their storage rows and ids."""
         for storage, prompt_id, request in requests:
             prompt = Prompt(token_ids=(3,), id=prompt_id)
             state = RowState.blank(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
-            row = self.flying.setdefault(
-                storage,
-                InFlight(
-                    index=storage, storage=storage, state=state, steps=(_ for _ in ()), request=None,
-                    result=Generation(id=prompt_id), spans_end=0, started=0.0, waiting_since=0, stopping=None,
-                ),
-            )  # fmt: skip
-            row.state = state
-            row.request = request
+            row = self.flying.setdefault(storage, Row(storage, prompt, state.sampling, storage=storage))
+            row.begin(state, (each for each in [request]), None)
         answers = self._run([self.flying[storage] for storage, _, _ in requests])
         return [answers[storage] for storage, _, _ in requests]
 
@@ -196,8 +190,8 @@ def test_guidance_weighs_two_branches(weight: float) -> None:
 
 
 def test_an_unknown_statistic_is_no_statistic() -> None:
-    with pytest.raises(ValueError, match=r"^statistics: expected one of margin, .*, got 'variance'; choose"):
-        Draw(sampling=SamplingParams(), statistics=("margin", "variance"))
+    with pytest.raises(ValueError, match=r"^statistic: expected one of margin, .*, got 'variance'; choose"):
+        Draw(sampling=SamplingParams(), statistic="variance")  # type: ignore[arg-type]
 
 
 def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
@@ -235,16 +229,16 @@ def test_forbidden_ids_leave_the_choice_and_others_the_confidence() -> None:
 
 def test_statistics_are_those_of_the_drafts_distribution() -> None:
     table = random_table()
-    names = ("margin", "negative_entropy", "filtered", "entropy")
-    how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4), statistics=names)
-    reading = read(table, how, [3, 4, 5])
+    how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4))
+    readings = {name: read(table, replace(how, statistic=name), [3, 4, 5]) for name in get_args(Statistic)}
+    reading = readings["margin"]
     for offset, token in enumerate(reading.tokens):
         logits = table[3 + offset].clone() / 0.7
         logits[[PAD, MASK]] = -math.inf
         kept = logits.topk(4)
         assert token in kept.indices
         probability = kept.values.softmax(-1)
-        values = {name: reading.statistics[name][offset] for name in names}
+        values = {name: each.statistic[offset] for name, each in readings.items()}
         assert values["margin"] == pytest.approx(float(probability[0] - probability[1]), abs=1e-8)
         assert values["negative_entropy"] == pytest.approx(float((probability * probability.log()).sum()), abs=1e-8)
         assert values["filtered"] == pytest.approx(float(probability[kept.indices == token]), abs=1e-8)

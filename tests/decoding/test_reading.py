@@ -44,8 +44,8 @@ class TableModel(FakeModel):
 
 def read_of(draw: Draw, index: Any, scored: Any = (), proposals: Any = None, prompt_id: str = "") -> Read:
     """Return a read of drafts, and of pairs of index and token."""
-    branch = Branch(tokens=[3] * 12, positions=range(12), proposals=proposals or {})
-    return Read(draw=draw, branch=branch, start=0, draft_at=index, score_at=scored, prompt_id=prompt_id)
+    branch = Branch(tokens=[3] * 12, positions=range(12), draft_at=index, score_at=scored, proposals=proposals or {})
+    return Read(draw, branch, 0, prompt_id)
 
 
 def read_slowly(row: list[float], forbidden: tuple[int, ...], given: int | None) -> tuple[int, float]:
@@ -73,7 +73,7 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
             for token in chance.sample(range(VOCAB + 2), chance.randint(1, VOCAB + 2)):
                 row[token] = chance.choice([math.nan, math.inf, -math.inf])
     draws = [GREEDY, SILENT, Draw(sampling=SamplingParams(), forbidden=(EOS, 5)),
-             Draw(sampling=SamplingParams(), statistics=("margin",))]  # fmt: skip
+             Draw(sampling=SamplingParams(), statistic="margin")]  # fmt: skip
     reads = []
     for _ in range(chance.randint(1, 8)):
         index = [chance.randrange(12) for _ in range(chance.randint(0, 4))]
@@ -85,14 +85,14 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
         patch.setattr(reading_module, "_MAX_SOFTMAX", chunk)
         Reader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], reads)
     for one in reads:
-        drawn = [read_slowly(table[i], one.draw.forbidden, None) for i in one.draft_at]
-        scored = [read_slowly(table[i], one.draw.forbidden, token)[1] for i, token in one.score_at]
+        drawn = [read_slowly(table[i], one.draw.forbidden, None) for i in one.branch.draft_at]
+        scored = [read_slowly(table[i], one.draw.forbidden, token)[1] for i, token in one.branch.score_at]
         assert one.reading.scores == pytest.approx(scored, abs=1e-12)
         assert one.reading.tokens == [token for token, _ in drawn]
         is_read = one.draw.with_probability or all_probabilities
         probabilities = [probability for _, probability in drawn] if is_read else []
         assert one.reading.probabilities == pytest.approx(probabilities, abs=1e-12)
-        assert len(one.reading.statistics.get("margin", ())) == len(one.draft_at) * len(one.draw.statistics)
+        assert len(one.reading.statistic) == (len(one.branch.draft_at) if one.draw.statistic else 0)
 
 
 def test_greedy_reads_share_one_pass_of_the_head() -> None:
@@ -172,7 +172,9 @@ def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
     for one, other in zip(together, alone, strict=True):
         assert one.reading.tokens == other.reading.tokens
         assert [p.token for p in one.reading.proposals] == (one.reading.tokens if proposes else [])
-        for row, proposal, same in zip(one.draft_at, one.reading.proposals, other.reading.proposals, strict=False):
+        for row, proposal, same in zip(
+            one.branch.draft_at, one.reading.proposals, other.reading.proposals, strict=False
+        ):
             assert torch.equal(proposal.probabilities, same.probabilities)
             allowed = model.table[row].index_fill(0, torch.tensor([MASK, PAD]), -math.inf)
             expected = (allowed.topk(5).values / 2.0).softmax(-1)

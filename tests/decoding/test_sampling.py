@@ -193,9 +193,9 @@ def test_a_place_without_a_proposal_is_drawn_as_usual() -> None:
 
 
 def test_a_proposal_has_other_noise_than_the_draw_that_replaces_it() -> None:
-    branch = Branch(tokens=range(6), positions=range(10, 16), shift=1)
+    branch = Branch(tokens=range(6), positions=range(10, 16), shift=1, draft_at=range(6))
     draws = [Draw(sampling=SamplingParams(temperature=1.0), proposes=proposes) for proposes in (False, True)]
-    exact, draft = (set(noise_keys(branch, range(6), draw, "prompt")) for draw in draws)
+    exact, draft = (set(noise_keys(branch, draw, "prompt")) for draw in draws)
     assert len(draft) == len(exact) == 6
     assert not draft & exact
 

@@ -19,6 +19,7 @@ def _run(block: str) -> dict[str, Any]:
     return scope
 
 
+@pytest.mark.filterwarnings("error:the model's config does not say")
 def test_loading_and_generating(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     scope = _run(BLOCKS[0])

@@ -15,8 +15,7 @@ from parsed_page import ParsedPage
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.plots import tradeoff_plot
 from refusion_lit.reports.runs import read_runs
-from refusion_lit.reports.tables import markdown_table
-from refusion_lit.reports.write import html_report
+from refusion_lit.reports.write import html_report, markdown_table
 from reports.samples import prediction, write_run
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))

@@ -19,9 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 import refusion_lit
 from refusion_lit.decoding import ReFusion, SelfSpeculative
 from refusion_lit.families.speculative import export as self_speculative
-from refusion_lit.modeling.drafter import Drafter, DrafterOptions, save_drafter
-from refusion_lit.modeling.exporting import prompt_code
-from refusion_lit.modeling.saving import PROGRAM_OPTIONS, save_model
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions
+from refusion_lit.modeling.saving import PROGRAM_OPTIONS, prompt_code, save_drafter, save_model
 from refusion_lit.refusion import export as refusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits

@@ -210,7 +210,7 @@ def test_nothing_is_derived_from_a_length() -> None:
     assert cache.past_key_values.get_seq_length() == 0
 
 
-def test_a_forward_needs_a_plan() -> None:
+def test_a_forward_needs_a_prepared_cache() -> None:
     cache = KVCache(1, 1)
-    with pytest.raises(AssertionError, match=r"KVCache\.prepare"):
+    with pytest.raises(AttributeError, match="source_index"):
         cache.past_key_values.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragged import ragged
-from refusion_lit.modeling.spans import Span
+from refusion_lit.modeling.fused.attention import sees_causally, sees_everything
+from refusion_lit.modeling.spans import Span, spans_ranges
 from refusion_lit.modeling.visibility import Visibility, as_mask
 from shadow_device import SHADOW, ShadowDevice
 
@@ -23,9 +24,9 @@ SIZES = st.lists(
 def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, int]]) -> None:
     made = ragged(seed, sizes, list(range(len(sizes))))
     visibility, expected = made.visibility, made.mask
-    assert torch.equal(visibility.mask(), expected)
+    assert torch.equal(as_mask(visibility, torch.device("cpu")), expected)
     assert torch.equal(visibility.additive_mask().exp().bool(), expected)
-    starts, stops = visibility.ranges()[..., None].unbind(-2)
+    starts, stops = spans_ranges(visibility.spans, visibility.shape)[..., None].unbind(-2)
     keys = torch.arange(visibility.num_keys)
     assert torch.equal(((starts <= keys) & (keys < stops)).any(-2), expected)
     for span in visibility.spans:
@@ -37,7 +38,7 @@ def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, in
             start, stops_of = interval
             assert torch.equal(seen, torch.stack([(start <= keys) & (keys < stop) for stop in list(stops_of)]))
     causal = torch.ones(visibility.shape[1], visibility.shape[1], dtype=torch.bool).tril()
-    if visibility.is_causal:
+    if sees_causally(visibility):
         for span in visibility.spans:
             own = expected[span.sequence, : span.length]
             assert torch.equal(
@@ -66,14 +67,14 @@ def test_a_device_is_sent_ranges_and_makes_the_matrix_itself() -> None:
     ],
 )
 def test_a_prompt_is_causal_and_nothing_else_is(span: Span, is_causal: bool) -> None:
-    assert Visibility([span], (1, 3), 8).is_causal is is_causal
-    assert not Visibility([span, Span(0, 3, 1, 3)], (1, 4), 8).is_causal
+    assert sees_causally(Visibility([span], (1, 3), 8)) is is_causal
+    assert not sees_causally(Visibility([span, Span(0, 3, 1, 3)], (1, 4), 8))
 
 
 def test_single_tokens_after_all_other_keys_need_no_matrix() -> None:
     last = [Span(row, 0, 1, 7, ((0, 7),)) for row in range(2)]
-    assert Visibility(last, (2, 1), 8).is_full
-    assert not Visibility(last, (2, 1), 9).is_full
-    assert not Visibility([last[0], Span(1, 0, 1, 6, ((0, 6),))], (2, 1), 8).is_full
-    assert not Visibility([Span(0, 0, 1, 7, ((1, 7),))], (1, 1), 8).is_full
-    assert not Visibility([Span(0, 0, 2, 6, ((0, 6),))], (1, 2), 8).is_full
+    assert sees_everything(Visibility(last, (2, 1), 8))
+    assert not sees_everything(Visibility(last, (2, 1), 9))
+    assert not sees_everything(Visibility([last[0], Span(1, 0, 1, 6, ((0, 6),))], (2, 1), 8))
+    assert not sees_everything(Visibility([Span(0, 0, 1, 7, ((1, 7),))], (1, 1), 8))
+    assert not sees_everything(Visibility([Span(0, 0, 2, 6, ((0, 6),))], (1, 2), 8))

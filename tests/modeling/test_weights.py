@@ -7,7 +7,8 @@ import torch
 
 from fakes import tiny_backbone
 from refusion_lit.modeling.backbone import body_of
-from refusion_lit.modeling.drafter import load_drafter, save_drafter
+from refusion_lit.modeling.drafter import load_drafter
+from refusion_lit.modeling.saving import save_drafter
 from refusion_lit.modeling.weights import weights_digest
 
 

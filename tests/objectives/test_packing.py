@@ -104,10 +104,7 @@ def test_loss_and_gradients_are_those_without_packing(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
-def test_other_attention_implementations_pack_alike(
-    make_backbone: Callable[..., Backbone], implementation: str
-) -> None:
+def test_flex_attention_packs_alike(make_backbone: Callable[..., Backbone]) -> None:
     batch, rows = make_batch([(2, 7, 0), (3, 4, 1), (0, 5, 1), (4, 9, 0)])
     torch.compiler.set_stance("force_eager")  # compiling flex attention takes 20 s on a CPU
     try:
@@ -122,7 +119,7 @@ def test_other_attention_implementations_pack_alike(
                     ).sums
                     for model, corrupted in (
                         (make_backbone("sdpa").float(), plain),
-                        (make_backbone(implementation).float(), pack(plain, rows, pad_token_id=PAD)),
+                        (make_backbone("flex_attention").float(), pack(plain, rows, pad_token_id=PAD)),
                     )
                 ]
             torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-4)

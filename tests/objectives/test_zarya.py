@@ -1,4 +1,4 @@
-"""The objective Zarya: curriculum of slot sizes, weights by place, order of masked slots, grouped masks."""
+"""The objective Zarya: curriculum of slot sizes, weights by place, order of masked slots; grouped masks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from itertools import pairwise, permutations
 
 import pytest
 import torch
+from experiments.infilling.objective import Grouped, grouped_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Zarya
-from refusion_lit.refusion.zarya import grouped_slots, harmonic_factor
+from refusion_lit.refusion.zarya import harmonic_factor
 from refusion_lit.types import SpecialTokens
 
 SIZES, BORDERS = (2, 4, 8, 16, 32, 64), (0.06, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -158,7 +159,7 @@ def test_the_masked_term_is_a_mean_over_masked_tokens(
     special_tokens: SpecialTokens,
 ) -> None:
     batch = make_batch([(3, 17), (0, 5), (2, 30), (4, 1)])
-    objective = Zarya(slot_sizes=(3,), mask_pattern="grouped", max_span=6)
+    objective = Grouped(slot_sizes=(3,), max_span=6)
     corrupted = objective.corrupt(batch, make_noise(batch), special_tokens)
     assert corrupted.is_masked is not None
     sums = corrupted.weights.where(corrupted.is_masked, 0.0).sum(1)
@@ -171,7 +172,7 @@ def test_a_group_spans_whole_slots_and_at_least_one(
 ) -> None:
     batch = make_batch([(1, 40)])
     for max_span, expected in ((1, range(33, 41)), (8, range(33, 41)), (17, range(25, 41))):
-        corrupted = Zarya(slot_sizes=(8,), mask_pattern="grouped", max_span=max_span).corrupt(
+        corrupted = Grouped(slot_sizes=(8,), max_span=max_span).corrupt(
             batch, make_noise(batch), special_tokens, mask_ratio=torch.tensor([0.2 if max_span < 17 else 0.4])
         )
         assert corrupted.is_masked is not None
@@ -180,4 +181,4 @@ def test_a_group_spans_whole_slots_and_at_least_one(
 
 def test_an_impossible_span_is_refused() -> None:
     with pytest.raises(ValueError, match=r"objective\.max_span: expected an integer of at least 1"):
-        Zarya(max_span=0)
+        Grouped(max_span=0)

@@ -135,8 +135,8 @@ class Copied(Reward):
 def test_a_first_example_that_is_skipped_stops_no_training(tmp_path: Path) -> None:
     lines = [json.dumps({"query": query, "response": "a"}) for query in ("ab\u00e9", "ab", "ba", "bb", "aa")]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    task = InstructionFiles(train=f"{tmp_path}/rows.jsonl", validation_fraction=0.0)
-    data = InstructionDataModule(task, CharacterTokenizer(characters="ab"), 4, malformed="skip")
+    task = InstructionFiles(train=f"{tmp_path}/rows.jsonl", validation_fraction=0.0, malformed="skip")
+    data = InstructionDataModule(task, CharacterTokenizer(characters="ab"), 4)
     module = SlotDiffusionModule(
         BackboneConfig(config=TINY_QWEN), data.built_tokenizer, OBJECTIVE, {"first": SelfSpeculative(slot_size=4)}
     )

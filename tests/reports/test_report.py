@@ -13,13 +13,12 @@ import pytest
 from scipy.stats import binomtest
 
 from parsed_page import ParsedPage
-from refusion_lit.evaluation.predictions import write_predictions
+from refusion_lit.cli.score import write_predictions
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.reports.plots import curves_plot, standalone
 from refusion_lit.reports.runs import read_runs, read_scores
-from refusion_lit.reports.tables import markdown_table
-from refusion_lit.reports.write import report_results, write_report
+from refusion_lit.reports.write import markdown_table, report_results, write_report
 from refusion_lit.types import ModelTraits
 from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
 

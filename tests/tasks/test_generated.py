@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
 from refusion_lit.tasks import SPLITS, Additions, GeneratedTask, Records, Sheet, Split, Task
-from refusion_lit.utils.keys import permute
+from refusion_lit.tasks.generated import permute
 
 TASKS = sorted(GeneratedTask.__subclasses__(), key=lambda task_class: task_class.__name__)
 INDICES = st.integers(0, 199_999)

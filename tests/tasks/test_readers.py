@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refusion_lit.evaluation.predictions import as_line, read_json_lines
-from refusion_lit.tasks.readers import read_rows, text_field
+from refusion_lit.tasks.files import read_rows, text_field
 from tasks.samples import ROWS
 
 VALUES = st.one_of(st.text(), st.integers(), st.none(), st.lists(st.text(), max_size=2))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from refusion_lit.cli.export import atomic_directory
 from refusion_lit.utils.files import (
-    atomic_directory,
     atomic_writer,
     read_object,
     read_text,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -22,14 +23,16 @@ from refusion_lit.checkpoints.files import (
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
-from refusion_lit.modeling.architecture import check_source, config_of_source
+from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder
+from refusion_lit.modeling.architecture import check_source, config_of_source, stored_config
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
+from refusion_lit.modeling.formats import format_of
 from refusion_lit.modeling.loading import BackboneConfig, DType, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, stored_prompt_template
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import ModelTraits
+from refusion_lit.types import ModelTraits, SamplingParams
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require, require_choice
 from refusion_lit.version import __version__
@@ -204,14 +207,57 @@ def load(
             other = load(verifier, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         except ValueError as error:
             raise ValueError(f"verifier: {str(error).removeprefix('ckpt_path: ')}") from error
-        model.pair_with(other)
+        pair(model, other)
     return model
+
+
+def pair(model: TextModel, other: TextModel) -> None:
+    """Make an autoregressive model the verifier of another model's :class:`~refusion_lit.decoding.APD`.
+
+    Raises:
+        ValueError: If it has another tokenizer.
+    """
+    own = model.tokenizer.get_vocab()
+    given = other.tokenizer.get_vocab()
+    differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
+    got = f"one with another id for {differing!r}"
+    require(differing is None, "verifier", "a model with the same tokenizer", got, "load another one")
+    model.verifier = other.backbone
 
 
 def own_draft(source: str, revision: str | None) -> str:
     """Return the directory of the drafter that a directory or a revision of a hub id holds beside its model."""
     files = [cached_file(source, name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
     return str(Path(str(files[0])).parent)
+
+
+def own_decoder(options: Mapping[str, Any]) -> Decoder:
+    """Return a model's default decoder by its config alone; ReFusion where that cannot be read, which loading tells.
+
+    Args:
+        options: Options of a command: ``ckpt_path``, and of the others those that change which decoder it is.
+    """
+    last = Path(str(options["ckpt_path"])) / "checkpoints" / "last.ckpt"
+    source = str(last if last.exists() else options["ckpt_path"])
+    stored: dict[str, Any] = {}
+    decoder: Decoder = ReFusion()
+    with suppress(ValueError):
+        if is_checkpoint_file(source):
+            metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source, mmap=True), source)
+            stored = {**(metadata.architecture.get("refusion_lit") or {}), **metadata.traits.to_dict()}
+            stored[HAS_DRAFTER] = metadata.drafter is not None
+        else:
+            check_source(source, "ckpt_path")
+            values = stored_config(source, options.get("revision"))
+            published = format_of(values, options.get("checkpoint_format"))
+            stored = (published.library_options(values) if published else values).get("refusion_lit") or {}
+        given = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
+        traits = ModelTraits.from_dict(stored if "attention" in stored else stored | given)
+        decoder = default_decoder(traits, stored.get("decoder"))
+        if "max_new_tokens" in options:
+            decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
+    has_drafter = options.get("draft") or stored.get(HAS_DRAFTER)
+    return SelfSpeculative() if has_drafter and not isinstance(decoder, SelfSpeculative) else decoder
 
 
 def _device(name: str | torch.device) -> torch.device:
@@ -228,17 +274,18 @@ def _device(name: str | torch.device) -> torch.device:
 
 def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
     """Return the model of a checkpoint, with merged adapters."""
-    adapted = load_checkpoint(source, options, device)
-    backbone = Backbone(
-        merged(adapted.backbone.model),
-        adapted.backbone.traits,
-        adapted.backbone.special_tokens,
+    model = load_checkpoint(source, options, device)
+    adapted = model.backbone
+    model.backbone = Backbone(
+        merged(adapted.model),
+        adapted.traits,
+        adapted.special_tokens,
         fused_body=options.fused_body,
         batch_invariant=options.batch_invariant,
     )
-    if adapted.backbone.drafter is not None:
-        backbone.attach(adapted.backbone.drafter)
-    return TextModel(backbone, adapted.tokenizer, adapted.prompt_template)
+    if adapted.drafter is not None:
+        model.backbone.attach(adapted.drafter)
+    return model
 
 
 def _from_directory(source: str, options: BackboneConfig, device: torch.device) -> TextModel:

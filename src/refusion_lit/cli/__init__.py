@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from signal import SIGPIPE
 
 from refusion_lit.version import __version__
-
-_USAGE = """\
-usage: refusion-lit COMMAND [OPTIONS]
-
-  fit          train a model                        refusion-lit fit --config configs/quickstart.yaml
-  validate     validation loss of a checkpoint
-  test         decode a test set with every decoder named in the config, and print them side by side
-  predict      write predictions as JSON lines
-  generate     answer prompts from a checkpoint, a directory or a hub id
-  serve        serve a model over HTTP: OpenAI's API, and a page to chat on
-  chat         talk to a model and see in which order it decodes
-  trace        watch a decode, forward by forward; writes an HTML page
-  report       compare finished tests: a page, plots, a table
-  score        score a predictions file again       refusion-lit score FILE --task Gsm8k --task.test DATA
-  evaluate     run tasks of the lm-evaluation-harness
-  export       turn a checkpoint into a Hugging Face directory
-  import-gguf  turn a GGUF file (llama.cpp) into a Hugging Face directory
-  sweep        run a grid or a list of options, and gather the results
-  init         copy the example configs into a directory
-
-`refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
-"""
 
 OWN = {
     "generate": "generate.run",
@@ -71,28 +47,15 @@ def main(args: Sequence[str] | None = None) -> int:
             return _run(argv[0] if argv else "", argv[1:])
         finally:
             sys.stdout.flush()  # while an error can still be told
-    except ValueError as error:
-        from refusion_lit.utils.errors import NothingToDoError, place_in_own_code
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        from refusion_lit.cli.messages import tell_failure
 
-        message = " ".join(str(error).split())
-        if isinstance(error, NothingToDoError):
-            print(message, file=sys.stderr)
-            return 0
-        return _fail(message + place_in_own_code(error))
-    except BrokenPipeError:  # the reader of a pipe has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-        return 128 + SIGPIPE
-    except OSError as error:
-        if error.errno is None:  # raised by a library, of a download that failed for example
-            return _fail(" ".join(str(error).split()))
-        return _fail(f"{error.filename or 'standard output or a log file'}: {error.strerror or error}")
-    except KeyboardInterrupt:
-        return _fail("interrupted", code=130)
+        return tell_failure(error)
 
 
 def _run(command: str, rest: list[str]) -> int:
     if command in ("", "-h", "--help"):
-        print(_USAGE, end="")
+        print(Path(__file__).with_name("usage.txt").read_text(encoding="utf-8"), end="")
         return 0 if command else 2
     if command == "--version":
         print(f"refusion-lit {__version__}")
@@ -113,9 +76,4 @@ def _run(command: str, rest: list[str]) -> int:
     from refusion_lit.cli.usage_errors import nearest
 
     suggestion = nearest(command, [*_TRAINER, *OWN]) or "; `refusion-lit --help` lists the commands"
-    return _fail(f"unknown command {command!r}{suggestion}")
-
-
-def _fail(message: str, code: int = 2) -> int:
-    print(f"refusion-lit: error: {message}", file=sys.stderr)
-    return code
+    raise ValueError(f"unknown command {command!r}{suggestion}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter
@@ -12,9 +13,9 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import schema_of, setup_of, template_of
+from refusion_lit.cli.parser import setup_of
 from refusion_lit.cli.progress import AnswerProgress
-from refusion_lit.data.templates import candidates
+from refusion_lit.data.templates import Template, candidates
 from refusion_lit.decoding import Generation, GenerationCallback, check_prompts
 from refusion_lit.evaluation.predictions import (
     PredictionsFile,
@@ -23,7 +24,7 @@ from refusion_lit.evaluation.predictions import (
     prediction,
     predictions_fingerprint,
 )
-from refusion_lit.tasks.readers import Row, json_rows, text_field, unicode_text, values_of
+from refusion_lit.tasks.files import Row, json_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Prompt
 from refusion_lit.utils.files import decoded_text, read_text
 from refusion_lit.utils.require import require
@@ -101,6 +102,34 @@ def write_answers(options: Namespace) -> None:
         pace = progress.paces[decoder]
         about = f"{pace.answers} answers, {pace.rate()}, {options.output}"
     sys.stderr.write(f"{decoder}: {about}\n")
+
+
+def template_of(options: Namespace) -> str | None:
+    """Return the text of the template that the options name, if they name one.
+
+    Raises:
+        ValueError: If it cannot be read, or is wrong.
+    """
+    if options.template is None:
+        return None
+    text = read_text(options.template, "template").removesuffix("\n")
+    Template.parse(text)
+    return text
+
+
+def schema_of(options: Namespace) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the JSON schema that the options name, if they name one.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    if options.json_schema is None:
+        return None
+    try:
+        return json.loads(read_text(options.json_schema, "json_schema"))
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}: {error.msg}"
+        raise ValueError(f"json_schema: {options.json_schema} is not JSON ({place}); write an object there.") from error
 
 
 def _check_output(options: Namespace) -> None:

@@ -13,7 +13,6 @@ from refusion_lit.cli.parser import (
     add_decoding_options,
     add_loading_options,
     as_list,
-    decoder_of,
     load_model_of,
     made_of,
 )
@@ -72,7 +71,7 @@ def run(args: list[str]) -> int:
     names = ("likelihood", "num_draws", "seed", "batch_size", "allow_mismatch")
     made_of(DecodingOptions, options)  # refuses impossible ones before the model is loaded
     loaded = load_model_of(options)
-    model = RefusionLitModel(loaded, decoder=decoder_of(options, loaded), **{name: options[name] for name in names})
+    model = RefusionLitModel(loaded, decoder=options.decoder, **{name: options[name] for name in names})
     try:
         results = evaluate(
             model,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list, decoder_of
+from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
 from refusion_lit.reports.results import CONFIG, RESULTS
-from refusion_lit.utils.errors import reason_of
-from refusion_lit.utils.files import atomic_directory, require_empty, write_atomically
+from refusion_lit.utils.errors import reason_of, write_failure
+from refusion_lit.utils.files import require_empty, write_atomically
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -50,14 +54,13 @@ def run(args: list[str]) -> int:
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
 
     from refusion_lit.checkpoints.files import model_source
-    from refusion_lit.modeling.drafter import save_drafter
-    from refusion_lit.modeling.saving import save_adapters, save_model
+    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model
 
     options.ckpt_path = model_source(options.ckpt_path)
     model = _load(options)
     backbone = model.backbone
-    if (decoder := decoder_of(options, model)) is not None:
-        model.default_decoder = decoder
+    if options.decoder is not None:
+        model.default_decoder = options.decoder
     card = _card(options, model)
     with atomic_directory(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
@@ -93,7 +96,7 @@ def _load(options: Namespace) -> TextModel:
 def _card(options: Namespace, model: TextModel) -> str:
     """Return the model card; with ``--results``, only if they are of these weights."""
     from refusion_lit.checkpoints.models import load
-    from refusion_lit.modeling.exporting import prompt_code
+    from refusion_lit.modeling.saving import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
 
@@ -127,6 +130,49 @@ def _upload(directory: str, repository: str, *, private: bool) -> None:
         raise ValueError(
             f"push_to_hub: the upload to {repository!r} failed ({reason_of(error)}); {directory} is complete. "
             "Log in with `hf auth login`, check the name and the network, and upload it with `hf upload`."
+        ) from error
+
+
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """Yield a directory to fill, which gets its name when the block ends without an error.
+
+    Otherwise it is removed with everything in it, and so are the parent directories that were created for it.
+
+    Args:
+        path: The directory to create, which the option ``output`` names; it may exist if it is empty.
+
+    Raises:
+        ValueError: If it cannot be written, for lack of space or permission.
+    """
+    target = Path(path).resolve()
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    missing = [parent for parent in target.parents if not parent.exists()]
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        mask = os.umask(0)  # which only setting it returns
+        os.umask(mask)
+        for file in unfinished.rglob("*"):
+            if file.is_file():
+                file.chmod(0o666 & ~mask)  # some libraries write for the owner alone
+        if target.is_dir():  # perhaps somebody's working directory, or a mounted one
+            for file in unfinished.iterdir():
+                shutil.move(file, target)
+            unfinished.rmdir()
+        else:
+            unfinished.replace(target)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for parent in missing:
+            with suppress(OSError):
+                parent.rmdir()
+        reason = write_failure(error)
+        if reason is None or isinstance(error, ValueError) or not isinstance(error, Exception):
+            raise
+        raise ValueError(
+            f"output: {path} cannot be written ({reason}). Make room, or choose another directory."
         ) from error
 
 

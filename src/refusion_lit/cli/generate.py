@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
-from refusion_lit.cli.parser import (
-    OneLineParser,
-    add_decoding_options,
-    add_model_options,
-    schema_of,
-    setup_of,
-    template_of,
-)
+from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
 from refusion_lit.decoding import Generation, GenerationCallback, RowState
 from refusion_lit.engine.output import TextStream
 from refusion_lit.types import SamplingParams
@@ -60,16 +54,19 @@ def run(args: list[str]) -> int:
         return 0
     if not options.prompt:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
-    template = template_of(options)
-    schema = schema_of(options)
+    rules: dict[str, Any] = {}
+    if options.template is not None or options.json_schema is not None:
+        from refusion_lit.cli.answers import schema_of, template_of
+
+        templates = None if options.template is None else [template_of(options)]
+        rules = {"templates": templates, "json_schema": schema_of(options)}
     setup = setup_of(options)
     setup.model.generate(
         [options.prompt],
-        templates=None if template is None else [template],
-        json_schema=schema,
         decoder=setup.decoder,
         sampling=setup.sampling,
         callbacks=[Stream(setup.model.detokenize, setup.sampling, type(setup.decoder).__name__)],
+        **rules,
         **vars(setup.decoding),
     )
     return 0

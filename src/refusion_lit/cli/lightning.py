@@ -48,24 +48,6 @@ from refusion_lit.utils.require import require, require_at_least
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
 
 
-_CKPT_PATH = {
-    "fit": "checkpoint of a training to continue; last: the newest one of RUN_NAME (and RUN_VERSION), if there is one",
-    "others": "checkpoint, Hugging Face directory or hub id of the model; last: the newest one of RUN_NAME",
-}
-
-
-_SUMMARIES = {
-    "fit": "Train a model.",
-    "validate": "Compute the validation loss of a checkpoint.",
-    "test": "Decode a test set with every decoder of the config and print them side by side.",
-    "predict": "Write predictions as JSON lines.",
-}
-_RESUME = (
-    " --resume [RUN] continues an interrupted run: a run's directory (its config is then used), a version of RUN_NAME, "
-    "or without RUN the newest run of RUN_NAME, if there is one."
-)
-
-
 class OneLineLightningParser(OneLineParser, LightningArgumentParser):
     """Lightning's parser with errors of one line."""
 
@@ -116,21 +98,11 @@ class RefusionCLI(LightningCLI):
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's
-        """Return a subcommand's parser, with help that says what these options do here.
-
-        The parsers of other subcommands than the given one stay empty: each takes a tenth of a second to fill.
-        """
+        """Return a subcommand's parser; those of others than the given one stay empty, as filling one takes long."""
         if self._given and self._given[0] != subcommand:
             return self.init_parser(**kwargs)
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        parser.description = _SUMMARIES[subcommand] + ("" if subcommand == "validate" else _RESUME)
-        parser.usage = f"refusion-lit {subcommand} --config FILE [--OPTION VALUE ...]"
         let_booleans_alone(parser)
-        for action in parser._actions:
-            if action.dest == "ckpt_path":
-                action.help = _CKPT_PATH["fit" if subcommand == "fit" else "others"]
-            elif action.dest == "weights_only":
-                action.help = "without effect: checkpoints are always loaded as data only"
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
@@ -354,8 +326,8 @@ def _use_source(config: Namespace, source: str) -> None:
 
 
 def _use_template(config: Namespace, template: str) -> None:
-    """Let a model's own prompt template take the place of the default one."""
-    if config.data.prompt_template == "{query}":
+    """Let a model's own prompt template stand for one that is not given."""
+    if config.data.prompt_template is None:
         config.data.prompt_template = config.model.prompt_template = template
 
 

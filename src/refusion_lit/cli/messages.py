@@ -1,11 +1,15 @@
-"""Warnings and log lines on the terminal: one line each, without source paths and without advertisements."""
+"""Warnings, log lines and errors on the terminal: one line each, without advertisements and without tracebacks."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
+from signal import SIGPIPE
+
+from refusion_lit.utils.errors import NothingToDoError, place_in_own_code
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -28,6 +32,25 @@ def print_warning(text: str) -> None:
     """Print a warning on standard error; its first word is coloured on a terminal."""
     name = "\x1b[33mwarning\x1b[0m" if sys.stderr.isatty() else "warning"
     sys.stderr.write(f"refusion-lit: {name}: {text}\n")
+
+
+def tell_failure(error: ValueError | OSError | KeyboardInterrupt) -> int:
+    """Print why a command has ended, which is no error if everything was done already; return its exit code."""
+    message, code = " ".join(str(error).split()), 2
+    if isinstance(error, NothingToDoError):
+        print(message, file=sys.stderr)
+        return 0
+    if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 128 + SIGPIPE
+    if isinstance(error, KeyboardInterrupt):
+        message, code = "interrupted", 130
+    elif isinstance(error, ValueError):
+        message += place_in_own_code(error)
+    elif error.errno is not None:  # none in a library's own error, of a download that failed for example
+        message = f"{error.filename or 'standard output or a log file'}: {error.strerror or error}"
+    print(f"refusion-lit: error: {message}", file=sys.stderr)
+    return code
 
 
 def show_own_logs() -> None:

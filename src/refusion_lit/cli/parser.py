@@ -7,17 +7,17 @@ import re
 import sys
 from argparse import Action
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, located
+from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, located, options_given
 from refusion_lit.decoding import Decoder, check_context  # registers the checkpoint formats of all families
+from refusion_lit.families.defaults import class_and_options
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
-from refusion_lit.utils.files import read_text
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
@@ -55,20 +55,31 @@ class OneLineParser(ArgumentParser):
         let_booleans_alone(self)
         num_stops = sum(arg.partition("=")[0] == "--stop" for arg in args)
         require(num_stops < 2, "stop", "the option once", f"{num_stops} times", "write several as [A, B]")
-        names = [arg.partition("=")[0] for arg in args]
-        is_named = not {"--decoder", "--decoder.class_path"}.isdisjoint(names)
-        changes = [name.rpartition(".")[2] for name in names if name.startswith("--decoder.") and not is_named]
-        args = _with_decoder_first(args)
+        args = self._with_decoder_first(args)
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
             raise explained(self, args, error, str(self.prog).rpartition(" ")[2]) from error
         try:
-            options = cast("Namespace", self.instantiate_classes(parsed))
+            return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
             raise ValueError(located(brief(str(error)), {"decoder": parsed.get("decoder")})) from error
-        options.decoder_changes = changes
-        return options
+
+    def _with_decoder_first(self, args: Sequence[str]) -> list[str]:
+        """Put the decoder before its options, as jsonargparse needs it to know them; none named: the model's own."""
+        names = [arg.partition("=")[0] for arg in args]
+        if "--decoder" in names:
+            place = names.index("--decoder")
+            end = place + (1 if "=" in args[place] else 2)
+            return [*args[place:end], *args[:place], *args[end:]]
+        is_told = not {"--decoder.class_path", "--decoder.help"}.isdisjoint(names)
+        if is_told or not any(name.startswith("--decoder.") for name in names):
+            return list(args)
+        from refusion_lit.checkpoints.models import own_decoder
+
+        given = {each.name: each.value for each in options_given(args)}
+        own = own_decoder(vars(self.get_defaults()) | given)
+        return [f"--decoder={json.dumps(class_and_options(own))}", *args]
 
 
 def let_booleans_alone(parser: ArgumentParser) -> None:
@@ -77,22 +88,6 @@ def let_booleans_alone(parser: ArgumentParser) -> None:
         hint = getattr(action, "_typehint", None)
         if bool in (hint, *get_args(hint)) and {hint, *get_args(hint)} <= {hint, bool, int, NoneType}:
             action.nargs, action.const = "?", True
-
-
-def _with_decoder_first(args: Sequence[str]) -> list[str]:
-    """Put the class of the decoder before its options, as jsonargparse needs it to know them.
-
-    Options without a class are those of the decoder for drafters if there is a drafter, else of ReFusion
-    (:func:`decoder_of`).
-    """
-    names = [arg.partition("=")[0] for arg in args]
-    if "--decoder" in names:
-        place = names.index("--decoder")
-        end = place + (1 if "=" in args[place] else 2)
-        return [*args[place:end], *args[:place], *args[end:]]
-    has_options = any(name.startswith("--decoder.") and name != "--decoder.help" for name in names)
-    default = "SelfSpeculative" if "--draft" in names else "ReFusion"
-    return [f"--decoder={default}", *args] if has_options else list(args)
 
 
 def as_list(value: str | list[str]) -> list[str]:
@@ -167,36 +162,6 @@ def sampling_of(options: Namespace) -> SamplingParams:
     return sampling
 
 
-def template_of(options: Namespace) -> str | None:
-    """Return the text of the template that the options name, if they name one.
-
-    Raises:
-        ValueError: If it cannot be read, or is wrong.
-    """
-    if options.template is None:
-        return None
-    from refusion_lit.data.templates import Template
-
-    text = read_text(options.template, "template").removesuffix("\n")
-    Template.parse(text)
-    return text
-
-
-def schema_of(options: Namespace) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the JSON schema that the options name, if they name one.
-
-    Raises:
-        ValueError: If it cannot be read.
-    """
-    if options.json_schema is None:
-        return None
-    try:
-        return json.loads(read_text(options.json_schema, "json_schema"))
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}: {error.msg}"
-        raise ValueError(f"json_schema: {options.json_schema} is not JSON ({place}); write an object there.") from error
-
-
 def load_model_of(options: Namespace) -> TextModel:
     """Load the model that the options name.
 
@@ -247,20 +212,10 @@ def setup_of(options: Namespace) -> Setup:
     sampling = sampling_of(options)
     decoding = made_of(DecodingOptions, options)
     model = load_model_of(options)
-    decoder = decoder_of(options, model, sampling) or model.default_decoder.fitted(sampling)
+    decoder = options.decoder or model.default_decoder.fitted(sampling)
     model.check_decoder(decoder, allow_mismatch=decoding.allow_mismatch)
     check_context(model.model_for(decoder), {"0": 1}, sampling.max_new_tokens)
     return Setup(model, decoder, sampling, decoding)
-
-
-def decoder_of(options: Namespace, model: TextModel, sampling: SamplingParams | None = None) -> Decoder | None:
-    """Return the decoder that the options name; options without a class change the model's own, if it has them."""
-    named = options.decoder
-    own = model.default_decoder if options.decoder_changes else None
-    if own is None or not all(hasattr(own, name) for name in options.decoder_changes):
-        return named
-    own = own.fitted(sampling) if sampling else own
-    return replace(cast("Any", own), **{name: getattr(named, name) for name in options.decoder_changes})
 
 
 def made_of(kind: type[T], options: Namespace, **others: object) -> T:

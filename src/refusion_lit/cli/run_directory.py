@@ -25,12 +25,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.usage_errors import options_given
-from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config, read_environment
+from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
     Lock,
     acquire_lock,
+    differences,
+    read_object,
     read_yaml,
     release_lock,
     write_atomically,
@@ -232,8 +234,9 @@ class SaveRun(SaveConfigCallback):
         described = environment(self.config.get("seed_everything"))
         text = self.parser.dump(self.config, skip_none=False)
         if self._is_resumed:  # by another command; the one that started the run stays
-            before = read_environment(self.directory) or described
-            changed = _changed(read_yaml(self.directory / CONFIG, "resume"), yaml.safe_load(text))
+            before = read_object(self.directory / ENVIRONMENT) or described
+            found = differences(read_yaml(self.directory / CONFIG, "resume"), yaml.safe_load(text))
+            changed = {name: now for name, _, now in found if name.rpartition(".")[2] not in _PLACE}
             resumed = {"command": described["command"], "changed": changed}
             described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
             names = sorted(changed.keys() - _LENGTHS)
@@ -247,24 +250,10 @@ class SaveRun(SaveConfigCallback):
         pl_module.evaluation.environment = described
 
 
+_PLACE = {"ckpt_path", "resume", *_OPTIONS}
+"""Where a run lands and what it resumes from; no part of what it does."""
 _LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
 """Options that a resumed run may change without a word."""
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the options of a config that another one has with other values, by their dotted names, as they are now.
-
-    Where a run lands and what it resumes from is left out.
-    """
-    changed = {}
-    for name in after.keys() - {"ckpt_path", "resume", "run_name", "run_version", "runs_dir"}:
-        old = before.get(name)
-        new = after[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changed |= _changed(old, new, f"{prefix}{name}.")
-        elif old != new:
-            changed[f"{prefix}{name}"] = new
-    return changed
 
 
 def loggers(directory: Path, first_step: int, held: Claim | None) -> list[Logger]:

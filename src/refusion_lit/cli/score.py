@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any, Literal
 
 from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.evaluation.predictions import check_writable, read_json_lines, write_predictions
+from refusion_lit.evaluation.predictions import as_line, check_writable, read_json_lines, score_of
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.tasks import CodeTask, Task
-from refusion_lit.tasks.base import examples_of, score_of
+from refusion_lit.tasks.base import examples_of
 from refusion_lit.types import Example
-from refusion_lit.utils.files import read_fingerprint
+from refusion_lit.utils.files import Fingerprint, atomic_writer, meta_path, read_fingerprint, write_json_atomically
 from refusion_lit.utils.require import require, require_at_least
 
 
@@ -78,6 +79,21 @@ def run(args: list[str]) -> int:
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stderr.write(f"wrote {output}\n")
     return 0
+
+
+def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprint: Fingerprint) -> None:
+    """Write a whole predictions file with its fingerprint, or nothing.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    with atomic_writer(file) as written:
+        written.write("".join(map(as_line, lines)).encode())
+        written.flush()
+        os.fsync(written.fileno())
+        # When nothing can fail any more, and before the file gets its name: a kill must not leave another file's.
+        meta_path(file).unlink(missing_ok=True)
+    write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
 
 
 def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:

@@ -81,7 +81,7 @@ def run(args: list[str]) -> int:
 def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -> None:
     """Print a line for each point and decoder: what was swept, and its most important figures."""
     from refusion_lit.reports.comparison import short_names
-    from refusion_lit.reports.tables import MISMATCH, PRINTED, print_table
+    from refusion_lit.reports.tables import MISMATCH, PRINTED, cells, print_table
 
     swept = [option for option in swept if option != "model.decoders"]  # the column of decoders shows them
     head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]
@@ -89,8 +89,7 @@ def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -
     for row in found:
         shown = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
         decoder = f"{shown}{' *' if row['mismatch'] else ''}"
-        cells = ["--" if row.get(key) is None else text.format(row[key]) for key, _, text in PRINTED]
-        rows.append([*(short(row[option]) for option in swept), decoder, *cells])
+        rows.append([*(short(row[option]) for option in swept), decoder, *cells(row, PRINTED)])
     note = f"* {MISMATCH}" if any(row["mismatch"] for row in found) else None
     print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(swept) + 1, note=note)
 
@@ -115,12 +114,14 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """Return a function that parses a config with the subcommand's own parser and fills in every default."""
     from refusion_lit.cli.lightning import parse_only
     from refusion_lit.decoding import Decoder
+    from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
     from refusion_lit.objectives import Objective
     from refusion_lit.types import SamplingParams
 
     command_line = cache(parse_only)
     # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
-    kinds = {"decoders": dict[str, Decoder | None], "objective": Objective, "sampling": SamplingParams}
+    kinds: dict[str, Any] = {"decoders": dict[str, Decoder | None], "objective": Objective}
+    kinds |= {"sampling": SamplingParams, "decoding": EvaluationOptions}
     strategies = OneLineParser(prog="refusion-lit sweep")
     for name, kind in kinds.items():
         strategies.add_argument(f"--{name}", type=kind)
@@ -148,9 +149,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
             )
         except ValueError as error:
             raise ValueError(brief(str(error))) from error
-        for decoder in (made.decoders or {}).values():
-            if decoder is not None:
-                decoder.check(made.sampling)
+        Evaluation(made.decoders or {}, made.sampling, made.decoding)  # refuses what does not fit together
         return resolved
 
     return resolve

@@ -36,6 +36,13 @@ _WORDS = {
     "list": 'a list (["a", "b"])',
     "dict": "a mapping",
 }
+_OF_ARGPARSE = {
+    r"argument (?:-\w/)?--(.+?): expected (?:at least )?one arg": "{0}: expected a value, got none; write --{0}=VALUE.",
+    r"argument --(.+?): ignored explicit argument (.+)": "{0}: expected no value, got {1}; write --{0} alone.",
+    r"unrecognized arguments: (?!--)(\S+)": (
+        "expected options, which start with -- as in --config FILE, got {0!r}; remove it or write --NAME before it."
+    ),
+}
 _UNKNOWN = re.compile(r"(?:Option|accept option) '([^']+)'|unrecognized arguments: --([^ =]+)")
 _NO_CLASS = re.compile(
     r"Expected a dot import path string: ?(?P<name>.*)|Problem with given class_path '(?P<path>.+)':\s*(?P<reason>.+)"
@@ -147,13 +154,9 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
         above = re.match(r'Parser key "(.+?)"', message)  # of a class that lacks an option of its own
         names = found[1].replace(f"{command}.", "")
         return ValueError(_missing(f"{above[1]}.{names}" if above else names, parser))
-    if found := re.search(r"argument (?:-\w/)?--(.+?): expected (?:one|at least one) argument", message):
-        return ValueError(f"{found[1]}: expected a value, got none; write --{found[1]}=VALUE.")
-    if found := re.search(r"argument --(.+?): ignored explicit argument (.+)", message):
-        return ValueError(f"{found[1]}: expected no value, got {found[2]}; write --{found[1]} alone.")
-    if found := re.search(r"unrecognized arguments: (?!--)(\S+)", message):
-        expected = "expected options, which start with -- as in --config FILE"
-        return ValueError(f"{expected}, got {found[1]!r}; remove it or write --NAME before it.")
+    for pattern, line in _OF_ARGPARSE.items():
+        if found := re.search(pattern, message):
+            return ValueError(line.format(*found.groups()))
     refusal = _Refusal(parser, given, message)
     if not _NO_CLASS.search(message) and (problem := refusal.of_an_own_class()):
         return ValueError(problem)
@@ -166,15 +169,10 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
         return ValueError(refusal.of_a_class(found))
     if refusal.expected:
         return ValueError(refusal.of_a_value())
-    return _unexplained(error)
-
-
-def _unexplained(error: Exception) -> ValueError:
-    """Return the line for an error that names no option; raise that of a module, which is no fault of the options."""
-    if isinstance(error, _MODULE_ERRORS):
+    if isinstance(error, _MODULE_ERRORS):  # of a module that is imported: no fault of the options
         raise error
     if isinstance(error, ValueError):
-        return ValueError(brief(str(error)))
+        return ValueError(brief(message))
     return ValueError(f"expected options that can be parsed, got {type(error).__name__}: {error}; check the config.")
 
 
@@ -412,9 +410,7 @@ def removal_of(name: str) -> str | None:
 @cache
 def removed() -> dict[str, str]:
     """Return what ``removed.yaml`` says of options and classes, by their names."""
-    return {
-        name: str(reason) for name, reason in read_yaml(Path(__file__).with_name("removed.yaml"), "removed").items()
-    }
+    return read_yaml(Path(__file__).with_name("removed.yaml"), "removed")
 
 
 def brief(message: str) -> str:

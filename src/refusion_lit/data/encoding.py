@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.tokenizers import unknown_text
 from refusion_lit.types import Example, SpecialTokens
 from refusion_lit.utils.require import require
 
@@ -67,7 +68,7 @@ def encode_example(
     Raises:
         ValueError: If the response is empty or the example cannot be encoded; names the example.
     """
-    fix = "remove it, or set data.malformed: skip"
+    fix = "remove it, or set malformed: skip in the task"
     require(bool(example.response), f"example {example.id}", "a response", example.response, fix)
     try:
         prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
@@ -137,23 +138,5 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> 
     if not special:
         found |= {known.mask_token_id, *known.eos_token_ids}.intersection(ids)
     if found:
-        raise _unknown(backend, text, found.pop())
+        raise unknown_text(backend, text, found.pop())
     return ids
-
-
-def _unknown(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
-    """Return the error for a text in which the tokenizer encodes something as a special token."""
-    if type(backend.model).__name__ == "WordLevel":
-        pieces = (
-            [text] if backend.pre_tokenizer is None else [p for p, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-        )
-        missing = sorted(set(pieces) - set(backend.get_vocab()))
-        return ValueError(
-            f"text: the tokenizer has no token for {', '.join(map(repr, missing))} (in {text[:60]!r}). "
-            "Leave it out, or train with a tokenizer that knows it: add it to CharacterTokenizer's characters, or use "
-            "TrainedBPE."
-        )
-    return ValueError(
-        f"text: expected {text[:60]!r} to be encoded as plain text, got the special token "
-        f"{backend.id_to_token(token)!r} in it. Change the text, or use another tokenizer."
-    )

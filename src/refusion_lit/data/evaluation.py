@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_text
+from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.tasks.base import Task, examples_of
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require
+
+
+def encoded_prompts(
+    task: Task, tokenizer: PreTrainedTokenizerBase, prompt_template: str, max_prompts: int | None
+) -> list[tuple[Prompt, Example]]:
+    """Encode the prompts of a task's test split, with what is given of their responses.
+
+    Args:
+        task: The task.
+        tokenizer: The tokenizer.
+        prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+        max_prompts: Take only the first prompts; ``None`` for all.
+
+    Raises:
+        ValueError: If there are none, or two have the same id.
+    """
+    examples = list(itertools.islice(examples_of(task, "test"), max_prompts))
+    require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
+    [(name, count)] = Counter(example.id for example in examples).most_common(1)
+    require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
+    prompts: list[Prompt] = []
+    for example in examples:
+        ids = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
+        prompts.append(Prompt(token_ids=tuple(ids), id=example.id, given=given_tokens(tokenizer, example)))
+    return list(zip(prompts, examples, strict=True))
 
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
@@ -24,8 +22,8 @@ from refusion_lit.data.batches import (
     collate_packed,
     collate_responses,
 )
-from refusion_lit.data.encoding import encode_example, encode_prompt
-from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, given_tokens
+from refusion_lit.data.encoding import encode_example
+from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encoded_prompts
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.packing import pack_samples
@@ -47,14 +45,12 @@ class InstructionDataModule(L.LightningDataModule):
         eval_batch_size: Samples in a batch of validation, and prompts in a batch of test and prediction.
         max_length: Samples of more tokens (prompt and response) are dropped and counted; in a generated split that is
             encoded while it is read, one is an error.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template. Commands that are given
-            a model's ``ckpt_path`` take the model's in place of the default.
+        prompt_template: How a query becomes a prompt where the tokenizer has no chat template. ``None``: the model's
+            own in commands that are given its ``ckpt_path``, else ``{query}``.
         pack_length: Pack several training samples into a row of at most this many tokens, at least ``max_length``;
             samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
             rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
             and little with 'flex_attention'. ``None``: one sample per row.
-        malformed: What to do with a sample of training or validation that cannot be encoded: stop with an ``error``, or
-            ``skip`` and count it.
         num_workers: Worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
@@ -67,9 +63,8 @@ class InstructionDataModule(L.LightningDataModule):
         batch_size: int = 32,
         eval_batch_size: int = 128,
         max_length: int = 512,
-        prompt_template: str = "{query}",
+        prompt_template: str | None = None,
         pack_length: int | None = None,
-        malformed: Literal["error", "skip"] = "error",
         num_workers: int = 0,
         seed: int = 0,
         max_eval_prompts: int | None = None,
@@ -84,7 +79,7 @@ class InstructionDataModule(L.LightningDataModule):
         expected = f"at least max_length, which is {max_length}"
         fix = "raise it, lower max_length, or set it to null"
         require(fits, "data.pack_length", expected, pack_length, fix)
-        has_query = "{query}" in prompt_template
+        has_query = prompt_template is None or "{query}" in prompt_template
         require(has_query, "data.prompt_template", "a text with {query} in it", prompt_template, "add {query}")
         if tokenizer is None:
             raise ValueError(
@@ -96,9 +91,8 @@ class InstructionDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.max_length = max_length
-        self.prompt_template = prompt_template
+        self.prompt_template = prompt_template or "{query}"
         self.pack_length = pack_length
-        self.malformed = malformed
         self.num_workers = num_workers
         self.seed = seed
         self.max_eval_prompts = max_eval_prompts
@@ -182,24 +176,11 @@ class InstructionDataModule(L.LightningDataModule):
         return self.test_dataloader()
 
     def test_prompts(self) -> list[tuple[Prompt, Example]]:
-        """Return the prompts of the test split with their examples, encoded on first use.
-
-        Raises:
-            ValueError: If there are none, or two have the same id.
-        """
+        """Return the prompts of the test split with their examples; see :func:`encoded_prompts`."""
         if not self._prompts:
-            examples = list(islice(examples_of(self.task, "test"), self.max_eval_prompts))
-            require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
-            [(name, count)] = Counter(example.id for example in examples).most_common(1)
-            require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
-            self._prompts = [(self._prompt(example), example) for example in examples]
+            tokenizer = self.built_tokenizer
+            self._prompts = encoded_prompts(self.task, tokenizer, self.prompt_template, self.max_eval_prompts)
         return self._prompts
-
-    def _prompt(self, example: Example) -> Prompt:
-        """Encode an example's prompt, with what is given of its response."""
-        tokenizer = self.built_tokenizer
-        token_ids = encode_prompt(tokenizer, example.query, self.prompt_template, example.messages)
-        return Prompt(token_ids=tuple(token_ids), id=example.id, given=given_tokens(tokenizer, example))
 
     def training_prompt(self) -> Prompt:
         """Return the longest prompt that is trained with; of a generated split, the first."""
@@ -243,7 +224,7 @@ class InstructionDataModule(L.LightningDataModule):
         return self._splits[split]
 
     def _stored(self, split: Split, examples: Sequence[Example]) -> list[EncodedExample]:
-        """Encode a split; drop and count what is too long and, with ``malformed: skip``, what cannot be encoded."""
+        """Encode a split; drop and count what is too long or, if the task skips malformed rows, cannot be encoded."""
         samples: list[EncodedExample] = []
         num_too_long = 0
         num_malformed = num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
@@ -251,7 +232,7 @@ class InstructionDataModule(L.LightningDataModule):
             try:
                 prompt, response = self._encode(example)
             except ValueError:
-                if self.malformed != "skip":
+                if getattr(self.task, "malformed", "error") == "error":
                     raise
                 num_malformed += 1
                 continue

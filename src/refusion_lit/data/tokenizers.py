@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -105,18 +105,11 @@ class TrainedBPE(TokenizerSource):
         """
         if task is None:
             raise ValueError("tokenizer: expected a task for TrainedBPE to learn from, got none; set data.task.")
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-        tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-        trainer = trainers.BpeTrainer(
-            vocab_size=self.vocab_size,
-            min_frequency=2,
-            special_tokens=[_PAD, _EOS, _MASK],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator(_texts(islice(task.examples("train"), _MAX_BPE_EXAMPLES)), trainer)
-        return _wrap(tokenizer)
+        texts = _texts(islice(task.examples("train"), _MAX_BPE_EXAMPLES))
+        tokenizer = ByteLevelBPETokenizer()
+        special = [_PAD, _EOS, _MASK]
+        tokenizer.train_from_iterator(texts, self.vocab_size, show_progress=False, special_tokens=special)
+        return _wrap(Tokenizer.from_str(tokenizer.to_str()))
 
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
@@ -150,6 +143,11 @@ class PretrainedTokenizer(TokenizerSource):
         if self.trust_remote_code:
             warn_of_remote_code(self.source)
         check_source(self.source, "tokenizer.source")
+        is_pinned = self.revision is not None and Path(self.source).exists()
+        expected = "none for what is on this machine"
+        require(
+            not is_pinned, "tokenizer.revision", expected, self.revision, "leave it out, or give a hub id as source"
+        )
         values = stored_config(self.source, self.revision)
         published = format_of(values, self.checkpoint_format)
         try:
@@ -172,11 +170,9 @@ class PretrainedTokenizer(TokenizerSource):
         require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
         mask_token_id = values.get("mask_token_id")
         ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
-        if mask_token_id not in (None, tokenizer.mask_token_id):
-            raise ValueError(
-                f"tokenizer.source: expected {tokenizer.mask_token!r} to have the mask_token_id of the config of "
-                f"{self.source!r}, which is {mask_token_id}, got {tokenizer.mask_token_id}. Make them equal."
-            )
+        is_equal = mask_token_id in (None, tokenizer.mask_token_id)
+        expected = f"the mask_token_id of the config of {self.source}, which is {mask_token_id}"
+        require(is_equal, "tokenizer.source", expected, tokenizer.mask_token_id, "make them equal")
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         vocabulary = tokenizer.get_vocab()
@@ -283,6 +279,24 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
                 f"got {len(found)} tokens in which {token!r} has the id {found.get(token)}, not {identity}. Set "
                 f"data.tokenizer to PretrainedTokenizer with source: {source.source}."
             )
+
+
+def unknown_text(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
+    """Return the error for a text in which the tokenizer encodes something as a special token."""
+    if type(backend.model).__name__ == "WordLevel":
+        pieces = (
+            [text] if backend.pre_tokenizer is None else [p for p, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        )
+        missing = sorted(set(pieces) - set(backend.get_vocab()))
+        return ValueError(
+            f"text: the tokenizer has no token for {', '.join(map(repr, missing))} (in {text[:60]!r}). "
+            "Leave it out, or train with a tokenizer that knows it: add it to CharacterTokenizer's characters, or use "
+            "TrainedBPE."
+        )
+    return ValueError(
+        f"text: expected {text[:60]!r} to be encoded as plain text, got the special token "
+        f"{backend.id_to_token(token)!r} in it. Change the text, or use another tokenizer."
+    )
 
 
 def _texts(examples: Iterable[Example]) -> Iterator[str]:

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from refusion_lit.engine.admission import KeptCache
 from refusion_lit.engine.decoder import Decoder
+from refusion_lit.engine.memory import KeptCache
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams

@@ -166,6 +166,10 @@ class RowState:
         canvas = [self.mask_token_id if self.is_masked[place] else self.tokens[place] for place in places]
         return [*self.prompt.token_ids[start:stop], *canvas]
 
+    def rounds_since(self, stop: int) -> int:
+        """Return the number of forwards since the last commit at a place before ``stop``."""
+        return self.num_forwards - max(self.commit_rounds[:stop], default=0)
+
     def masked(self, start: int, stop: int) -> list[int]:
         """Return the masked positions from ``start`` to ``stop``."""
         return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]
@@ -358,7 +362,7 @@ def most_certain(confidences: Sequence[float], count: int | None = None) -> list
     return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]
 
 
-def above_or_best(confidences: Sequence[float], threshold: float) -> list[int]:
-    """Return the indices of the confidences above a threshold, in order, or of the highest one if there are none."""
+def above_or_best(confidences: Sequence[float], threshold: float, quota: int = 1) -> list[int]:
+    """Return the indices of the confidences above a threshold, and always of the ``quota`` highest ones, in order."""
     above = [i for i, confidence in enumerate(confidences) if confidence > threshold]
-    return above or most_certain(confidences, 1)
+    return above if len(above) >= quota else sorted(most_certain(confidences, quota))

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion_lit.engine.admission import Admission, KeptCache, Submission, groups_within
+from refusion_lit.engine.admission import Admission, Row
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
-from refusion_lit.engine.in_flight import InFlight, next_request
+from refusion_lit.engine.memory import KeptCache, groups_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop
 from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
-from refusion_lit.engine.stopping import Stopping
+from refusion_lit.engine.sampling import settle
 from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
@@ -68,7 +68,10 @@ def decode(
     output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
     results: dict[int, Generation] = {}
     started = synchronised_time(model.device)
-    for num_rows, group in groups_within(prompts, sampling.max_new_tokens, batch_size, options.max_cache_tokens):
+    groups = [(batch_size, list(enumerate(prompts)))]
+    if options.max_cache_tokens is not None:
+        groups = groups_within(prompts, sampling.max_new_tokens, batch_size, options.max_cache_tokens)
+    for num_rows, group in groups:
         engine = Engine(
             model, decoder, num_rows, options, callbacks=callbacks, detokenize=detokenize, trace=trace, kept=kept
         )
@@ -80,7 +83,7 @@ def decode(
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            used = f"{num_rows} and no memory left (the cache takes {engine.cache_bytes / 2**20:.0f} MB)"
+            used = f"{num_rows} and no memory left (the cache takes {engine.cache.num_bytes / 2**20:.0f} MB)"
             fix = "lower it, or set max_cache_tokens."
             raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
         engine.close(output)
@@ -126,7 +129,7 @@ class Engine:
         cache, held = (None, {}) if self.kept is None else self.kept.take(decoder, num_rows)
         self.cache = model.make_cache(num_rows) if cache is None else cache
         self.queue = Admission(num_rows, decoder if options.share_prefixes else None, held)
-        self.rows: list[InFlight] = []
+        self.rows: list[Row] = []
         self.reader = Reader(model, all_probabilities=trace)
         self.run_body = model.runner()
         self.num_sharing = num_rows  # prompts that share the cost of a forward; a server says how many there are
@@ -144,7 +147,7 @@ class Engine:
             sampling: Length limit and sampling options.
             trace: Record every forward of this prompt; probabilities only if the engine records all traces.
         """
-        self.queue.add(Submission(index, prompt, sampling, trace or self.trace))
+        self.queue.add(Row(index, prompt, sampling, trace or self.trace))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
@@ -162,15 +165,10 @@ class Engine:
         """Whether prompts wait or are in flight."""
         return bool(self.queue) or bool(self.rows)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the cache in bytes, which never shrinks."""
-        return self.cache.num_bytes
-
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
         """Serve prompts once; return those that are finished, by their numbers."""
-        self.rows += [self._admit(admitted) for admitted in self.queue.admit()]  # admit
+        self.rows += [self._begin(row) for row in self.queue.admit()]  # admit
         chosen = self._schedule()  # schedule
         readings = self._run(chosen)  # run: body and head
         for row in chosen:  # postprocess: the decoder's turn
@@ -187,41 +185,28 @@ class Engine:
         output.num_calls += self.num_calls
         output.num_positions += self.num_positions
         output.num_shared += self.num_shared
-        output.cache_bytes = max(output.cache_bytes, self.cache_bytes)
-        if self.cache_bytes:
-            output.cache_bytes_per_token = self.cache_bytes / (self.cache.num_rows * self.cache.capacity)
+        size = self.cache.num_bytes
+        output.cache_bytes = max(output.cache_bytes, size)
+        if size:
+            output.cache_bytes_per_token = size / (self.cache.num_rows * self.cache.capacity)
         if self.kept is not None:
             self.kept.put(self.cache, self.decoder, self.queue.held)
 
-    def _admit(self, admitted: Submission) -> InFlight:
-        prompt = admitted.prompt
-        state = self.decoder.begin(prompt, admitted.sampling, self.model.special_tokens)
+    def _begin(self, row: Row) -> Row:
+        """Create an admitted prompt's state, which takes over shared cache entries, and get its first request."""
+        state = self.decoder.begin(row.prompt, row.sampling, self.model.special_tokens)
         name = f"{type(self.decoder).__name__}.begin"
         require(isinstance(state, RowState), name, "a RowState", state, "return RowState.blank(...), say")
         state.forward_cost = self.forward_cost
-        if admitted.num_shared:
-            self.cache.copy(admitted.source, admitted.storage, admitted.num_shared)
-            self.num_shared += admitted.num_shared
-            state.num_shared = admitted.num_shared
-            state.num_cached = admitted.num_shared
-        steps = self._steps(state)
+        if row.num_shared:
+            self.cache.copy(row.source, row.storage, row.num_shared)
+            self.num_shared += row.num_shared
+            state.num_shared = state.num_cached = row.num_shared
         state.finished = state.prefix_ends  # everything is given
-        sampling = admitted.sampling
-        stops = bool(sampling.stop) or sampling.min_entropy is not None
-        return InFlight(
-            index=admitted.index,
-            storage=admitted.storage,
-            state=state,
-            steps=steps,
-            request=next_request(steps),
-            result=Generation(id=prompt.id),
-            spans_end=len(prompt.token_ids) + prompt.given_length if prompt.num_to_fill else 0,
-            started=synchronised_time(self.device),
-            waiting_since=self.num_calls,
-            stopping=Stopping(sampling, self.detokenize) if stops else None,
-            constraint=None if prompt.constraint is None else prompt.constraint.begin(state.max_length),
-            trace=admitted.trace,
-        )
+        row.started = synchronised_time(self.device)
+        row.waiting_since = self.num_calls
+        row.begin(state, self._steps(state), self.detokenize)
+        return row
 
     def _steps(self, state: RowState) -> Steps[None]:
         """Chain the decoder's steps; raise an error if a step makes no progress."""
@@ -246,7 +231,7 @@ class Engine:
                     "at the end."
                 )
 
-    def _schedule(self) -> list[InFlight]:
+    def _schedule(self) -> list[Row]:
         """Return the rows that are served next: first those that need no forward, then forwards within the budget."""
         drafting = [row for row in self.rows if isinstance(row.request, MoreDrafts)]
         if drafting:
@@ -256,10 +241,10 @@ class Engine:
             chosen = _fitting(chosen, self.options.max_tokens_per_forward)
         return chosen
 
-    def _run(self, rows: Sequence[InFlight]) -> dict[int, list[Reading]]:
+    def _run(self, rows: Sequence[Row]) -> dict[int, list[Reading]]:
         """Answer the rows' requests, all forwards or all further drafts, in as few calls of the model as possible."""
         if rows and isinstance(rows[0].request, MoreDrafts):
-            return self._read(rows, joined([row.states for row in rows], 0))
+            return self._read(rows, joined([row.hidden for row in rows], 0))
         answers: dict[int, list[Reading]] = {}
         for is_cached in (True, False):
             together = [row for row in rows if row.pending.cached is is_cached]
@@ -267,7 +252,7 @@ class Engine:
                 answers |= self._read(together, self._forward(together))
         return answers
 
-    def _forward(self, rows: Sequence[InFlight]) -> Tensor:
+    def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Run the forwards of rows in one call of the model.
 
         Returns:
@@ -290,40 +275,37 @@ class Engine:
             row.waiting_since = self.num_calls
             self.queue.computed(row.storage)
         has_twins = any(forward.twin_at is not None for forward in forwards)
-        return joined([row.states for row in rows], 0) if has_twins else hidden
+        return joined([row.hidden for row in rows], 0) if has_twins else hidden
 
-    def _read(self, rows: Sequence[InFlight], states: Tensor) -> dict[int, list[Reading]]:
+    def _read(self, rows: Sequence[Row], states: Tensor) -> dict[int, list[Reading]]:
         """Read what rows request from the hidden states of their last forwards, which follow one another."""
         reads: dict[int, list[Read]] = {}
         first = 0
         for row in rows:
             reads[row.index] = row.reads(first)
-            first += row.states.shape[0]
+            first += row.hidden.shape[0]
         self.reader.read(states, [read for own in reads.values() for read in own])
         for row in rows:
             if row.constraint is not None:
-                row.constrain(reads[row.index])
+                for read in reads[row.index]:
+                    settle(read, row.constraint)
         return {index: [read.reading for read in own] for index, own in reads.items()}
 
-    def _notify(self, row: InFlight) -> None:
+    def _notify(self, row: Row) -> None:
         """Stream what a row committed, and look for stop strings."""
         state = row.state
         for callback in self.callbacks:
             callback.on_commit(row.index, state)
-        if row.stopping is not None:
-            row.stopped_at = row.stopping.length(state.final_prefix())
-            if row.stopped_at is not None:
-                row.steps.close()
-                row.request = None
+        if row.stopping is not None and row.stopping.ends(state.final_prefix()):
+            row.steps.close()
+            row.request = None
 
-    def _finish(self, row: InFlight) -> Generation:
+    def _finish(self, row: Row) -> Generation:
         state = row.state
         result = row.result
         tokens = state.final_prefix()
-        if row.stopping is not None and row.stopped_at is None:
-            row.stopped_at = row.stopping.length(tokens)  # of a response that is given as a whole
-        if row.stopped_at is not None:
-            tokens = tokens[: row.stopped_at]
+        if row.stopping is not None and row.stopping.ends(tokens):  # even if it is given as a whole
+            tokens = tokens[: row.stopping.end]
             result.finish_reason = "stop"
         elif tokens and tokens[-1] in state.special_tokens.eos_token_ids:
             result.finish_reason = "eos"
@@ -337,13 +319,14 @@ class Engine:
         result.num_given = sum(token is not None for token in state.prompt.given[: len(tokens)])
         result.seconds = synchronised_time(self.device) - row.started
         if self.detokenize is not None:
-            result.text = cut_at_stop(self.detokenize(tokens), state.sampling.stop)
+            text = self.detokenize(tokens)
+            result.text = cut_at_stop(text, row.sampling.stop) if row.sampling.stop else text
         for callback in self.callbacks:
             callback.on_finished(row.index, result)
         return result
 
 
-def _fitting(rows: Sequence[InFlight], max_tokens: int) -> list[InFlight]:
+def _fitting(rows: Sequence[Row], max_tokens: int) -> list[Row]:
     """Return the row that has waited longest and those that fit with it into ``max_tokens``, padding included."""
     chosen: set[int] = set()
     sizes: dict[bool, tuple[int, int]] = {}

@@ -11,6 +11,7 @@ from refusion_lit.types import SamplingParams
 
 if TYPE_CHECKING:
     from refusion_lit.engine.decoder import RowState
+    from refusion_lit.engine.requests import Branch, Reading
 
 
 class GenerationCallback:
@@ -46,6 +47,16 @@ class TraceRound:
     scored: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+    def add(self, branches: Sequence[Branch], readings: Sequence[Reading], accepted: Sequence[int]) -> None:
+        """Add what was read from the branches of the forward, and the positions that were committed then."""
+        for branch, reading in zip(branches, readings, strict=True):
+            self.positions += [branch.positions[offset] + branch.shift for offset in branch.draft_at]
+            self.tokens += reading.tokens
+            self.probabilities += reading.probabilities
+            self.scored += [branch.positions[offset] + 1 for offset, _ in branch.score_at]
+            self.scores += reading.scores
+        self.accepted += accepted
 
 
 @dataclass(kw_only=True)

@@ -45,7 +45,7 @@ class Reader:
         """Fill the readings of ``reads``; the only point of a forward where the host waits for the device."""
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:
-            if read.draft_at or read.score_at:
+            if read.branch.draft_at or read.branch.score_at:
                 key = (read.draw.kind, read.guide, bool(read.branch.proposals), bool(read.spans_end or read.allowed))
                 groups.setdefault(key, []).append(read)
         waiting = [(group, self._draw(hidden, group)) for group in groups.values()]
@@ -62,10 +62,10 @@ class Reader:
             group: The reads.
         """
         draw = group[0].draw
-        index = [read.start + offset for read in group for offset in read.draft_at]
+        index = [read.start + offset for read in group for offset in read.branch.draft_at]
         num_drafts = len(index)
-        index += [read.start + offset for read in group for offset, _ in read.score_at]
-        given = [token for read in group for _, token in read.score_at]
+        index += [read.start + offset for read in group for offset, _ in read.branch.score_at]
+        given = [token for read in group for _, token in read.branch.score_at]
         is_scored = self._all_probabilities or bool(given) or any(read.draw.with_probability for read in group)
         sent = to_device([*index, *given], hidden.device)
         is_greedy = draw.is_plain and not (group[0].spans_end or group[0].allowed)  # the fast path
@@ -131,7 +131,7 @@ def _finite(logits: Tensor) -> Tensor:
     return logits.nan_to_num_(nan=lowest, posinf=highest, neginf=lowest)
 
 
-def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[list[float]]]]:
+def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[float]]]:
     """Return each group's tokens, values and statistics as numbers, with one transfer from an accelerator."""
     parts = [part for group in drawn for part in (group.tokens, group.values, group.statistics)]
     tensors = [joined(part) for part in parts if part]
@@ -146,7 +146,7 @@ def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], l
 
 
 def _fill(
-    group: Sequence[Read], tokens: list[int], values: list[float], statistics: list[list[float]],
+    group: Sequence[Read], tokens: list[int], values: list[float], statistics: list[float],
     distributions: Sequence[Tensor], *, every: bool,
 ) -> None:  # fmt: skip
     """Scatter a group's numbers to its readings."""
@@ -154,15 +154,14 @@ def _fill(
     first_given = len(tokens)
     for read in group:
         reading = read.reading
-        stop = first + len(read.draft_at)
+        stop = first + len(read.branch.draft_at)
         reading.tokens = tokens[first:stop]
         if every or read.draw.with_probability:
             reading.probabilities = values[first:stop]
-        for name, figures in zip(read.draw.statistics, statistics, strict=False):
-            reading.statistics[name] = figures[first:stop]
+        reading.statistic = statistics[first:stop]
         if distributions:
             reading.proposals = list(map(Proposal, reading.tokens, distributions[first:stop]))
-        stop_given = first_given + len(read.score_at)
+        stop_given = first_given + len(read.branch.score_at)
         reading.scores = values[first_given:stop_given]
         first = stop
         first_given = stop_given

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from refusion_lit.utils.require import require_choice
 
 T = TypeVar("T")
 ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
-
-_STATISTICS = ("margin", "negative_entropy", "filtered", "entropy")
+Statistic = Literal["margin", "negative_entropy", "filtered", "entropy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +75,14 @@ class Draw:
         guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
             conditional logits l_c, its second the unconditional ones l_u. ``None``: no guidance.
         confidence_forbidden: Ids left out of the softmax that gives the probabilities (LLaDA's EOS options).
-        statistics: Extra figures of each draft: ``margin`` (difference of the two highest filtered probabilities),
+        statistic: Extra figure of each draft: ``margin`` (difference of the two highest filtered probabilities),
             ``negative_entropy`` (of the filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
             draws stay in these distributions, ``forbidden`` ones do not; at temperature 0 they are filtered like at
             temperature 1.
         top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
-        confidence_dtype: Type in which probabilities and statistics are computed, as torch names it; ``None``: float32
-            or the type of the logits if it is wider, and float64 for statistics.
+        confidence_dtype: Type in which probabilities and statistic are computed, as torch names it; ``None``: float32
+            or the type of the logits if it is wider, and float64 for the statistic.
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
         proposes: Whether readings hand out the drafts as proposals. Their noise is independent of that of other draws
             at the same position. Needs a temperature above 0.
@@ -94,22 +93,22 @@ class Draw:
     forbidden: tuple[int, ...] = ()
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()
-    statistics: tuple[str, ...] = ()
+    statistic: Statistic | None = None
     top_p_first: bool = False
     confidence_dtype: str | None = None
     with_probability: bool = True
     proposes: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse unknown statistics; a draw is made for each forward, so one without statistics checks nothing."""
+        """Refuse an unknown statistic; a draw is made for each forward, so one without a statistic checks nothing."""
         assert self.sampling.temperature > 0 or not self.proposes, "a greedy draft has no distribution"
-        for name in self.statistics:
-            require_choice("statistics", name, _STATISTICS)
+        if self.statistic is not None:
+            require_choice("statistic", self.statistic, get_args(Statistic))
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a greedy choice without guidance and extra figures: the fast path."""
-        is_bare = self.guidance is None and not (self.confidence_forbidden or self.statistics or self.confidence_dtype)
+        is_bare = self.guidance is None and not (self.confidence_forbidden or self.statistic or self.confidence_dtype)
         return is_bare and self.sampling.temperature == 0
 
     @property
@@ -119,7 +118,7 @@ class Draw:
         if self.is_plain:
             return (self.forbidden,)
         return (self.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, self.guidance,
-                self.confidence_forbidden, self.statistics, self.top_p_first, self.confidence_dtype,
+                self.confidence_forbidden, self.statistic, self.top_p_first, self.confidence_dtype,
                 self.proposes)  # fmt: skip
 
 
@@ -192,25 +191,25 @@ Request = Forward | MoreDrafts
 
 @dataclass(slots=True)
 class Reading:
-    """Tokens, probabilities and statistics read from one branch's logits.
+    """Tokens, probabilities and other figures read from one branch's logits.
 
     Attributes:
         tokens: The drawn token of each ``draft_at``.
         probabilities: Its probability under the softmax of the unfiltered logits (after guidance), in [0, 1]; empty if
             the draw requests no probabilities and no trace is recorded.
-        statistics: One list for each requested statistic.
+        statistic: Its requested statistic; empty without one.
         scores: The probability for each ``score_at``.
         proposals: The drafts with their distributions, if the draw proposes them.
     """
 
     tokens: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
-    statistics: dict[str, list[float]] = field(default_factory=dict)
+    statistic: list[float] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Read:
     """What the engine reads from one branch of a forward: drafts at some offsets, probabilities of tokens at others.
 
@@ -218,8 +217,6 @@ class Read:
         draw: How tokens are drawn.
         branch: The branch.
         start: Index of its first hidden state among those of all rows.
-        draft_at: Offsets whose logits a token is drawn from.
-        score_at: Pairs of an offset and a token id whose probability is read.
         prompt_id: Id of the prompt, which keys the noise.
         spans_end: Position after the last given token of a template: no EOS is drawn before it. 0 without a template.
         allowed: Which ids each draft may be, bool [vocab], ``None`` where all may; empty: no constraint.
@@ -231,12 +228,10 @@ class Read:
     draw: Draw
     branch: Branch
     start: int
-    draft_at: Sequence[int]
-    score_at: Sequence[tuple[int, int]] = ()
     prompt_id: str = ""
     spans_end: int = 0
-    allowed: Sequence[Tensor | None] = ()
-    contexts: Sequence[tuple[int, list[int]]] = ()
+    allowed: list[Tensor | None] = field(default_factory=list)
+    contexts: list[tuple[int, list[int]]] = field(default_factory=list)
     guide: int = 0
     reading: Reading = field(default_factory=Reading)
 

@@ -1,4 +1,4 @@
-"""Draws with options: temperature, filters, guidance, templates, statistics and rejection sampling.
+"""Draws with options: temperature, filters, guidance, templates, constraints, statistics and rejection sampling.
 
 The greedy fast path of :mod:`~refusion_lit.engine.reading` needs none of this.
 """
@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.engine.requests import Branch, Draw, Proposal, Read
+from refusion_lit.engine.decoder import RowState
+from refusion_lit.engine.requests import Branch, Draw, Proposal, Read, Statistic
 from refusion_lit.modeling.devices import first_argmax, to_device
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.types import SamplingParams, SpecialTokens
+from refusion_lit.types import ConstraintState, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
 
 
@@ -27,7 +28,7 @@ class Drawn:
     Attributes:
         tokens: The drafts.
         values: For each draft and each given token its probability or, if no probabilities are wanted, its logit.
-        statistics: The requested statistics [statistic, draft].
+        statistics: The requested statistic of each draft.
         distributions: Distribution of each draft, if the draw proposes.
     """
 
@@ -51,19 +52,19 @@ class General:
         self, reads: Sequence[Read], special: SpecialTokens, banned: frozenset[int], device: torch.device
     ) -> None:
         draw = reads[0].draw
-        keys = [key for read in reads for key in noise_keys(read.branch, read.draft_at, read.draw, read.prompt_id)]
-        proposals = [read.branch.proposals.get(offset) for read in reads for offset in read.draft_at]
+        keys = [key for read in reads for key in noise_keys(read.branch, read.draw, read.prompt_id)]
+        proposals = [read.branch.proposals.get(offset) for read in reads for offset in read.branch.draft_at]
         self._draw = draw
         self._vocab_size = special.vocab_size
         self._banned = to_device(sorted(banned.union(draw.forbidden)), device)
         self._ends = to_device(sorted(special.eos_token_ids), device)
         self._keys = to_device(keys, device)
         self._proposals = proposals if draw.proposes or reads[0].branch.proposals else None
-        self._masks = [mask for read in reads for mask in read.allowed or [None] * len(read.draft_at)]
+        self._masks = [mask for read in reads for mask in read.allowed or [None] * len(read.branch.draft_at)]
         self._in_span = [
             read.branch.positions[offset] + read.branch.shift < read.spans_end
             for read in reads
-            for offset in read.draft_at
+            for offset in read.branch.draft_at
         ]
 
     def draw(self, logits: Float[Tensor, "draft vocab"], first: int, drawn: Drawn) -> Int[Tensor, " draft"]:
@@ -88,17 +89,34 @@ class General:
             tokens = draw_tokens(allowed, draw.sampling, keys, top_p_first=draw.top_p_first)
         else:
             tokens = _propose_or_verify(allowed, draw, keys, self._proposals[first:stop], drawn)
-        if draw.statistics:
+        if draw.statistic is not None:
             seen = logits.index_fill(-1, to_device(draw.forbidden, logits.device), -math.inf)
             self._end_no_span(seen, in_span)
             filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
-            drawn.statistics.append(draft_statistics(draw.statistics, seen, filtered, tokens, draw.confidence_dtype))
+            drawn.statistics.append(draft_statistic(draw.statistic, seen, filtered, tokens, draw.confidence_dtype))
         return tokens
 
     def _end_no_span(self, logits: Tensor, rows: Sequence[int]) -> None:
         """Forbid EOS tokens in rows that fill a template's span."""
         if rows:
             logits[to_device(rows, logits.device)[:, None], self._ends] = -math.inf
+
+
+def constrain(read: Read, constraint: ConstraintState, state: RowState) -> None:
+    """Ask a constraint which tokens may be drawn."""
+    branch = read.branch
+    for offset in branch.draft_at:
+        first = branch.positions[0] - state.prompt_length
+        # The response up to there, as a decoder from left to right feeds it.
+        before = [*state.tokens[: max(first, 0)], *branch.tokens[max(-first, 0) : offset + 1]]
+        read.contexts.append((branch.positions[offset] + branch.shift - state.prompt_length, before))
+        read.allowed.append(constraint.allowed(*read.contexts[-1]))
+
+
+def settle(read: Read, constraint: ConstraintState) -> None:
+    """Let a constraint replace drawn tokens."""
+    drawn = zip(read.contexts, read.reading.tokens, strict=True)
+    read.reading.tokens = [constraint.settle(*context, token) for context, token in drawn]
 
 
 def _propose_or_verify(
@@ -154,19 +172,18 @@ def _top_p(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(dropped, -math.inf)
 
 
-def noise_keys(branch: Branch, offsets: Sequence[int], draw: Draw, prompt_id: str) -> list[int]:
+def noise_keys(branch: Branch, draw: Draw, prompt_id: str) -> list[int]:
     """Return the key of each draw's noise: a function of seed, prompt, round and predicted position alone.
 
     Args:
         branch: The branch that is read.
-        offsets: Offsets into it whose logits are drawn from.
         draw: How they are drawn; greedy draws have no noise and get no keys.
         prompt_id: Id of the prompt.
     """
     if draw.sampling.temperature == 0:
         return []
     parts = ("proposal" if draw.proposes else "draw", draw.sampling.seed, prompt_id, draw.round)
-    return [stable_key(*parts, branch.positions[offset] + branch.shift) for offset in offsets]
+    return [stable_key(*parts, branch.positions[offset] + branch.shift) for offset in branch.draft_at]
 
 
 def draw_tokens(
@@ -229,36 +246,32 @@ def keep_or_draw(
     return drafts.where(is_kept[:, 0], drawn)
 
 
-def draft_statistics(
-    names: Sequence[str],
+def draft_statistic(
+    name: Statistic,
     logits: Float[Tensor, "position vocab"],
     filtered: Float[Tensor, "position vocab"],
     tokens: Int[Tensor, " position"],
     dtype: str | None = None,
-) -> Float[Tensor, "statistic position"]:
-    """Compute figures of the drafts' distributions; for their names see :class:`~refusion_lit.decoding.Draw`.
+) -> Float[Tensor, " position"]:
+    """Compute a figure of the drafts' distributions; for its name see :class:`~refusion_lit.decoding.Draw`.
 
     Args:
-        names: Names of the figures.
+        name: Name of the figure.
         logits: The logits before temperature and filters.
         filtered: The filtered logits.
         tokens: The drawn tokens.
-        dtype: Type to compute them in; float64 by default.
+        dtype: Type to compute it in; float64 by default.
     """
     probability = lowered(filtered, dtype or "float64").softmax(-1)
-    values: list[Tensor] = []
-    for name in names:
-        if name == "margin":
-            top = probability.topk(2).values
-            values.append(top[:, 0] - top[:, 1])
-        elif name == "negative_entropy":
-            values.append((probability * (probability + 1e-10).log()).sum(-1))
-        elif name == "filtered":
-            values.append(probability.gather(-1, tokens[:, None])[:, 0])
-        else:
-            assert name == "entropy", "Draw refuses other names"
-            values.append(torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1))
-    return torch.stack(values)
+    if name == "margin":
+        top = probability.topk(2).values
+        return top[:, 0] - top[:, 1]
+    if name == "negative_entropy":
+        return (probability * (probability + 1e-10).log()).sum(-1)
+    if name == "filtered":
+        return probability.gather(-1, tokens[:, None])[:, 0]
+    assert name == "entropy", "Draw refuses other names"
+    return torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1)
 
 
 def lowered(logits: Float[Tensor, "*shape vocab"], dtype: str | None) -> Float[Tensor, "*shape vocab"]:

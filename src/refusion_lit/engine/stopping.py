@@ -18,26 +18,33 @@ class Stopping:
     Args:
         sampling: Stop strings, entropy and its window.
         detokenize: Turns tokens into text; only needed for stop strings.
+
+    Attributes:
+        end: How many tokens remain of a response that ends; ``None`` until then.
     """
+
+    end: int | None = None
 
     def __init__(self, sampling: SamplingParams, detokenize: Callable[[list[int]], str] | None) -> None:
         self._sampling = sampling
         self._detokenize = detokenize
         self._num_seen = 0
 
-    def length(self, tokens: list[int]) -> int | None:
-        """Return how many tokens remain of a response that ends, else ``None``.
+    def ends(self, tokens: list[int]) -> bool:
+        """Return whether a response ends, at :attr:`end`.
 
         Args:
             tokens: The response so far, which starts with the tokens of the last call.
         """
         for num_tokens in range(self._num_seen + 1, len(tokens) + 1):
             if self._repeats(tokens[:num_tokens]):
-                return num_tokens - self._sampling.entropy_window
-            if self._sampling.stop and self._shows_stop(tokens[:num_tokens]):
-                return num_tokens
+                self.end = num_tokens - self._sampling.entropy_window
+            elif self._sampling.stop and self._shows_stop(tokens[:num_tokens]):
+                self.end = num_tokens
+            if self.end is not None:
+                break
         self._num_seen = len(tokens)
-        return None
+        return self.end is not None
 
     def _repeats(self, tokens: list[int]) -> bool:
         """Whether the counts of the last window of tokens have too low an entropy."""

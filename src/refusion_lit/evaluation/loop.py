@@ -11,17 +11,23 @@ from typing import Any
 
 import lightning as L
 
-from refusion_lit.checkpoints.models import load
+from refusion_lit.checkpoints.models import load, pair
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
-from refusion_lit.evaluation.predictions import PredictionsFile, described, prediction, predictions_fingerprint
+from refusion_lit.evaluation.predictions import (
+    PredictionsFile,
+    described,
+    prediction,
+    predictions_fingerprint,
+    score_of,
+)
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.results import RESULTS, environment, with_class
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import report_results
-from refusion_lit.tasks.base import Task, score_of
+from refusion_lit.tasks.base import Task
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.files import Fingerprint, write_json_atomically
@@ -63,10 +69,11 @@ class _DecoderState:
     is_warm: bool = False
 
 
-class Evaluation:
+class Evaluation(L.Callback):
     """A test or prediction with one or several decoders, which can resume an interrupted one.
 
-    Processes share the prompts; each decodes its part.
+    Processes share the prompts; each decodes its part. As a callback it begins and ends with Lightning's test or
+    prediction, and gives the predictions files free if an error or Ctrl-C ends the trainer's work.
 
     Args:
         decoders: Decoders by name; empty: the model's own one. ``None`` drops a name.
@@ -110,9 +117,13 @@ class Evaluation:
             fits = re.fullmatch(r"[\w-]+", name) is not None  # part of an option's, a metric's and a file's name
             require(fits, "decoders", "names of letters, digits, _ and -", name, "rename it")
             decoder.check(sampling)
-            is_missing = options.verifier is None and "verifier" in decoder.requirements().predictions
-            fix = "name an autoregressive model with the same tokenizer"
-            require(not is_missing, "model.decoding.verifier", f"a second model for {name}", None, fix)
+        option = "model.decoding.verifier"
+        users = [name for name, each in self.named.items() if "verifier" in each.requirements().predictions]
+        fix = "name an autoregressive model with the same tokenizer"
+        require(options.verifier is not None or not users, option, f"a second model for {', '.join(users)}", None, fix)
+        got = ", ".join(self.named) or "the model's own"
+        fix = "add APD to model.decoders, or leave it out"
+        require(options.verifier is None or bool(users), option, "a decoder that uses it, as APD does", got, fix)
         self.sampling = sampling
         self.options = options
         self.results: dict[str, dict[str, float]] = {}
@@ -144,7 +155,15 @@ class Evaluation:
         options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
         return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
 
-    def start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
+    def on_test_start(self, trainer: L.Trainer, pl_module: Any) -> None:  # noqa: ANN401 - training's, above this layer
+        """Begin a test with all decoders; see :meth:`_start`."""
+        self._start(trainer, pl_module.text_model(), is_test=True)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: Any) -> None:  # noqa: ANN401
+        """Begin a prediction with the first decoder; see :meth:`_start`."""
+        self._start(trainer, pl_module.text_model(), is_test=False)
+
+    def _start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
         """Check decoders and prompts before any work, and open the predictions files.
 
         Args:
@@ -161,7 +180,7 @@ class Evaluation:
         self._trainer = trainer
         self._model = model
         if self.options.verifier is not None:
-            model.pair_with(load(self.options.verifier, device=model.backbone.device))
+            pair(model, load(self.options.verifier, device=model.backbone.device))
         self._task = data.task
         # The loader's batches limit the number of prompts that are decoded concurrently.
         self._batch_size = min(self.options.batch_size, data.eval_batch_size)
@@ -211,8 +230,8 @@ class Evaluation:
             lines += self._decode_missing(state, batch, callbacks)
         return lines
 
-    def abort(self) -> None:
-        """Give the predictions files free after an error."""
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Close the predictions files."""
         for state in self._running.values():
             with suppress(OSError):  # of a full disk, whose error is on its way already
                 state.file.close()
@@ -245,7 +264,17 @@ class Evaluation:
             state.file.write(lines, state.metrics.snapshot())
         return lines
 
-    def finish(self) -> None:
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Print the table of decoders, write the results and log them."""
+        self._finish()
+        for name, figures in self.results.items():
+            pl_module.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()})
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Close the predictions file."""
+        self._finish()
+
+    def _finish(self) -> None:
         """Join the predictions of all processes, which must call this together, and report the figures of a test."""
         metrics = {name: state.metrics for name, state in self._running.items() if state.metrics is not None}
         self.results = {name: each.compute() for name, each in metrics.items()}

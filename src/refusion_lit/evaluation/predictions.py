@@ -7,18 +7,21 @@ progress to resume from.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, TextIO
 
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.modeling.weights import weights_digest
-from refusion_lit.tasks.readers import check_exists, decompressed_text, json_rows, text_field, values_of
+from refusion_lit.tasks.base import Task
+from refusion_lit.tasks.files import decompressed_text, json_rows, text_field, values_of
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import SamplingParams
+from refusion_lit.types import Example, SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
     Fingerprint,
@@ -34,7 +37,7 @@ from refusion_lit.utils.files import (
     write_atomically,
     write_json_atomically,
 )
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import is_number, require
 
 
 def predictions_fingerprint(
@@ -105,6 +108,33 @@ def prediction(
     }
 
 
+def score_of(task: Task, example: Example, response: str) -> tuple[float | None, dict[str, float]]:
+    """Return a task's score of a response, and its further metrics by name; none where the score is ``None``.
+
+    Raises:
+        ValueError: If the score is neither a number from 0 to 1 nor ``None``, or the metrics are not finite numbers
+            under the names in ``task.metrics``.
+    """
+    name = f"{type(task).__name__}.score"
+    try:
+        found = task.score(example, response)
+    except Exception as error:
+        error.add_note(f"{name} failed on example {example.id!r}, response {response[:200]!r}")
+        raise
+    fix = f"see what it returns for example {example.id!r}"
+    figures: Mapping[str, Any] = found if isinstance(found, Mapping) else {"score": found}
+    score = figures.get("score")
+    holds = score is None or isinstance(score, bool) or (is_number(score, Real) and 0 <= score <= 1)
+    require(holds, name, "a number from 0 to 1, or None", score, fix)
+    if found is None or (score is None and "score" in figures):
+        return None, {}
+    are_finite = all(isinstance(value, Real) and math.isfinite(value) for value in figures.values())
+    fits = are_finite and figures.keys() == {"score", *task.metrics}
+    expected = f"finite numbers by name: {', '.join(('score', *task.metrics))}"
+    require(fits, name, expected, found, fix)
+    return None if score is None else float(score), {key: float(figures[key]) for key in task.metrics}
+
+
 def as_line(values: Mapping[str, Any]) -> str:
     """Return a prediction as one line of text."""
     return json.dumps(values, ensure_ascii=False) + "\n"
@@ -126,21 +156,6 @@ def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = N
     require_free(file, "predictions of refusion-lit", is_kind=is_kind, source=source, fix="add --overwrite")
 
 
-def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprint: Fingerprint) -> None:
-    """Write a whole predictions file with its fingerprint, or nothing.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    with atomic_writer(file) as written:
-        written.write("".join(map(as_line, lines)).encode())
-        written.flush()
-        os.fsync(written.fileno())
-        # When nothing can fail any more, and before the file gets its name: a kill must not leave another file's.
-        meta_path(file).unlink(missing_ok=True)
-    write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
-
-
 def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file, compressed (``.gz``) or not.
 
@@ -153,7 +168,6 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
         ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
     """
     try:
-        check_exists(Path(file))
         rows = list(json_rows(str(file), decompressed_text(Path(file))))
         objects = [dict(values_of(row)) for row in rows]
         for row in rows:

@@ -19,24 +19,11 @@ from refusion_lit.learning.objective import (
     MaskRatio,
     Objective,
     mask_probability,
-    random_subset,
     required_mask_id,
-    response_positions,
 )
-from refusion_lit.learning.text_order import shift_left
+from refusion_lit.learning.text_order import random_subset, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-
-
-@dataclass(kw_only=True)
-class CARDState(RowState):
-    """State of CARD.
-
-    Attributes:
-        num_rounds: Forwards of the current block so far.
-    """
-
-    num_rounds: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +48,6 @@ class CARD(Decoder):
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask_shifted", "next_token"))
-    state = CARDState
     shares = "all_but_last"
     refuses = "its masks see no text on their right"
 
@@ -70,7 +56,7 @@ class CARD(Decoder):
     threshold: float = 0.9
     max_rounds: int | None = 8
 
-    def step(self, state: CARDState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: RowState) -> Steps[None]:
         """Run one forward over the block and fill masks."""
         start = state.is_masked.index(True) // self.block_size * self.block_size
         block = range(start, min(start + self.block_size, len(state.tokens)))
@@ -79,14 +65,11 @@ class CARD(Decoder):
         branch = state.branch(state.num_cached, positions[-1], positions, shift=1)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(branch,), draw=draw))[0]
-        state.num_rounds += 1
-        is_last = state.num_rounds == self.max_rounds
+        is_last = state.rounds_since(start) == self.max_rounds
         chosen = range(len(masked)) if is_last else above_or_best(reading.probabilities, self.threshold)
         state.commit([masked[i] for i in chosen], [reading.tokens[i] for i in chosen])
         state.num_cached = state.prompt_length + start
-        if len(chosen) == len(masked):
-            state.num_rounds = 0
-        else:
+        if len(chosen) < len(masked):
             state.num_cached -= 1  # the block's first mask is predicted by the token before it
 
 
@@ -123,26 +106,23 @@ class SoftTail(Objective):
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask part of the responses' tails; see :meth:`Objective.corrupt`."""
-        mask_token_id = required_mask_id(self, special_tokens)
         ratio = mask_probability(noise, 0.0, mask_ratio)
-        positions, in_response = response_positions(batch)
         num_masks = (batch.response_lengths * ratio).floor().long().clamp(min=1)
         width = (num_masks * self.tail).floor().long().minimum(batch.response_lengths)
-        ends = batch.prompt_lengths + batch.response_lengths
-        in_tail = in_response & (positions >= (ends - width)[:, None])
-        is_masked = random_subset(noise.bits("token_mask", len(positions)), in_tail, num_masks)
+        in_tail = batch.in_response & (batch.positions >= (batch.ends - width)[:, None])
+        is_masked = random_subset(noise.bits("token_mask", in_tail.shape[1]), in_tail, num_masks)
 
-        labels = shift_left(batch.input_ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX)
+        labels = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         weights = (1 / (self.beta + mask_density(is_masked, self.decay))).where(labels != IGNORE_INDEX, 0.0)
         return CorruptedBatch(
-            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
-            position_ids=positions.expand_as(labels),
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
+            position_ids=batch.positions.expand_as(labels),
             labels=labels,
             weights=weights.float(),
             terms=torch.zeros_like(labels),
             counts=weights.sum()[None].double(),
             is_masked=is_masked,
-            is_real=positions < ends[:, None],
+            is_real=batch.is_real,
         )
 
 

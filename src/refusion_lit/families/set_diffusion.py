@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import extend_responses, text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
@@ -139,12 +139,12 @@ class StaggeredSets(Objective):
         sizes = torch.stack(((batch.prompt_lengths + lengths).max(), lengths.max()))
         width, num_masks = to_host(sizes)  # in one transfer
         batch = extend_responses(batch, lengths, special_tokens, width=width)
-        positions, in_response = response_positions(batch)
+        positions = batch.positions
         num_tokens = len(positions)
         starts = batch.prompt_lengths[:, None]
         uniform = noise.uniform("masking_time", num_tokens).gather(1, (positions - starts).clamp(min=0))
         times = staggered_times(positions - starts, lengths[:, None], uniform, self.set_size, self.reach)
-        times = torch.where(in_response, times, torch.where(positions < starts, torch.inf, -torch.inf))
+        times = torch.where(batch.in_response, times, torch.where(positions < starts, torch.inf, -torch.inf))
         order = times.argsort(dim=1, descending=True, stable=True)
         clean = batch.input_ids.gather(1, order)
 
@@ -155,7 +155,6 @@ class StaggeredSets(Objective):
         masks = torch.full_like(rank, mask_token_id).where(is_mask, special_tokens.pad_token_id)
         labels = clean.gather(1, source).where(is_mask, IGNORE_INDEX)
         weights = (1 / lengths.double())[:, None].expand_as(rank).where(is_mask, 0.0)
-        is_real = torch.cat((positions < starts + lengths[:, None], is_mask), 1)
         joined = torch.cat((clean, masks), 1)
         return CorruptedBatch(
             input_ids=joined,
@@ -166,7 +165,7 @@ class StaggeredSets(Objective):
             counts=weights.new_full((1,), len(joined)).float(),
             visible=text_then_masks(num_tokens, (starts + rank).where(is_mask, 0), torch.zeros_like(rank)),
             is_masked=F.pad(is_mask, (num_tokens, 0)),
-            is_real=is_real,
+            is_real=torch.cat((batch.is_real, is_mask), 1),
         )
 
 

@@ -17,18 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
-from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import (
     MaskRatio,
     Objective,
     mask_probability,
-    random_subset,
     required_mask_id,
-    response_positions,
 )
-from refusion_lit.learning.text_order import shift_left
+from refusion_lit.learning.text_order import random_subset, shift_left
 from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
@@ -118,10 +116,15 @@ class WeDLM(Decoder):
         places = [place for place in range(start, stop) if state.is_masked[place]]
         filled = [place for place in range(start, stop) if not state.is_masked[place]]
         branch = self._branch(state, [*filled, *places], len(places))
-        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistics=("entropy",))
+        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic="entropy")
         readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = state.prompt_length + first_mask
-        chosen = self._choose(places, readings[0])
+        threshold = math.inf if self.entropy_threshold is None else -self.entropy_threshold
+        negated = [
+            -(entropy + self.position_penalty * (place - places[0]))
+            for place, entropy in zip(places, readings[0].statistic, strict=True)
+        ]
+        chosen = above_or_best(negated, threshold)
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
 
     def _branch(self, state: RowState, window: Sequence[int], num_masks: int) -> Branch:
@@ -136,14 +139,6 @@ class WeDLM(Decoder):
             write_at=start,
             draft_at=range(len(positions) - num_masks, len(positions)),
         )
-
-    def _choose(self, places: Sequence[int], reading: Reading) -> list[int]:
-        """Return the indices of the masks that are filled: those below the threshold, or the best one."""
-        negated = [
-            -(entropy + self.position_penalty * (place - places[0]))
-            for place, entropy in zip(places, reading.statistics["entropy"], strict=True)
-        ]
-        return above_or_best(negated, math.inf if self.entropy_threshold is None else -self.entropy_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,16 +185,14 @@ class DualStream(Objective):
         mask_token_id = required_mask_id(self, special_tokens)
         num_tokens = batch.input_ids.shape[1]
         size = self.block_size
-        positions, in_response = response_positions(batch)
-        lengths = batch.prompt_lengths + batch.response_lengths
-        is_real = positions < lengths[:, None]
-        is_masked, weights = self._masked(in_response, noise, mask_ratio)
+        positions, is_real = batch.positions, batch.is_real
+        is_masked, weights = self._masked(batch.in_response, noise, mask_ratio)
 
         # Clean tokens of a block, then its masks, each in text order; padding stays after them.
         key = torch.where(is_real, 2 * (positions // size) + is_masked, 2 * num_tokens)
         order = key.argsort(dim=1, stable=True)
         own = batch.input_ids.where(is_masked, IGNORE_INDEX)
-        following = shift_left(batch.input_ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX)
+        following = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         follows = following != IGNORE_INDEX
         none = torch.zeros_like(is_masked)
         return CorruptedBatch(
@@ -211,7 +204,7 @@ class DualStream(Objective):
             terms=torch.cat((none, ~none), 1).long(),
             # Weights are no integers: a sum in float32 would depend on how a step is cut into micro-batches.
             counts=torch.stack((weights.double().sum(), follows.sum().double())),
-            visible=three_part_ranges(num_tokens, size, lengths, causal=True),
+            visible=three_part_ranges(num_tokens, size, batch.ends, causal=True),
             is_masked=torch.cat((is_masked.gather(1, order), none), 1),
             is_real=torch.cat((is_real, is_real), 1),
         )  # fmt: skip

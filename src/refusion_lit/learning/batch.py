@@ -51,6 +51,26 @@ class ResponseBatch(_Movable):
     engine: Float[Tensor, "batch token"] | None = None
     trajectories: list[Any] = field(default_factory=list)
 
+    @property
+    def positions(self) -> Int[Tensor, " token"]:
+        """The positions 0, 1, 2, ... of a row's tokens."""
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+
+    @property
+    def ends(self) -> Int[Tensor, " batch"]:
+        """Position after each sample's last token: the number of its tokens."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def is_real(self) -> Bool[Tensor, "batch token"]:
+        """Which positions hold a token of the sample rather than padding."""
+        return self.positions < self.ends[:, None]
+
+    @property
+    def in_response(self) -> Bool[Tensor, "batch token"]:
+        """Which positions hold a response token."""
+        return self.is_real & (self.positions >= self.prompt_lengths[:, None])
+
 
 @dataclass
 class MicroBatch:

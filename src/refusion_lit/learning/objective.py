@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -227,24 +227,3 @@ def mask_probability(noise: KeyedNoise, eps: float, mask_ratio: MaskRatio) -> Fl
     in_range = bool(((mask_ratio > 0) & (mask_ratio <= 1)).all())
     require(in_range, "mask_ratio", "values in (0, 1]", mask_ratio.tolist(), "pass ratios in that range")
     return mask_ratio.double()
-
-
-def random_subset(
-    order: Int[Tensor, "*rows place"], candidates: Bool[Tensor, "*rows place"], count: Shaped[Tensor, "*rows"]
-) -> Bool[Tensor, "*rows place"]:
-    """Choose exactly ``count`` candidates along the last axis, or all if there are fewer.
-
-    Args:
-        order: Random integers from :meth:`KeyedNoise.bits`; the candidates with the lowest ones are chosen.
-        candidates: Places that may be chosen.
-        count: Number of candidates to choose in each row.
-    """
-    ranks = order.where(candidates, 2**53).argsort(dim=-1, stable=True).argsort(dim=-1)  # bits stay below 2**53
-    return candidates & (ranks < count[..., None])
-
-
-def response_positions(batch: ResponseBatch) -> tuple[Int[Tensor, " token"], Bool[Tensor, "batch token"]]:
-    """Return the positions 0, 1, 2, ... of a batch's tokens, and a mask of those that belong to a response."""
-    positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    ends = batch.prompt_lengths + batch.response_lengths
-    return positions, (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])

@@ -1,11 +1,11 @@
-"""Operations on batches whose tokens stay in text order, shared by the objectives that do not reorder."""
+"""What some objectives share: a random subset of places, and operations on batches in text order."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,7 +36,7 @@ def extend_responses(
     added = max(0, new_width - batch.input_ids.shape[1])
     input_ids = F.pad(batch.input_ids, (0, added), value=special_tokens.pad_token_id)[:, :new_width]
     positions = torch.arange(new_width, device=input_ids.device)
-    is_new = (positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]) & (positions < ends[:, None])
+    is_new = (positions >= batch.ends[:, None]) & (positions < ends[:, None])
     token_id = special_tokens.eos_token_ids[0] if token_id is None else token_id
     return replace(batch, input_ids=input_ids.masked_fill(is_new, token_id), response_lengths=lengths)
 
@@ -73,3 +73,17 @@ def text_then_masks(
     to_text = torch.cat((text, num_before), 1)
     to_masks = torch.stack((index - distance, (index + 1).expand_as(distance)), -1)
     return torch.stack((F.pad(to_text[..., None], (1, 0)), F.pad(to_masks, (0, 0, num_text, 0))), 2)
+
+
+def random_subset(
+    order: Int[Tensor, "*rows place"], candidates: Bool[Tensor, "*rows place"], count: Shaped[Tensor, "*rows"]
+) -> Bool[Tensor, "*rows place"]:
+    """Choose exactly ``count`` candidates along the last axis, or all if there are fewer.
+
+    Args:
+        order: Random integers from :meth:`KeyedNoise.bits`; the candidates with the lowest ones are chosen.
+        candidates: Places that may be chosen.
+        count: Number of candidates to choose in each row.
+    """
+    ranks = order.where(candidates, 2**53).argsort(dim=-1, stable=True).argsort(dim=-1)  # bits stay below 2**53
+    return candidates & (ranks < count[..., None])

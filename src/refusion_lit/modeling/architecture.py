@@ -1,10 +1,12 @@
 """Transformers configs, made from a model type or loaded from a directory or hub id, with checked option names.
 
-A source is checked before it is loaded: a directory must have a config, and the hub must be reachable.
+A source is checked before it is loaded: a directory must have a config, and the hub must be reachable. Models that the
+backbone would silently compute wrongly are refused.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -28,6 +31,14 @@ _SIZES = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+)
+_SUPPORTED = "use a model such as Llama, Qwen2 or Qwen3"
+_HEAD_CHANGES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
 )
 
 
@@ -231,9 +242,10 @@ def check_source(source: str, option: str) -> None:
         option: The option that named it, for the message.
 
     Raises:
-        ValueError: If ``config.json`` is no JSON object, or the source is neither a directory nor in the cache while
-            the hub cannot be reached.
+        ValueError: If it is empty, ``config.json`` is no JSON object, or the source is neither a directory nor in the
+            cache while the hub cannot be reached.
     """
+    require(source != "", option, "a directory or a hub id", source, "give one")
     config = Path(source) / "config.json"
     if config.is_file():
         try:
@@ -271,3 +283,54 @@ def _check_hub(source: str, option: str) -> None:
             f"{option}: expected a directory or a hub id, got {source!r}: there is no such directory, and the hub "
             f"cannot be asked ({reason}). Check the path, or the network."
         )
+
+
+def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a transformers model, or peft's wrapper
+    """Refuse models whose logits or attention the adapter would change.
+
+    Args:
+        model: The model.
+        body: Its transformer without the head.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    config = model.config
+    name = type(model).__name__
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); {_SUPPORTED}.")
+    for option in _HEAD_CHANGES:
+        if getattr(config, option, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"backbone: {name} changes its logits after the head ({option}={getattr(config, option)!r}), "
+                "but logits are computed from the head alone here; use a model with a plain head."
+            )
+    if "position_ids" not in inspect.signature(body.forward).parameters:
+        raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; {_SUPPORTED}.")
+    layer_types = getattr(config, "layer_types", None) or []
+    if not layer_types and getattr(config, "sliding_window", None) is not None:
+        layer_types = ["sliding_attention"]
+    other = sorted({kind for kind in layer_types if kind != "full_attention"})
+    if other:
+        raise ValueError(
+            f"backbone: {name} has layers of type {', '.join(other)}, which explicit masks would turn into full "
+            "attention; use a model with full attention in every layer, or override it with full attention "
+            "(for example config: {sliding_window: null})."
+        )
+
+
+def check_invariant(config: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse models and options for which ``batch_invariant`` cannot be kept.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    fix = "change that, or leave batch_invariant out"
+    expected = "an unadapted Llama, Qwen2 or Qwen3 model with fused_body: true and attn_implementation: sdpa"
+    body = "" if is_fused else ", not decoded by the fused backbone"
+    got = f"{config.model_type} with attn_implementation: {config._attn_implementation}{body}"
+    require(is_fused and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
+    # torch rounds the last elements of a tensor differently if they do not fill a vector register of the processor.
+    widths = config.hidden_size, config.intermediate_size
+    require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.modeling.devices import to_device
-from refusion_lit.modeling.spans import ranges_mask
+from refusion_lit.modeling.spans import ranges_mask, spans_ranges
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 
 _BLOCK = 128
@@ -43,7 +43,8 @@ def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) ->
         device: Device of the states.
     """
     if isinstance(attention, Visibility):
-        return _block_mask_of_ranges(to_device(attention.ranges(), device), attention.num_keys)
+        ranges = spans_ranges(attention.spans, attention.shape)
+        return _block_mask_of_ranges(to_device(ranges, device), attention.num_keys)
     if attention.ndim == 4:
         return _block_mask_of_ranges(attention, num_keys)
     num_rows, num_queries, num_keys = attention.shape

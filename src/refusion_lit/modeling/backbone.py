@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from refusion_lit.modeling.architecture import check_invariant, check_supported
 from refusion_lit.modeling.attention import block_mask, sdpa_mask
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
@@ -21,8 +22,7 @@ from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.lora import Adapters
-from refusion_lit.modeling.supported import check_invariant, check_supported
-from refusion_lit.modeling.visibility import AttentionMask, Visibility, additive_mask, as_mask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
@@ -240,11 +240,9 @@ class Backbone(nn.Module, LanguageModel):
             return as_mask(mask, position_ids.device)[:, None]
         if implementation == "sdpa":
             return sdpa_mask(mask, num_keys, position_ids.device)
-        if implementation == "eager":
-            return additive_mask(mask, num_keys, self.dtype, position_ids.device)
         raise ValueError(
             f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
-            "use 'sdpa', 'eager' or 'flex_attention'."
+            "use 'sdpa' or 'flex_attention'."
         )
 
 

@@ -9,28 +9,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from refusion_lit.modeling.exporting import write_program
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import reason_of
-from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import check_options, require
 
 OPTIONS_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
-_FORMAT = 2
+FORMAT = 2
 """Format 1 had a digest that counted the rows of the embedding, to which a mask token adds one."""
-_PROGRAM = Path(__file__).parents[1] / "families" / "speculative" / "export.py"
-"""The decoder for transformers alone that a saved drafter holds: a file to copy, which imports nothing of ours."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a block that are adapted."""
 
@@ -178,25 +174,8 @@ def draft_states(
     return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
 
-def save_drafter(drafter: Drafter, body: nn.Module, directory: Path, *, vocab_size: int) -> None:
-    """Write a drafter without its model: options, the model's name and digest, weights in bfloat16, and its decoder.
-
-    Args:
-        drafter: The drafter.
-        body: The body of the model that it was trained for.
-        directory: An existing directory.
-        vocab_size: Number of the tokenizer's tokens; the model may have more rows.
-    """
-    values = {"format": _FORMAT, **asdict(drafter.origin), "base_weights": weights_digest(body.get_submodule("layers"))}
-    values["vocab_size"] = vocab_size
-    write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
-    weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
-    save_file(weights, directory / WEIGHTS_FILE)
-    write_program(_PROGRAM, directory)
-
-
 def load_drafter(body: nn.Module, directory: str | Path) -> Drafter:
-    """Load what :func:`save_drafter` wrote.
+    """Load what :func:`~refusion_lit.modeling.saving.save_drafter` wrote.
 
     Args:
         body: The body of the model that it was trained for.
@@ -209,7 +188,7 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter:
     try:
         values = json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8"))
         origin = DrafterOrigin.from_dict(values)
-        is_current = values["format"] == _FORMAT
+        is_current = values["format"] == FORMAT
         digest = str(values["base_weights"])
         weights = load_file(path / WEIGHTS_FILE)
     except (OSError, LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
@@ -217,7 +196,7 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter:
             f"draft: expected a directory with {OPTIONS_FILE} and {WEIGHTS_FILE}, as export writes it, got {path} "
             f"({reason_of(error)}); check the path, or export the drafter again."
         ) from error
-    require(is_current, "draft", f"a drafter in format {_FORMAT}", f"{path} in another", "export it again")
+    require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
     found = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
     # In float16, the digest's bfloat16 values have been rounded twice, so that the model's own digest is another one.
     is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())

@@ -8,7 +8,6 @@ are written to; the attention mask says which entries a query sees.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -23,25 +22,6 @@ CHUNK = 128
 """The number of entries in a row's storage is a multiple of this."""
 
 
-@dataclass(slots=True)
-class _Plan:
-    """Arguments of :meth:`KVCache.prepare`, as index tensors.
-
-    Attributes:
-        sequences: Storage row of each sequence.
-        rows: The same as a tensor; ``slice(None)`` if the sequences are all rows in order.
-        num_keys: Number of leading entries that may be attended to.
-        source_index: Flat index of every token to store; ``None`` for all tokens.
-        write_index: Flat index into storage of every token.
-    """
-
-    sequences: list[int]
-    rows: slice | Tensor
-    num_keys: int
-    source_index: Tensor | None
-    write_index: Tensor
-
-
 class KVCache:
     """Preallocated keys and values of several rows.
 
@@ -53,21 +33,19 @@ class KVCache:
 
     Attributes:
         past_key_values: The cache as transformers takes it.
+        sequences: Storage row of each sequence of the forward that was prepared.
+        rows: The same as a tensor; ``slice(None)`` if the sequences are all rows in order.
+        num_keys: Number of leading entries that may be attended to.
+        source_index: Flat index of every token to store; ``None`` for all tokens.
+        write_index: Flat index into storage of every token.
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
         self.num_rows = num_rows
         self.capacity = capacity
         self._chunk = max(capacity, CHUNK)
-        self._plan: _Plan | None = None
         self._stored: list[list[Tensor]] = [[] for _ in range(num_layers)]  # keys and values of each layer, once known
         self.past_key_values = Cache(layers=[_LibraryLayer(self, number) for number in range(num_layers)])
-
-    @property
-    def prepared(self) -> _Plan:
-        """The plan of the next forward."""
-        assert self._plan is not None, "KVCache.prepare must be called before each forward"
-        return self._plan
 
     def prepare(
         self,
@@ -94,9 +72,12 @@ class KVCache:
             for layer in self._stored:  # grow one tensor at a time, so that only one of them is in memory twice
                 for number, states in enumerate(layer):
                     layer[number] = F.pad(states, (0, 0, 0, 0, 0, missing))
+        self.sequences = rows
         all_rows = rows == list(range(self.num_rows))
-        selected = slice(None) if all_rows else to_device(rows, cache_index.device)
-        self._plan = _Plan(rows, selected, num_keys, source_index, row_index * self.capacity + cache_index)
+        self.rows = slice(None) if all_rows else to_device(rows, cache_index.device)
+        self.num_keys = num_keys
+        self.source_index = source_index
+        self.write_index = row_index * self.capacity + cache_index
 
     @property
     def num_bytes(self) -> int:
@@ -114,9 +95,8 @@ class KVCache:
             size = self.num_rows, self.capacity
             self._stored[layer] = [like.new_zeros(*size, *like.shape[1:]) for like in (keys, values)]
         stored_keys, stored_values = self._stored[layer]
-        write_index = self.prepared.write_index
-        stored_keys.flatten(0, 1).index_copy_(0, write_index, keys)
-        stored_values.flatten(0, 1).index_copy_(0, write_index, values)
+        stored_keys.flatten(0, 1).index_copy_(0, self.write_index, keys)
+        stored_values.flatten(0, 1).index_copy_(0, self.write_index, values)
         return stored_keys, stored_values
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -158,12 +138,11 @@ class _LibraryLayer(DynamicLayer):
         """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
         owner = self._owner()
         assert owner is not None, "the cache must outlive its past_key_values"
-        plan = owner.prepared
         flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
-        if plan.source_index is not None:
-            flat = [states[plan.source_index] for states in flat]
+        if owner.source_index is not None:
+            flat = [states[owner.source_index] for states in flat]
         keys, values = owner.store(self._number, *flat)
-        seen = plan.rows, slice(plan.num_keys)
+        seen = owner.rows, slice(owner.num_keys)
         return keys[seen].transpose(1, 2), values[seen].transpose(1, 2)
 
     def get_seq_length(self) -> int:

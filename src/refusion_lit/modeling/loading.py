@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -29,7 +28,7 @@ from refusion_lit.utils.require import require
 
 disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
-AttentionImplementation = Literal["sdpa", "eager", "flex_attention"]
+AttentionImplementation = Literal["sdpa", "flex_attention"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -129,7 +128,9 @@ class BackboneConfig:
         pretrained = self.source is not None
         if pretrained and traits.predictions is None and mask_is_untrained(tokenizer):
             traits = replace(traits, predictions=("next_token",))  # nobody has trained it for masks
-        with _seeded(seed):
+        with torch.random.fork_rng(devices=(), enabled=seed is not None):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)  # the CPU draws all initial weights
             model = self._load_weights(config, published) if pretrained else self._initialise_weights(config)
             new_token_ids = fit_vocabulary(model, tokenizer, pretrained=pretrained)
             if self.gradient_checkpointing:
@@ -249,15 +250,6 @@ def _traits_of(config: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
         raise ValueError(
             f"backbone.source: refusion_lit in the config of {source} cannot be read ({reason}); correct or remove it."
         ) from error
-
-
-@contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """Seed the CPU generator, which draws all initial weights, and restore its state afterwards."""
-    with torch.random.fork_rng(devices=(), enabled=seed is not None):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-        yield
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:

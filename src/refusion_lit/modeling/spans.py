@@ -67,6 +67,24 @@ class Span:
         return np.concatenate([shared, own], 1)
 
 
+def spans_ranges(spans: Sequence[Span], shape: tuple[int, int]) -> Int[Tensor, "sequence token range 2"]:
+    """Return ranges of keys on the host; each token sees the union of its ranges, and unused ranges are empty.
+
+    Args:
+        spans: Spans of all tokens but padding, by sequence and offset. Every sequence has a span at offset 0.
+        shape: Number of sequences, and of tokens in each sequence.
+    """
+    found = [span.ranges() for span in spans]
+    ranges = np.zeros((*shape, max(own.shape[1] for own in found), 2), dtype=np.int64)
+    for span, own in zip(spans, found, strict=True):
+        if span.offset == 0:
+            ranges[span.sequence, :, 0] = span.first_key, span.first_key + 1  # what padding sees
+        place = ranges[span.sequence, span.offset : span.offset + span.length]
+        place[:] = 0
+        place[:, : own.shape[1]] = own
+    return torch.from_numpy(ranges)
+
+
 def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bool[Tensor, "batch token key"]:
     """Return the mask matrix of ranges; each token sees the union of its ranges ``(start, stop)`` of keys."""
     keys = torch.arange(num_keys, device=ranges.device)

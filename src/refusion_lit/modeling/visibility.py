@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.modeling.devices import to_device
-from refusion_lit.modeling.spans import Span, ranges_mask
+from refusion_lit.modeling.spans import Span, ranges_mask, spans_ranges
 
 _TRIANGLE = np.tri(128, dtype=bool)
 """Causal matrices of short spans are views of it."""
@@ -34,35 +34,16 @@ class Visibility:
     shape: tuple[int, int]
     num_keys: int
 
-    @property
-    def is_causal(self) -> bool:
-        """Whether every sequence is one span that sees itself, causally, and nothing else, from the same key on."""
-        first = self.spans[0].first_key
-        return len(self.spans) == self.shape[0] and all(
-            span.order is None and span.first_key == first and all(start >= stop for start, stop in span.context)
-            for span in self.spans
-        )
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every sequence is one token after all other keys, and sees them all."""
-        return all(
-            span.length == 1 and span.first_key == self.num_keys - 1 and span.context == ((0, span.first_key),)
-            for span in self.spans
-        )
-
-    def mask(self) -> Bool[Tensor, "sequence token key"]:
-        """Return the matrix on the host. Padding sees the first key of its sequence: a query without keys gives NaN."""
-        return self.additive_mask() == 0
-
     def additive_mask(self) -> Float[Tensor, "sequence token key"]:
-        """Return the additive form of the matrix in float32: 0 where it is true, -inf where it is false."""
+        """Return the matrix on the host as what is added to scores, in float32: 0 for keys that are seen, else -inf.
+
+        Padding sees the first key of its sequence: a query without keys gives NaN.
+        """
         matrix = np.full((*self.shape, self.num_keys), -np.inf, np.float32)
-        is_padded = self._num_tokens < self.shape[0] * self.shape[1]
-        if is_padded:
-            for sequence, first in self._padding_keys.items():
-                matrix[sequence, :, first] = 0
+        is_padded = sum(span.length for span in self.spans) < self.shape[0] * self.shape[1]
         for span in self.spans:
+            if is_padded and span.offset == 0:
+                matrix[span.sequence, :, span.first_key] = 0  # what padding sees
             tokens = matrix[span.sequence, span.offset : span.offset + span.length]
             if is_padded:
                 tokens[:] = -np.inf
@@ -71,27 +52,6 @@ class Visibility:
             own = tokens[:, span.first_key : span.first_key + span.length]
             np.copyto(own, 0, where=_own_mask(span.order, span.length))
         return torch.from_numpy(matrix)
-
-    def ranges(self) -> Int[Tensor, "sequence token range 2"]:
-        """Return ranges of keys on the host; each token sees the union of its ranges, and unused ranges are empty."""
-        found = [span.ranges() for span in self.spans]
-        num_ranges = max(ranges.shape[1] for ranges in found)
-        ranges = np.zeros((*self.shape, num_ranges, 2), dtype=np.int64)
-        for sequence, first in self._padding_keys.items():
-            ranges[sequence, :, 0] = first, first + 1
-        for span, own in zip(self.spans, found, strict=True):
-            place = ranges[span.sequence, span.offset : span.offset + span.length]
-            place[:] = 0
-            place[:, : own.shape[1]] = own
-        return torch.from_numpy(ranges)
-
-    @property
-    def _num_tokens(self) -> int:
-        return sum(span.length for span in self.spans)
-
-    @property
-    def _padding_keys(self) -> dict[int, int]:
-        return {span.sequence: span.first_key for span in self.spans if span.offset == 0}
 
 
 AttentionMask = Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"]
@@ -110,18 +70,9 @@ def as_mask(
     """
     if isinstance(attention, Visibility):
         if device.type == "cpu":
-            return attention.mask()
-        return ranges_mask(to_device(attention.ranges(), device), attention.num_keys)
+            return attention.additive_mask() == 0
+        return ranges_mask(to_device(spans_ranges(attention.spans, attention.shape), device), attention.num_keys)
     return attention if attention.ndim == 3 else ranges_mask(attention, num_keys or attention.shape[1])
-
-
-def additive_mask(
-    attention: AttentionMask, num_keys: int, dtype: torch.dtype, device: torch.device
-) -> Float[Tensor, "batch 1 token key"]:
-    """Convert a mask to what is added to attention scores: 0 or -inf."""
-    if isinstance(attention, Visibility) and device.type == "cpu":
-        return attention.additive_mask().to(dtype)[:, None]
-    return torch.where(as_mask(attention, device, num_keys), 0.0, -torch.inf).to(dtype)[:, None]
 
 
 def _own_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:

@@ -16,7 +16,7 @@ from refusion_lit.families.autoregressive import objective as autoregressive
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import required_mask_id, response_positions
+from refusion_lit.learning.objective import required_mask_id
 from refusion_lit.learning.text_order import text_then_masks
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.refusion.objective import Hybrid, next_in_slot
@@ -110,9 +110,9 @@ class LeftToRight(Likelihood):
         """Append the masks of the slots' first places; see :meth:`Likelihood.layout`."""
         size = self.slot_size
         num_samples, num_tokens = batch.input_ids.shape
-        positions, in_response = response_positions(batch)
+        positions = batch.positions
         places = positions - batch.prompt_lengths[:, None]
-        rest = next_in_slot(batch, in_response, places.clamp(min=0), torch.full_like(batch.prompt_lengths, size))
+        rest = next_in_slot(batch, batch.in_response, places.clamp(min=0), torch.full_like(batch.prompt_lengths, size))
         starts = (torch.arange(-(-num_tokens // size), device=positions.device) * size).expand(num_samples, -1)
         exists = starts < batch.response_lengths[:, None]
         firsts = batch.prompt_lengths[:, None] + starts
@@ -126,6 +126,6 @@ class LeftToRight(Likelihood):
             position_ids=torch.cat((positions.expand_as(rest), firsts.where(exists, num_tokens)), 1),
             visible=text_then_masks(num_tokens, firsts.where(exists, 0), torch.zeros_like(firsts)),
             is_masked=F.pad(exists, (num_tokens, 0)),
-            is_real=torch.cat((places < batch.response_lengths[:, None], exists), 1),
+            is_real=torch.cat((batch.is_real, exists), 1),
             places=torch.cat((places + 1, starts), 1).where(labels != IGNORE_INDEX, -1),
         )

@@ -136,14 +136,10 @@ class GroupPolicy(Objective):
             require(value == none, f"model.sampling.{option}", expected, value, "leave it out")
 
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: MaskRatio = None,  # noqa: ARG002 - likelihoods draw their own masks
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Lay answers out for their likelihood; see :meth:`Objective.corrupt`. Mask ratios have no effect."""
+        del mask_ratio  # likelihoods draw their own masks
         laid = self.likelihood.layout(batch, noise, special_tokens)
         is_labelled = laid.labels != IGNORE_INDEX
         allowed = torch.ones(special_tokens.vocab_size, dtype=torch.bool, device=laid.labels.device)

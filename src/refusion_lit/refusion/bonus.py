@@ -1,8 +1,9 @@
-"""Infill with bonus tokens: open slots are verified side by side, and each forward commits a token of every slot.
+"""Infill by next-token predictions: autoregressive, or with bonus tokens.
 
-Where a draft is rejected, the model's own next token of the same forward takes its place, as after a verification in
-speculative decoding. New drafts are masks' in the same forward, after those acceptances that are worth the masks, or
-guesses: the model's choices after the rejected draft, as in Jacobi decoding.
+With bonus tokens, open slots are verified side by side, and each forward commits a token of every slot. Where a draft
+is rejected, the model's own next token of the same forward takes its place, as after a verification in speculative
+decoding. New drafts are masks' in the same forward, after those acceptances that are worth the masks, or guesses: the
+model's choices after the rejected draft, as in Jacobi decoding.
 Slots do not see each other while they are open, so their cache entries are those of ReFusion's parallel infill. The
 text of a slot is the model's own greedy continuation of its first token: drafts decide only how fast it is written.
 """
@@ -17,6 +18,38 @@ from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.refusion.slots import Plan, ReFusionState
+
+
+def infill_autoregressively(infill: SlotInfill, token_threshold: float) -> Steps[None]:
+    """Fill slots left to right by next-token predictions, with guesses as in Jacobi decoding.
+
+    The logits at the last accepted token give the next token; those at the rejected proposals after it give guesses for
+    the rest. Before the first round the proposals are the plan's drafts. This is a decoder of its own, not a faster
+    form of :func:`~refusion_lit.refusion.infill.infill_by_masks`.
+
+    Args:
+        infill: Changed in place; not packed.
+        token_threshold: Proposals above it are accepted.
+    """
+    draw = Draw(sampling=infill.state.sampling.greedy(), with_probability=False)
+    num_free = 0
+    while not infill.is_done:
+        branches = []
+        for slot in infill.slots:
+            cached = slot.num_cached
+            untested = range(0) if slot.is_complete else range(slot.num_accepted, len(slot.tokens))
+            offsets = [offset - cached - 1 for offset in untested]
+            scores = [(offset, slot.tokens[cached + 1 + offset]) for offset in offsets]
+            branches.append(infill.branch(slot, slot.tokens[cached:], draft_at=offsets, score_at=scores, shift=1))
+        readings = yield Forward(phase="infill_autoregressive", branches=tuple(branches), draw=draw)
+        for slot, reading in zip(infill.slots, readings, strict=True):
+            if slot.is_complete:
+                continue
+            before = slot.num_accepted
+            slot.accept(reading.scores[num_free:], token_threshold, num_free=num_free)
+            slot.tokens[slot.num_accepted :] = reading.tokens[slot.num_accepted - before :]
+        num_free = 1  # from now on, the first proposal is the model's own choice: progress every round
+        infill.close_round()
 
 
 def open_slots(state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from math import prod
 from typing import Literal
 
@@ -16,7 +16,7 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_bes
 from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, Compaction, MoreDrafts, Reading, Steps
 from refusion_lit.refusion import bonus
-from refusion_lit.refusion.infill import SlotInfill, infill_autoregressively, infill_by_masks
+from refusion_lit.refusion.infill import SlotInfill, infill_by_masks
 from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
@@ -142,7 +142,7 @@ class ReFusion(Decoder):
 
     def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[list[int]]]]:
         """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
-        bounds = self._bounds(state, state.remaining)
+        bounds = state.bounds(state.remaining, self._num_masks)
         groups = list(pairwise(bounds))
         reading = plan.reading
         draw = state.draw
@@ -226,7 +226,7 @@ class ReFusion(Decoder):
         if packed:  # the first slot has seen nothing but the context, so its entries are final
             slots[0].num_cached = prefixes[0]
         infill = SlotInfill(state, slots, packed=packed)
-        fill = infill_by_masks if self.infill == "mask" else infill_autoregressively
+        fill = infill_by_masks if self.infill == "mask" else bonus.infill_autoregressively
         yield from fill(infill, self.token_threshold)
         yield from self._store(state, infill, state.upcoming(infill.taken, ends=infill.found_eos))
         infill.commit()
@@ -263,13 +263,13 @@ class ReFusion(Decoder):
         known: Sequence[tuple[int, int]] = (),
     ) -> Branch:  # fmt: skip
         """Return the branch that plans slots after the first ``num_seen`` cache entries and known tokens."""
-        places = [place for slot in slots for place in state.slots[slot][: self._num_masks]]
-        positions = [*(position for _, position in known), *(state.prompt_length + place for place in places)]
+        masks = state.positions(slots, self._num_masks)
+        positions = [*(position for _, position in known), *masks]
         # With few masks, reading all of them at once costs less than a second pass of the head.
-        is_lazy = self.slot_confidence == "first" and (self.infill != "bonus" or len(places) > FEW_POSITIONS)
-        groups = [len(known) + bound for bound in self._bounds(state, slots)]
+        is_lazy = self.slot_confidence == "first" and (self.infill != "bonus" or len(masks) > FEW_POSITIONS)
+        groups = [len(known) + bound for bound in state.bounds(slots, self._num_masks)]
         return Branch(
-            tokens=[*(token for token, _ in known), *[state.mask_token_id] * len(places)],
+            tokens=[*(token for token, _ in known), *[state.mask_token_id] * len(masks)],
             positions=positions,
             visible=((0, num_seen),),
             write_at=write_at,
@@ -280,10 +280,6 @@ class ReFusion(Decoder):
     def _num_masks(self) -> int | None:
         """Masks of a plan per slot; ``None``: as many as the slot has tokens."""
         return None if self.num_drafts is None else 1 + self.num_drafts
-
-    def _bounds(self, state: ReFusionState, slots: Sequence[int]) -> list[int]:
-        """Return the offsets at which the masks of slots start in a plan, and the end of the last one."""
-        return list(accumulate((len(state.slots[slot][: self._num_masks]) for slot in slots), initial=0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from refusion_lit.modeling.exporting import request, respond, settings
+from refusion_lit.modeling.saving import request, respond, settings
 
 OPTIONS = {"slot_size": 8, "num_serial_blocks": 2, "slot_threshold": 0.9, "token_threshold": 0.9}
 

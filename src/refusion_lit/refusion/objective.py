@@ -10,14 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import (
-    MaskRatio,
-    Objective,
-    mask_probability,
-    required_mask_id,
-    response_positions,
-)
-from refusion_lit.modeling.devices import to_device
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
@@ -101,7 +94,10 @@ class Hybrid(Objective):
 def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tensor, " batch"]:
     """Draw each row's slot size uniformly."""
     choice = (noise.uniform("slot_size", 1)[:, 0] * len(slot_sizes)).long()
-    return to_device(slot_sizes, choice.device)[choice]
+    drawn = torch.zeros_like(choice)
+    for index, size in enumerate(slot_sizes):  # a table of sizes would have to be copied to the device
+        drawn = drawn.masked_fill(choice == index, size)
+    return drawn
 
 
 def most_slots(batch: ResponseBatch, slot_sizes: tuple[int, ...]) -> int:
@@ -136,14 +132,14 @@ def corrupt_slots(
     """
     num_tokens = batch.input_ids.shape[1]
     num_slots = slot_is_masked.shape[1]
-    positions, in_response = response_positions(batch)
+    positions, in_response = batch.positions, batch.in_response
     offsets = (positions - batch.prompt_lengths[:, None]).clamp(min=0)
     slots = offsets // slot_sizes[:, None]
 
     masked_order = torch.arange(num_slots, device=slots.device) if masked_order is None else masked_order
     clean_order = noise.bits("slot_order", num_slots) if clean_order is None else clean_order
     slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, clean_order)
-    following = positions >= (batch.prompt_lengths + batch.response_lengths)[:, None]
+    following = positions >= batch.ends[:, None]
     labels = next_in_slot(batch, in_response, offsets, slot_sizes)
     slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)
 

@@ -53,13 +53,13 @@ class SlotState(RowState):
         """Return the canvas places of slots' tokens, slot by slot."""
         return [place for slot in slots for place in self.slots[slot]]
 
-    def positions(self, slots: Sequence[int]) -> list[int]:
-        """Return the positions of slots' tokens, slot by slot."""
-        return [self.prompt_length + place for place in self.places(slots)]
+    def positions(self, slots: Sequence[int], most: int | None = None) -> list[int]:
+        """Return the positions of slots' tokens, slot by slot; with ``most``, of that many of each."""
+        return [self.prompt_length + place for slot in slots for place in self.slots[slot][:most]]
 
-    def bounds(self, slots: Sequence[int]) -> list[int]:
+    def bounds(self, slots: Sequence[int], most: int | None = None) -> list[int]:
         """Return the offsets at which the slots start if their tokens are concatenated, and the end of the last one."""
-        return list(accumulate((len(self.slots[slot]) for slot in slots), initial=0))
+        return list(accumulate((len(self.slots[slot][:most]) for slot in slots), initial=0))
 
     @property
     def draw(self) -> Draw:

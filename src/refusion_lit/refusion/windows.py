@@ -10,14 +10,8 @@ from einops import rearrange, repeat
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import (
-    MaskRatio,
-    Objective,
-    mask_probability,
-    required_mask_id,
-    response_positions,
-)
-from refusion_lit.learning.text_order import text_then_masks
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
+from refusion_lit.learning.text_order import shift_left, text_then_masks
 from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -67,8 +61,8 @@ class MaskWindows(Objective):
         mask_token_id = required_mask_id(self, special_tokens)
         mask_probability(noise, 0.0, mask_ratio)  # refuses what no objective takes
         ids = batch.input_ids
-        text, in_response = response_positions(batch)
-        num_text = len(text)
+        in_response = batch.in_response
+        num_text = ids.shape[1]
         place = torch.arange(to_host(batch.response_lengths.max()), device=ids.device)
         offset = (noise.uniform("window", self.num_tilings) * self.window).long()[..., None]
         first = ((place - offset).div(self.window, rounding_mode="floor") * self.window + offset).clamp(min=0)
@@ -78,22 +72,20 @@ class MaskWindows(Objective):
         starts = batch.prompt_lengths[:, None]
         position = (starts + place).where(is_mask, num_text)
 
-        following = ids.roll(-1, dims=1).where(in_response & in_response.roll(-1, dims=1), IGNORE_INDEX)
-        following[:, -1] = IGNORE_INDEX
+        following = shift_left(ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX).where(in_response, IGNORE_INDEX)
         own = ids.gather(1, position.clamp(max=num_text - 1)).where(is_mask, IGNORE_INDEX)
         text_weights = (following != IGNORE_INDEX).double()
         mask_weights = (self.decay ** (place - first).double()).where(is_mask, 0.0)
         masks = torch.full_like(position, mask_token_id).where(is_mask, special_tokens.pad_token_id)
-        is_text = text < (batch.prompt_lengths + batch.response_lengths)[:, None]
         return CorruptedBatch(
             input_ids=torch.cat((ids, masks), 1),
-            position_ids=torch.cat((text.expand_as(ids), position), 1),
+            position_ids=torch.cat((batch.positions.expand_as(ids), position), 1),
             labels=torch.cat((following, own), 1),
             weights=torch.cat((text_weights, mask_weights), 1).float(),
             terms=F.pad(torch.ones_like(own), (num_text, 0)),
             counts=torch.stack((text_weights.double().sum(), mask_weights.double().sum())),
             visible=text_then_masks(num_text, (starts + first).where(is_mask, 0), (place - first).where(is_mask, 0)),
             is_masked=F.pad(is_mask, (num_text, 0)),
-            is_real=torch.cat((is_text, is_mask), 1),
+            is_real=torch.cat((batch.is_real, is_mask), 1),
             draft_offsets=F.pad((place - first).where(is_mask, -1), (num_text, 0), value=-1),
         )

@@ -9,11 +9,11 @@ from numbers import Real
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import MaskRatio, mask_probability, random_subset, required_mask_id
+from refusion_lit.learning.objective import MaskRatio, mask_probability, required_mask_id
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.refusion.objective import Hybrid, corrupt_slots, draw_slot_sizes, most_slots
 from refusion_lit.types import SpecialTokens
@@ -31,20 +31,12 @@ class Zarya(Hybrid):
             of all optimizer steps, the second one up to the next border, and so on; beyond the last border, the last
             size. Ascending, in (0, 1], one for each size. Validation draws from all sizes. Zarya has shares of an
             epoch: the same in a run of one epoch. ``None``: sizes are drawn.
-        mask_pattern: Which slots are masked. ``independent``: each with probability p (the paper). ``grouped``: a share
-            p of them, the last ``max_span`` tokens first, then the first ones, then spans in the middle, then single
-            slots (``grouped_noise`` in Zarya, there token by token). With groups, 1/p in the masked term is 1 over the
-            share of tokens that are masked, as that is not p on average.
-        max_span: Maximum number of tokens in a group, at least 1; whole slots, at least one.
         token_weights: Weights of masked tokens in a slot: ``equal`` (the paper) or ``harmonic``, about n times as much
             for the first of n tokens as for the last (``ordered_sampling`` of Zarya).
         shuffle_masked: Put masked slots in random order too (``diffusion_shuffle`` of Zarya), not in text order.
     """
 
-    ranges = {"max_span": 1}
     slot_borders: tuple[float, ...] | None = None
-    mask_pattern: Literal["independent", "grouped"] = "independent"
-    max_span: int = 50
     token_weights: Literal["equal", "harmonic"] = "equal"
     shuffle_masked: bool = False
 
@@ -74,12 +66,7 @@ class Zarya(Hybrid):
         probability = mask_probability(noise, self.eps, mask_ratio)
         slot_sizes = draw_slot_sizes(noise, self.slot_sizes)
         num_slots = most_slots(batch, self.slot_sizes)
-        if self.mask_pattern == "grouped":
-            num_own = (batch.response_lengths + slot_sizes - 1) // slot_sizes
-            span = (self.max_span // slot_sizes).clamp(min=1)
-            slot_is_masked = grouped_slots(noise, num_slots, probability, lengths=num_own, span=span)
-        else:
-            slot_is_masked = noise.uniform("slot_mask", num_slots) < probability[:, None]
+        slot_is_masked = noise.uniform("slot_mask", num_slots) < probability[:, None]
         layout = corrupt_slots(
             batch,
             noise,
@@ -88,8 +75,6 @@ class Zarya(Hybrid):
             mask_token_id=required_mask_id(self, special_tokens),
             masked_order=noise.bits("masked_order", num_slots) if self.shuffle_masked else None,
         )
-        if self.mask_pattern == "grouped":
-            probability = layout.terms.sum(1).clamp(min=1).double() / batch.response_lengths
         corrupted = self.targets(layout, mask_probability=probability, response_lengths=batch.response_lengths)
         if self.token_weights == "equal":
             return corrupted
@@ -99,70 +84,6 @@ class Zarya(Hybrid):
         factor = harmonic_factor(place, length, probability, eps=self.eps)
         weights = torch.where(layout.terms == 1, corrupted.weights * factor, corrupted.weights)
         return replace(corrupted, weights=weights.float())
-
-
-def grouped_slots(
-    noise: KeyedNoise,
-    num_slots: int,
-    mask_probability: Float[Tensor, " batch"],
-    *,
-    lengths: Int[Tensor, " batch"],
-    span: Int[Tensor, " batch"],
-) -> Bool[Tensor, "batch slot"]:
-    """Mask ceil(p n) of a row's n slots, group by group.
-
-    The groups are the last ``span`` slots, the first ones, spans of that length at equal distances, and single slots at
-    random. A group takes only slots that earlier groups left.
-
-    Args:
-        noise: The stream ``group_random`` is used.
-        num_slots: Slots of the longest row.
-        mask_probability: Share of a row's slots that are masked, p in (0, 1].
-        lengths: Number of slots of each row, n.
-        span: Longest run of slots that a group masks in each row, at least 1.
-    """
-    free = torch.arange(num_slots, device=lengths.device) < lengths[:, None]
-    # The expected number of masks under independent masking, but at least one.
-    wanted = (mask_probability * lengths - 1e-6).ceil().clamp(min=1).long().minimum(lengths)
-    is_masked = torch.zeros_like(free)
-    for group in ("suffix", "prefix", "middle", "random"):
-        left = (wanted - is_masked.sum(1))[:, None]
-        rank = free.cumsum(1) - 1
-        num_free = free.sum(1, keepdim=True)
-        run = left.minimum(span[:, None])
-        if group == "suffix":
-            chosen = free & (rank >= num_free - run)
-        elif group == "prefix":
-            chosen = free & (rank < run)
-        elif group == "middle":
-            chosen = free & _in_spans(rank, num_free, left, run)
-        else:
-            chosen = random_subset(noise.bits("group_random", num_slots), free, left[:, 0])
-        is_masked = is_masked | chosen
-        free = free & ~chosen
-    return is_masked
-
-
-def _in_spans(
-    rank: Int[Tensor, "batch slot"],
-    num_free: Int[Tensor, "batch 1"],
-    left: Int[Tensor, "batch 1"],
-    run: Int[Tensor, "batch 1"],
-) -> Bool[Tensor, "batch slot"]:
-    """Return which free slots lie in floor(left / span) runs with equal gaps before, between and after them.
-
-    Args:
-        rank: Number of each slot among the free ones of its row.
-        num_free: Free slots.
-        left: Slots still to be masked.
-        run: Slots of a run: the span, or ``left`` if that is less.
-    """
-    length = run.clamp(min=1)
-    num_runs = left // length
-    gap = (num_free - num_runs * length) // (num_runs + 1)
-    number = (rank - gap) // (length + gap)
-    offset = (rank - gap) % (length + gap)
-    return (rank >= gap) & (offset < length) & (number < num_runs) & (left > 0)
 
 
 def harmonic_factor(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ _MAX_DRAWN = 1 << 22
 """Drawn prompts that are held in memory at a time (32 MB for each column of values)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Interval:
     """A point estimate with its 95 % confidence interval; all three values are in the same unit."""
 
@@ -42,6 +42,9 @@ class ComparisonRow:
         method: Rows with the same method form one trade-off curve.
         run: The run that measured the decoder.
         options: Values of the options that the row's sweep varies, as texts by their full names; empty outside a sweep.
+        figures: Aggregate figures of the test; see :class:`~refusion_lit.metrics.DecodingMetrics`.
+        mismatches: Why the model was not trained for this decoder; empty if it was.
+        predictions: Predictions by prompt id; empty if the run has no predictions file.
         on_front: Whether the row is on the Pareto front.
     """
 
@@ -50,6 +53,9 @@ class ComparisonRow:
     method: str
     run: Run
     options: dict[str, str]
+    figures: dict[str, Any]
+    mismatches: list[str]
+    predictions: dict[str, ScoredPrediction]
     on_front: bool = False
 
     @property
@@ -61,24 +67,9 @@ class ComparisonRow:
     @property
     def title(self) -> str:
         """The row's name and, if that is another word, the class of its decoder."""
-        options = (self.run.results.get("decoders") or {}).get(self.decoder)
+        options = self.run.results["decoders"].get(self.decoder)
         shown = with_class(self.decoder, options.get("class") if isinstance(options, dict) else None)
         return self.name + shown.removeprefix(self.decoder)
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Aggregate figures of the test; see :class:`~refusion_lit.metrics.DecodingMetrics`."""
-        return self.run.results["results"][self.decoder]
-
-    @property
-    def mismatches(self) -> list[str]:
-        """Why the model was not trained for this decoder; empty if it was."""
-        return list((self.run.results.get("mismatches") or {}).get(self.decoder) or [])
-
-    @property
-    def predictions(self) -> dict[str, ScoredPrediction]:
-        """Predictions by prompt id; empty if the run has no predictions file."""
-        return self.run.predictions[self.decoder]
 
     @property
     def has_intervals(self) -> bool:
@@ -93,18 +84,16 @@ class ComparisonRow:
     @cached_property
     def score(self) -> Interval:
         """Mean score in percent."""
-        if self.has_intervals:
-            return score_interval(_scores(self, self.predictions))
         value = 100 * float(self.figures["score"])
-        return Interval(estimate=value, low=value, high=value)
+        is_known = self.has_intervals
+        return score_interval(_scores(self.predictions.values())) if is_known else Interval(value, value, value)
 
     @cached_property
     def tokens_per_forward(self) -> Interval:
         """Total tokens divided by total forwards."""
-        if self.has_intervals:
-            return ratio_interval(*_counts(self, self.predictions))
         value = float(self.figures.get("tokens_per_forward", 0.0))
-        return Interval(estimate=value, low=value, high=value)
+        is_known = self.has_intervals
+        return ratio_interval(*_counts(self.predictions.values())) if is_known else Interval(value, value, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +173,7 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
         baseline=baseline,
         differences=[_difference(row, base) for row, base in pairs if row is not base],
         option_names=short_names(list(dict.fromkeys(name for row in rows for name in row.options))),
-        metrics=list(dict.fromkeys(name for run in runs for name in run.results.get("metrics") or ())),
+        metrics=list(dict.fromkeys(name for run in runs for name in run.results["metrics"])),
     )
 
 
@@ -195,9 +184,13 @@ def _rows(runs: Sequence[Run]) -> list[ComparisonRow]:
     for run in runs:
         names = varied[run.source] if run.options else []
         options = {name: short(run.options.get(name)) for name in names}
-        for decoder in run.results["results"]:
+        for decoder, figures in run.results["results"].items():
             method = f"{run.source}: {decoder}" if len(varied) > 1 else decoder
-            rows.append(ComparisonRow(name=method, decoder=decoder, method=method, run=run, options=options))
+            rows.append(ComparisonRow(
+                name=method, decoder=decoder, method=method, run=run, options=options, figures=figures,
+                mismatches=list(run.results["mismatches"].get(decoder) or []),
+                predictions=run.predictions[decoder],
+            ))  # fmt: skip
     labels = [row.label for row in rows]
     for row, label in zip(rows, labels, strict=True):
         if labels.count(label) > 1:
@@ -212,14 +205,13 @@ def _varied_options(runs: Sequence[Run]) -> list[str]:
     return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
 
 
-def _scores(row: ComparisonRow, ids: Iterable[str]) -> list[float]:
+def _scores(predictions: Iterable[ScoredPrediction]) -> list[float]:
     """Return the score of each prompt in percent."""
-    return [100 * row.predictions[i].score for i in ids]
+    return [100 * prediction.score for prediction in predictions]
 
 
-def _counts(row: ComparisonRow, ids: Iterable[str]) -> tuple[list[float], list[float]]:
+def _counts(predictions: Collection[ScoredPrediction]) -> tuple[list[float], list[float]]:
     """Return the tokens and the forwards of each prompt."""
-    predictions = [row.predictions[i] for i in ids]
     return [float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions]
 
 
@@ -239,6 +231,7 @@ def _find_baseline(row: ComparisonRow, rows: Sequence[ComparisonRow], name: str)
 def _difference(row: ComparisonRow, baseline: ComparisonRow) -> Difference:
     common = [i for i in row.predictions if i in baseline.predictions]
     shared = [i for i in common if row.predictions[i].example == baseline.predictions[i].example]
+    first, second = ([each.predictions[i] for i in shared] for each in (row, baseline))
     return Difference(
         row=row,
         baseline=baseline,
@@ -246,8 +239,8 @@ def _difference(row: ComparisonRow, baseline: ComparisonRow) -> Difference:
         num_differing=len(common) - len(shared),
         num_only_row=len(row.predictions) - len(common),
         num_only_baseline=len(baseline.predictions) - len(common),
-        score=score_difference(_scores(row, shared), _scores(baseline, shared)) if shared else None,
-        tokens_per_forward=ratio_difference(_counts(row, shared), _counts(baseline, shared)) if shared else None,
+        score=score_difference(_scores(first), _scores(second)) if shared else None,
+        tokens_per_forward=ratio_difference(_counts(first), _counts(second)) if shared else None,
     )
 
 
@@ -293,7 +286,7 @@ def score_interval(values: Sequence[float]) -> Interval:
     Args:
         values: One score from 0 to 100 per prompt; at least one.
     """
-    return _edge_interval(values) if _at_edge(values) else ratio_interval(values, [1.0] * len(values))
+    return _edge_interval(values) or ratio_interval(values, [1.0] * len(values))
 
 
 def score_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
@@ -306,16 +299,14 @@ def score_difference(first: Sequence[float], second: Sequence[float]) -> Interva
         first: One score from 0 to 100 per prompt.
         second: The scores of the other row, with the prompts in the same order.
     """
-    ones = [1.0] * len(first)
-    if not (_at_edge(first) and _at_edge(second)):
+    a, b = _edge_interval(first), _edge_interval(second)
+    if a is None or b is None:
+        ones = [1.0] * len(first)
         return ratio_difference((first, ones), (second, ones))
-    a = _edge_interval(first)
-    b = _edge_interval(second)
-    return Interval(
-        estimate=a.estimate - b.estimate,
-        low=a.estimate - b.estimate - math.hypot(a.estimate - a.low, b.high - b.estimate),
-        high=a.estimate - b.estimate + math.hypot(a.high - a.estimate, b.estimate - b.low),
-    )
+    difference = a.estimate - b.estimate
+    below = math.hypot(a.estimate - a.low, b.high - b.estimate)
+    above = math.hypot(a.high - a.estimate, b.estimate - b.low)
+    return Interval(difference, difference - below, difference + above)
 
 
 def _bootstrapped(statistic: Callable[..., NDArray[np.float64]], *columns: Sequence[float]) -> Interval:
@@ -325,7 +316,7 @@ def _bootstrapped(statistic: Callable[..., NDArray[np.float64]], *columns: Seque
     data = [np.asarray(column, dtype=np.float64) for column in columns]
     estimate = float(statistic(*data, axis=-1))
     if len(data[0]) == 1:  # scipy refuses a single prompt, whose resamples are all the same
-        return Interval(estimate=estimate, low=estimate, high=estimate)
+        return Interval(estimate, estimate, estimate)
     with warnings.catch_warnings():  # a resample without forwards has no ratio, and is left out below
         warnings.filterwarnings("ignore", category=RuntimeWarning)
         resampled = bootstrap(
@@ -340,7 +331,7 @@ def _bootstrapped(statistic: Callable[..., NDArray[np.float64]], *columns: Seque
         ).bootstrap_distribution
     tail = 50 * (1 - _LEVEL)
     low, high = np.nanpercentile(resampled, [tail, 100 - tail])
-    return Interval(estimate=estimate, low=float(low), high=float(high))
+    return Interval(estimate, float(low), float(high))
 
 
 def wilson(num_hits: int, num_trials: int) -> Interval:
@@ -353,7 +344,7 @@ def wilson(num_hits: int, num_trials: int) -> Interval:
     from scipy.stats import binomtest  # takes about a second to import
 
     found = binomtest(num_hits, num_trials).proportion_ci(_LEVEL, method="wilson")
-    return Interval(estimate=num_hits / num_trials, low=float(found.low), high=float(found.high))
+    return Interval(num_hits / num_trials, float(found.low), float(found.high))
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -367,15 +358,12 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return [i for i, (x, y) in enumerate(points) if not any(u >= x and v >= y and (u > x or v > y) for u, v in points)]
 
 
-def _at_edge(values: Sequence[float]) -> bool:
-    """Return whether all scores are 0, or all are 100."""
-    return set(values) in ({0.0}, {100.0})
-
-
-def _edge_interval(values: Sequence[float]) -> Interval:
-    """Return Wilson's score interval in percent of scores that are all 0 or all 100."""
+def _edge_interval(values: Sequence[float]) -> Interval | None:
+    """Return Wilson's score interval in percent if all scores are 0 or all are 100, else ``None``."""
+    if set(values) not in ({0.0}, {100.0}):
+        return None
     share = wilson(len(values) if values[0] else 0, len(values))
-    return Interval(estimate=100 * share.estimate, low=100 * share.low, high=100 * share.high)
+    return Interval(100 * share.estimate, 100 * share.low, 100 * share.high)
 
 
 def _ratio(numerators: NDArray[np.float64], denominators: NDArray[np.float64], axis: int) -> NDArray[np.float64]:

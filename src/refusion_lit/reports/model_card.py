@@ -16,17 +16,15 @@ from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
-from refusion_lit.reports.results import RESULTS, described_environment, read_config, read_environment, read_results
+from refusion_lit.reports.results import ENVIRONMENT, RESULTS, described_environment, read_config, read_results
 from refusion_lit.reports.runs import with_scores
-from refusion_lit.reports.tables import markdown_figures
+from refusion_lit.reports.tables import FIGURES, MISMATCH, escaped, with_metrics
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.files import check_fingerprint
+from refusion_lit.utils.files import check_fingerprint, read_object
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
 PLAIN_PROMPT = 'input_ids = tokenizer("...", add_special_tokens=False, return_tensors="pt").input_ids'
-_TESTED = "test split"
-"""What was tested, where the results do not say it."""
 
 
 def model_card(
@@ -51,7 +49,7 @@ def model_card(
         results: Directories of test runs, each with a ``results.json``.
         weights: Digest of the weights; results of other ones are refused. ``None``: unknown.
         adapters: The low-rank adapters, if the directory holds them alone.
-        prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the tokenizer.
+        prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
         decoder: The decoder that the directory names; by default one for its traits, with the options that were tested.
         has_drafter: Whether the directory holds a drafter, too.
 
@@ -59,7 +57,6 @@ def model_card(
         ValueError: If a file is damaged, or a test run has no results or those of other weights.
     """
     config = (run and read_config(run)) or {}
-    environment = (run and read_environment(run)) or {}
     tests = [_read_test(path, weights) for path in results]
     made = decoder or _tested(SelfSpeculative() if has_drafter else default_decoder(traits), tests)
     evaluated = [result for test in tests for result in _eval_results(test)]
@@ -92,8 +89,12 @@ def model_card(
         has_drafter=has_drafter,
         is_autoregressive=has_drafter or (traits.attention == "causal" and "next_token" in (traits.predictions or ())),
         has_own_decoder=has_own_decoder(traits),
-        tests=[_figures(test) for test in tests],
-        environment=described_environment(environment),
+        tests=tests,
+        with_metrics=with_metrics,
+        all_figures=FIGURES,
+        escaped=escaped,
+        mismatch=MISMATCH,
+        environment=described_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
 
@@ -101,7 +102,7 @@ def model_card(
 def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
     """Return a decoder with the options of the first test of its class."""
     for test in tests:
-        for options in (test.get("decoders") or {}).values():
+        for options in test["decoders"].values():
             if options.get("class") == type(decoder).__name__:
                 return replace(decoder, **{k: v for k, v in options.items() if hasattr(decoder, k)})
     return decoder
@@ -113,7 +114,7 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
     Args:
         name: The directory or repository.
         origin: The drafter's options and base.
-        prompt: What :func:`~refusion_lit.modeling.exporting.prompt_code` returns for the model's tokenizer.
+        prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the model's tokenizer.
     """
     base = origin.base or "MODEL"
     data = ModelCardData(
@@ -138,16 +139,15 @@ def _public(source: str | None) -> str | None:
 
 def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
     """Yield the figures of a test for the hub's ``model-index``, of the decoders that fit the model."""
-    task = _lookup(test, "config", "data", "task")
-    name = _class_name(task) or "unknown task"
+    name = test["task"] or "unknown task"
     for decoder, figures in test["results"].items():
         for figure, title in (("score", "score"), ("tokens_per_forward", "tokens per forward")):
-            if figure in figures and not (test.get("mismatches") or {}).get(decoder):
+            if figure in figures and not test["mismatches"].get(decoder):
                 yield EvalResult(
                     task_type="text-generation",
                     task_name="Text generation",
-                    dataset_type=_lookup(task, "init_args", "dataset") or name,
-                    dataset_name=f"{name}, {test.get('tested', _TESTED)}",
+                    dataset_type=_lookup(test, "config", "data", "task", "init_args", "dataset") or name,
+                    dataset_name=f"{name}, {test['tested']}",
                     metric_type=figure,
                     metric_name=f"{title} with {decoder}",
                     metric_value=round(float(figures[figure]), 4),
@@ -155,42 +155,18 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 
 def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
-    """Return the content of a ``results.json`` of a test of these weights."""
+    """Return the content of a ``results.json`` of a test of these weights, and the class of its task."""
     path = directory / RESULTS
     results = read_results(path)
     expected = f"the results of `refusion-lit test` in {path}"
     require(results is not None, "results", expected, "another file", "test the model again")
     assert results is not None
-    for fingerprint in (results.get("fingerprints") or {}).values():
+    for fingerprint in results["fingerprints"].values():
         check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
                           fix="Give the directory of a test of this checkpoint")  # fmt: skip
     with_scores(directory, results, [])
-    return results
-
-
-def _figures(results: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a sentence on a test, and the table of its figures."""
-    marked = {name for name, reasons in (results.get("mismatches") or {}).items() if reasons}
-    sampling = {"batch_size": results.get("batch_size"), **(results.get("sampling") or {})}
-    options = ", ".join(f"{name} {value}" for name, value in sampling.items() if value not in (None, []))
-    num_prompts = max(int(figures.get("num_prompts", 0)) for figures in results["results"].values())
-    task = _class_name(_lookup(results, "config", "data", "task"))
-    prompts = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} of the {results.get('tested', _TESTED)}"
-    decoders = [f"`{name}` is {_shown(each)}" for name, each in (results.get("decoders") or {}).items()]
-    lead = f"On {prompts}{f' ({task})' if task else ''}, decoded with {options}{'; ' * bool(decoders)}"
-    lead += f"{', '.join(decoders)}:"
-    return lead, markdown_figures(results["results"], marked=marked, metrics=results.get("metrics") or ())
-
-
-def _shown(decoder: Mapping[str, Any]) -> str:
-    """Return a recorded decoder as ``Class(option=value)``, without options that have no value."""
-    options = [f"{name}={value}" for name, value in decoder.items() if name != "class" and value is not None]
-    return f"{decoder.get('class')}({', '.join(options)})"
-
-
-def _class_name(part: object) -> str | None:
-    """Return the class of a component of a config without its module; ``None`` if there is none."""
-    return str(part["class_path"]).rsplit(".", 1)[-1] if isinstance(part, Mapping) and "class_path" in part else None
+    task = str(_lookup(results, "config", "data", "task", "class_path") or "")
+    return {"tested": "test split", "task": task.rpartition(".")[2], **results}
 
 
 def _without_unset(value: Any) -> Any:  # noqa: ANN401 - YAML

@@ -128,7 +128,7 @@ def training_plots(runs: Sequence[Run]) -> list[str]:
 
     A test of a checkpoint finds the training in the checkpoint's directory. Tests of one training share a curve.
     """
-    checkpoints = [(run.results.get("config") or {}).get("ckpt_path") for run in runs]
+    checkpoints = [run.results["config"].get("ckpt_path") for run in runs]
     directories = dict.fromkeys(Path(path).resolve().parent.parent for path in checkpoints if isinstance(path, str))
     files = {directory: directory / "metrics.csv" for directory in directories}
     names = {directory: f"{directory.parent.name}/{directory.name}" for directory in files}

@@ -13,8 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import is_number, require
 from refusion_lit.version import __version__
 
@@ -30,12 +29,15 @@ _NUM_KEPT = 100
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
-    """Return the content of a ``results.json``; ``None`` if another program wrote the file.
+    """Return the content of a ``results.json``, empty where a field is missing; ``None`` if another program wrote it.
 
     Raises:
         ValueError: If the file cannot be read, or a field of ours is of another type.
     """
-    values = _read(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
     figures = values.get("results") if isinstance(values, dict) else None
     is_ours = (
         isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
@@ -49,16 +51,8 @@ def read_results(path: Path) -> dict[str, Any] | None:
     is_list = isinstance(names := values.get("metrics") or [], list) and all(isinstance(name, str) for name in names)
     require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
-    return values
-
-
-def read_environment(directory: Path) -> dict[str, Any] | None:
-    """Return the environment recorded in a run's directory; ``None`` if there is none.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
-    return _read_object(directory / ENVIRONMENT)
+    found = {name: values.get(name) or {} for name in _MAPPINGS}
+    return {**values, **found, "metrics": names, "batch_size": values.get("batch_size")}
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
@@ -67,33 +61,16 @@ def read_config(directory: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: If the file is damaged.
     """
-    config = _read_object(directory / CONFIG)
-    return None if config is None else shortened(config)
+    path = directory / CONFIG
+    return _shortened(read_yaml(path, "config")) if path.is_file() else None
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    values = _read(path)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a mapping, got {type(values).__name__}; restore the file or remove it.")
-    return values
-
-
-def _read(path: Path) -> Any:  # noqa: ANN401 - JSON or YAML
-    try:
-        text = path.read_text(encoding="utf-8")
-        return yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
-
-
-def shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
+def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
     """Return a config with its long texts cut."""
     if isinstance(value, dict):
-        return {name: shortened(inner) for name, inner in value.items()}
+        return {name: _shortened(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [shortened(inner) for inner in value]
+        return [_shortened(inner) for inner in value]
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value

@@ -52,16 +52,6 @@ class Run:
     options: dict[str, Any]
     predictions: dict[str, dict[str, ScoredPrediction]]
 
-    @property
-    def environment(self) -> dict[str, Any]:
-        """The recorded environment; see :func:`~refusion_lit.reports.results.environment`."""
-        return self.results.get("environment") or {}
-
-    @property
-    def batch_size(self) -> int | None:
-        """Maximum number of prompts per call of the model."""
-        return self.results.get("batch_size")
-
 
 def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     """Read all runs in the given directories and below.
@@ -139,7 +129,7 @@ def _run(folder: Path, argument: Path, source: str, results: dict[str, Any], not
                 f"{name}: {decoder} was tested on {expected} prompts, but its predictions files have {len(found)}; "
                 "figures with intervals are based on these."
             )
-    options = _point_options(folder, argument)
+    options = {} if folder == argument else _swept_options(folder.parent)
     return Run(name=name, source=source, results=results, options=options, predictions=predictions)
 
 
@@ -149,15 +139,10 @@ def _source_name(argument: Path) -> str:
     return f"{path.parent.name}/{path.name}" if re.fullmatch(r"version_\d+", path.name) else path.name
 
 
-def _point_options(folder: Path, argument: Path) -> dict[str, Any]:
-    """Return the swept options of the point that a directory belongs to."""
-    for candidate in (folder, *folder.parents):
-        options = read_object(candidate / "point.json").get("options")
-        if isinstance(options, dict):
-            return options
-        if candidate == argument:
-            break
-    return {}
+def _swept_options(point: Path) -> dict[str, Any]:
+    """Return the swept options of a point of a sweep, given its directory."""
+    options = read_object(point / "point.json").get("options")
+    return options if isinstance(options, dict) else {}
 
 
 def _failed_points(argument: Path) -> list[str]:
@@ -165,9 +150,8 @@ def _failed_points(argument: Path) -> list[str]:
     for path in _files_of_points(argument, "outcome.json"):
         outcome = read_object(path)
         if outcome.get("status") == "failed":
-            options = read_object(path.parent / "point.json").get("options")
-            names = options.items() if isinstance(options, dict) else ()
-            point = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in names) or path.parent.name
+            options = _swept_options(path.parent).items()
+            point = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in options) or path.parent.name
             error = str(outcome.get("error") or "no reason recorded").strip().splitlines()
             notes.append(f"A point of the sweep failed and is not shown ({point}): {error[-1]}")
     return notes
@@ -188,7 +172,7 @@ def with_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict
         found = predictions[decoder] = read_scores(folder, decoder, notes)
         if found and len(found) >= figures.get("num_prompts", 0):
             figures["score"] = sum(each.score for each in found.values()) / len(found)
-            for name in results.get("metrics") or ():
+            for name in results["metrics"]:
                 figures[name] = sum(each.metrics.get(name, 0.0) for each in found.values()) / len(found)
     return predictions
 

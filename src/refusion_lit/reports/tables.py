@@ -1,4 +1,4 @@
-"""Tables: the figures of one test (terminal, Markdown) and a comparison with intervals (Markdown)."""
+"""The figures of a test that tables show, and tables in the terminal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from refusion_lit.reports.comparison import Comparison, ComparisonRow, Interval
 
 MISMATCH = "the model was not trained for this decoder"
 FIGURES = (
@@ -50,9 +48,9 @@ def decoder_table(
         metrics: Names of the task's further metrics.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
-    shown = _with_metrics(PRINTED, metrics)
+    shown = with_metrics(PRINTED, metrics)
     head = ["decoder", *(title for _, title, _ in shown)]
-    rows = [[f"{name} *" if name in marked else name, *_cells(figures, shown)] for name, figures in results.items()]
+    rows = [[f"{name} *" if name in marked else name, *cells(figures, shown)] for name, figures in results.items()]
     title = f"{num_prompts} prompts, batch size {batch_size}"
     print_table(title, head, rows, note=f"* {MISMATCH}" if marked else None)
 
@@ -83,82 +81,17 @@ def print_table(
     console.print(table)
 
 
-def markdown_figures(
-    results: Mapping[str, Mapping[str, Any]], *, marked: Set[str] = frozenset(), metrics: Sequence[str] = ()
-) -> str:
-    """Return the figures of a test as a Markdown table; arguments as for :func:`decoder_table`."""
-    shown = _with_metrics(FIGURES, metrics)
-    titles = ["decoder", *(_escaped(title) for _, title, _ in shown)]
-    lines = [f"| {' | '.join(titles)} |", f"| --- |{' --: |' * len(shown)}"]
-    for name, figures in results.items():
-        mark = r" \*" if name in marked else ""
-        lines.append(f"| `{name}`{mark} | {' | '.join(_cells(figures, shown))} |")
-    if marked:
-        lines += ["", rf"\* {MISMATCH}"]
-    return "\n".join(lines)
-
-
-def markdown_table(comparison: Comparison) -> str:
-    """Return a comparison as a Markdown table, with its caption below."""
-    names = ["decoder", *comparison.option_names.values(), "prompts", "score %", *comparison.metrics]
-    names += ["tokens/forward", "tokens/s", "calls/batch", "batch size", "Δ score", "Δ tokens/forward"]
-    head = [_escaped(name) for name in names]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-    differences = {id(d.row): d for d in comparison.differences}
-    shown = _with_metrics(PRINTED, comparison.metrics)
-    for row in comparison.rows:
-        _, *metrics, _, tokens_per_second, calls_per_batch = _cells(row.figures, shown)
-        difference = differences.get(id(row))
-        cells = [
-            _escaped(row.title) + (" *" if row.mismatches else ""),
-            *(_escaped(row.options.get(name, "--")) for name in comparison.option_names),
-            comparison.prompts_of(row),
-            _estimate(row, row.score, ".1f"),
-            *metrics,
-            _estimate(row, row.tokens_per_forward, ".2f"),
-            tokens_per_second,
-            calls_per_batch,
-            "--" if row.run.batch_size is None else str(row.run.batch_size),
-            _interval(difference.score, "+.1f") if difference else "--",
-            _interval(difference.tokens_per_forward, "+.2f") if difference else "--",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _caption(comparison), ""])
-
-
-def _with_metrics(shown: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:
+def with_metrics(shown: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return figures with a task's further metrics after the score, which is the first."""
     return [shown[0], *((name, name, "{:.3f}") for name in metrics), *shown[1:]]
 
 
-def _cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:
+def cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the values of figures as they are shown, ``--`` for one that is missing."""
     return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in shown]
 
 
-def _estimate(row: ComparisonRow, value: Interval, spec: str) -> str:
-    return _interval(value, spec) if row.has_intervals else format(value.estimate, spec)
-
-
-def _interval(value: Interval | None, spec: str) -> str:
-    return "--" if value is None else f"{value.estimate:{spec}} [{value.low:{spec}}, {value.high:{spec}}]"
-
-
-def _caption(comparison: Comparison) -> str:
-    text = "95 % bootstrap intervals over prompts; Wilson's where all prompts are right or all are wrong."
-    if comparison.differences:
-        text += f" Differences from {comparison.baseline} are over the prompts that both rows have."
-    for difference in comparison.differences:
-        if difference.num_differing:
-            text += (
-                f" {difference.row.label} and {difference.baseline.label} have different prompts or references under "
-                f"{difference.num_differing} ids, which are left out."
-            )
-    text += "".join(f" {note}" for note in comparison.notes)
-    marked = rf" \*: {MISMATCH}." if any(row.mismatches for row in comparison.rows) else ""
-    return _escaped(text) + marked
-
-
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Escape the characters that Markdown, or HTML inside it, interprets."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{c}" if c in "\\`*_[]|#" else c for c in text)

@@ -11,26 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from refusion_lit.reports.comparison import NUM_RESAMPLES, Comparison, ComparisonRow, compare
 from refusion_lit.reports.plots import STYLE, standalone, tradeoff_plot, training_plots
 from refusion_lit.reports.results import described_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
-from refusion_lit.reports.tables import markdown_table
+from refusion_lit.reports.tables import MISMATCH, escaped
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
 FORMATS = ("html", "markdown")
-DIRECTORY = "report"
-"""Name of the report's directory inside that of a run or a sweep."""
-
 _PLOT = "tradeoff.svg"  # which every report has
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
-_MAX_EXAMPLE_LENGTH = 1500
 
 
 def write_report(
@@ -60,7 +56,9 @@ def write_report(
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     comparison = compare(*read_runs(paths), baseline)
     sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
-    directory = Path(output) if output is not None else _default_output(paths)
+    first = Path(paths[0])
+    place = Path() if len(paths) > 1 else first.parent if first.is_file() else first
+    directory = place / "report" if output is None else Path(output)
     plot = tradeoff_plot(comparison)
     files: dict[str, str] = {}
     if "html" in formats:
@@ -88,13 +86,6 @@ def report_results(path: Path) -> None:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
 
 
-def _default_output(paths: Sequence[str | Path]) -> Path:
-    if len(paths) > 1:
-        return Path(DIRECTORY)
-    path = Path(paths[0])
-    return (path.parent if path.is_file() else path) / DIRECTORY
-
-
 def html_report(comparison: Comparison, plot: str) -> str:
     """Render the report.
 
@@ -102,17 +93,9 @@ def html_report(comparison: Comparison, plot: str) -> str:
         comparison: The rows and differences to show.
         plot: The trade-off plot, an SVG element.
     """
-    environment = Environment(
-        loader=PackageLoader("refusion_lit", "reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     runs = comparison.runs
     examples, num_differing = _examples(comparison)
-    return environment.get_template("report.html.jinja").render(
+    return _template("report.html.jinja").render(
         comparison=comparison,
         title=", ".join(dict.fromkeys(run.source for run in runs)),
         tradeoff=Markup(plot),
@@ -127,22 +110,42 @@ def html_report(comparison: Comparison, plot: str) -> str:
     )
 
 
+def markdown_table(comparison: Comparison) -> str:
+    """Return a comparison as a Markdown table, with its caption below."""
+    return _template("table.md.jinja").render(comparison=comparison, mismatch=MISMATCH)
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        loader=PackageLoader("refusion_lit", "reports"),
+        autoescape=name.endswith(".html.jinja"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["escaped"] = escaped
+    environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return environment.get_template(name)
+
+
 def _facts(run: Run) -> dict[str, str]:
     """Return how a run was made, by name, without what was not recorded."""
-    command = run.environment.get("command")
+    environment = run.results["environment"]
+    command = environment.get("command")
     facts = {
         "folder": run.name,
         "command": shlex.join(command) if isinstance(command, list) else command,
-        "seed": run.environment.get("seed"),
-        "sampling": ", ".join(f"{name}={value}" for name, value in (run.results.get("sampling") or {}).items()),
-        "batch size": run.batch_size,
-        **described_environment(run.environment),
+        "seed": environment.get("seed"),
+        "sampling": ", ".join(f"{name}={value}" for name, value in run.results["sampling"].items()),
+        "batch size": run.results["batch_size"],
+        **described_environment(environment),
     }
     return {name: str(value) for name, value in facts.items() if value is not None and value != ""}
 
 
-def _examples(comparison: Comparison) -> tuple[list[dict[str, Any]], int]:
-    """Return a few prompts, those with a wrong response first, with the responses of the first rows.
+def _examples(comparison: Comparison) -> tuple[list[tuple[Any, ...]], int]:
+    """Return id, prompt, reference and predictions of the first rows of a few prompts, those with a wrong one first.
 
     Beside them, the number of ids that have different prompts or references in these rows.
     """
@@ -153,20 +156,6 @@ def _examples(comparison: Comparison) -> tuple[list[dict[str, Any]], int]:
         for identity, prediction in row.predictions.items():
             answers.setdefault((identity, prediction.example), []).append((row, prediction))
     wrong = [(i, p.example) for row in rows for i, p in row.predictions.items() if p.score < 1]
-    shown = [
-        {
-            "id": identity,
-            "prompt": _truncate(prompt),
-            "reference": _truncate(reference or ""),
-            "responses": [
-                (row, _truncate(p.response), p.score, p.num_tokens, p.num_forwards)
-                for row, p in answers[identity, (prompt, reference)]
-            ],
-        }
-        for identity, (prompt, reference) in list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
-    ]
+    first = list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
+    shown = [(identity, *example, answers[identity, example]) for identity, example in first]
     return shown, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_EXAMPLE_LENGTH else f"{text[:_MAX_EXAMPLE_LENGTH]} …"

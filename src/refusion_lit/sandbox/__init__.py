@@ -53,6 +53,7 @@ _READABLE = (*{sys.base_prefix} - {"/"}, "/lib", "/lib64", "/usr/lib", "/usr/lib
 _MAX_LINE_BYTES = 1 << 16
 _MAX_MESSAGE_LENGTH = 500
 _START_TIMEOUT = 120.0
+_LEAST_TIMEOUT = 1e-6  # of a socket, which never waits if it is 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,26 +218,19 @@ class _SandboxedProcess:
         subprocess.run(["sh", "-c", delete, self._directory], stderr=subprocess.DEVNULL, check=False)
 
     def _send(self, message: object, deadline: float) -> None:
-        self._control.settimeout(_remaining(deadline))
+        self._control.settimeout(max(deadline - time.monotonic(), _LEAST_TIMEOUT))
         self._control.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self, deadline: float) -> bytes:
         """Return the next line; empty if the process has closed the socket."""
         while b"\n" not in self._buffer and len(self._buffer) < _MAX_LINE_BYTES:
-            self._control.settimeout(_remaining(deadline))
+            self._control.settimeout(max(deadline - time.monotonic(), _LEAST_TIMEOUT))
             read = self._control.recv(4096)
             if not read:
                 return b""
             self._buffer += read
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError
-    return remaining
 
 
 def _parse_message(line: bytes) -> dict[str, object]:

@@ -170,27 +170,20 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
     Raises:
         ValueError: If a part of the name is no group of options.
     """
-    node = config
-    *path, leaf = name.split(".")
-    for i, part in enumerate(path):
-        node = _init_args(node, part)
-        if node.get(part) is None:
-            node[part] = {}
-        elif isinstance(node[part], str):  # a component given by its class name only
-            node[part] = {"class_path": node[part]}
-        node = node[part]
-        expected = f"a group of options at {'.'.join(path[: i + 1])}"
-        require(isinstance(node, dict), name, expected, node, "correct the name")
-    _init_args(node, leaf)[leaf] = value
-
-
-def _init_args(node: Config, part: str) -> Config:
-    """Return the ``init_args`` of a component if ``part`` is an option of the component, else the node."""
-    if "class_path" in node and part not in ("class_path", "init_args"):
-        if node.get("init_args") is None:
-            node["init_args"] = {}
-        return node["init_args"]
-    return node
+    parts = name.split(".")
+    for number, part in enumerate(parts, start=1):
+        if "class_path" in config and part not in ("class_path", "init_args"):
+            if config.get("init_args") is None:
+                config["init_args"] = {}
+            config = config["init_args"]
+        if number == len(parts):
+            config[part] = value
+            return
+        group = {} if config.get(part) is None else config[part]
+        config[part] = {"class_path": group} if isinstance(group, str) else group  # given by its class name only
+        expected = f"a group of options at {'.'.join(parts[:number])}"
+        require(isinstance(config[part], dict), name, expected, group, "correct the name")
+        config = config[part]
 
 
 def _resolve_path(value: Any, directory: Path) -> Any:  # noqa: ANN401 - an option's value

@@ -109,6 +109,7 @@ def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) ->
             f"--runs_dir={folder.parent}",
             f"--run_name={point.id}",
             f"--run_version={subcommand}",
+            *(["--ckpt_path=last"] if subcommand == "test" and "fit" in point.configs else []),
         ]
         for subcommand in point.configs
     }
@@ -133,21 +134,20 @@ def _prepare_points(
 ) -> dict[Path, Point]:
     """Write what the unfinished points need; return these by their directories."""
     write_json_atomically(directory / "sweep.json", {"swept": swept, "points": [point.id for point in points]})
-    unfinished = [point for point in points if not is_finished(directory, point)]
-    for point in unfinished:
-        _prepare(directory, point, command)
+    unfinished = {_folder(directory, point): point for point in points if not is_finished(directory, point)}
+    for folder, point in unfinished.items():
+        _prepare(folder, point, commands(directory, point, command))
     names = {point.id for point in points}
     others = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
     if others:
         _say(console, f"{len(others)} points of other options stay in {directory / 'points'}, but not in the table")
     if num_reused := len(points) - len(unfinished):
         _say(console, f"{num_reused} of {len(points)} points are already finished")
-    return {_folder(directory, point): point for point in unfinished}
+    return unfinished
 
 
-def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
+def _prepare(folder: Path, point: Point, own: dict[str, list[str]]) -> None:
     """Remove what an earlier run of the point left, and write the files that its process reads."""
-    folder = _folder(directory, point)
     if folder.exists():
         fix = "wait for its end or kill it (or cancel its SLURM job), then resume"
         acquire_lock(folder / LOCK, "resume", f"process of an earlier sweep in {folder}", fix).release()
@@ -155,10 +155,8 @@ def _prepare(directory: Path, point: Point, command: Sequence[str]) -> None:
         shutil.rmtree(folder)
     for subcommand, config in point.configs.items():
         write_atomically(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
-    own = commands(directory, point, command)
     values = {"id": point.id, "options": point.options, "seed": point.seed, "commands": own}
-    values["checkpoint"] = _checkpoint_state(point)
-    write_json_atomically(folder / POINT, values)
+    write_json_atomically(folder / POINT, {**values, "checkpoint": _checkpoint_state(point)})
 
 
 def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
@@ -201,7 +199,7 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
     """
     rows = []
     for point in points:
-        folder = directory / "points" / point.id
+        folder = _folder(directory, point)
         outcome = read_object(folder / OUTCOME) or {"status": "pending"}
         common = {
             "point": point.id,
@@ -212,11 +210,10 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
             "error": outcome.get("error"),
             **{name: point.options.get(name) for name in swept},
         }
-        results = outcome.get("results") or {None: {}}
-        mismatches = outcome.get("mismatches") or {}
-        for decoder, figures in results.items():
-            reasons = "; ".join(mismatches.get(decoder, [])) if figures else None
-            made = (outcome.get("decoders") or {}).get(decoder) or {}
+        found = read_object(folder / "test" / "results.json") if outcome["status"] == "finished" else {}
+        for decoder, figures in (found.get("results") or {None: {}}).items():
+            reasons = "; ".join((found.get("mismatches") or {}).get(decoder, [])) if figures else None
+            made = (found.get("decoders") or {}).get(decoder) or {}
             rows.append({**common, "decoder": decoder, "class": made.get("class"), "mismatch": reasons, **figures})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]

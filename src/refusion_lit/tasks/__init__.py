@@ -5,10 +5,10 @@ Importing this package imports every task class, so that configs can refer to th
 
 from __future__ import annotations
 
-from refusion_lit.tasks.base import SPLITS, GeneratedTask, Split, Task
+from refusion_lit.tasks.base import SPLITS, Split, Task
 from refusion_lit.tasks.code import CodeTask, HumanEval, Mbpp
 from refusion_lit.tasks.files import InstructionFiles
-from refusion_lit.tasks.generated import Additions, Records, Sheet
+from refusion_lit.tasks.generated import Additions, GeneratedTask, Records, Sheet
 from refusion_lit.tasks.gsm8k import Gsm8k
 
 __all__ = [

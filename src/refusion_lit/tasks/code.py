@@ -8,11 +8,11 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from refusion_lit.sandbox import LEVELS, Level, Limits, Sandbox
-from refusion_lit.tasks.base import Split, Task
-from refusion_lit.tasks.files import InstructionFiles
-from refusion_lit.tasks.readers import Row, text_field, values_of
+from refusion_lit.tasks.base import Split
+from refusion_lit.tasks.files import FileTask, Row, text_field, values_of
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_choice
 
@@ -22,7 +22,7 @@ _END_OF_BODY = re.compile(r"\n(?=class\s|def\s|async def\s|@|#|if\s|print\b|asse
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeTask(Task):
+class CodeTask(FileTask):
     """Programming problems from a file or a hub data set; a response passes if its program passes the problem's tests.
 
     Generated code runs only with ``allow_code_execution``. Without it, scores are missing from the predictions, and
@@ -30,9 +30,6 @@ class CodeTask(Task):
 
     Attributes:
         files: File or files of the benchmark (JSON or JSONL, also ``.gz``).
-        dataset: Id of a hub data set to use instead (``pip install datasets``).
-        dataset_name: Configuration of the data set.
-        dataset_revision: Revision of the data set.
         allow_code_execution: Whether generated code may run on this machine.
         minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, or ``full`` (no access to
             outside files, no network, no processes).
@@ -40,9 +37,6 @@ class CodeTask(Task):
     """
 
     files: list[str] | str | None = None
-    dataset: str | None = None
-    dataset_name: str | None = None
-    dataset_revision: str | None = None
     allow_code_execution: bool = False
     minimum_isolation: Level = "full"
     limits: Limits = field(default_factory=Limits)
@@ -100,14 +94,9 @@ class CodeTask(Task):
     @cached_property
     def _problems(self) -> Mapping[Split, list[Example]]:
         problems: dict[Split, list[Example]] = {"train": [], "validation": [], "test": []}
-        source = InstructionFiles(
-            train=self.files,
-            dataset=self.dataset,
-            dataset_name=self.dataset_name,
-            dataset_revision=self.dataset_revision,
-        )
+        sources = [self.files] if isinstance(self.files, str) else self.files or self.hub_splits
         seen: set[str] = set()
-        for row in source.rows():
+        for row in chain.from_iterable(map(self.rows, sources)):
             split, example = self.read(row)
             if example.id in seen:
                 raise ValueError(f"{row.location}: expected each problem once, got {example.id} again; remove one.")

@@ -1,16 +1,20 @@
-"""Instruction data from files or from a Hugging Face hub data set."""
+"""Instruction data: rows of files or of a Hugging Face hub data set, and the examples that they become."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.tasks.base import Split, Task
-from refusion_lit.tasks.readers import Row, hub_library, read_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Example
+from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_number
 
@@ -24,8 +28,208 @@ _FIELDS: Mapping[Preset, tuple[str, str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One object of a file.
+
+    Attributes:
+        file: Path of the file, as given.
+        line: Line number in a JSONL file, number of the object in other files; from 1.
+        values: The object; ``None`` if it cannot be read.
+        error: Why it cannot be read.
+    """
+
+    file: str
+    line: int
+    values: Mapping[str, Any] | None
+    error: str = ""
+
+    @property
+    def location(self) -> str:
+        """File and line, for error messages."""
+        return f"{self.file}:{self.line}"
+
+
+def read_rows(file: str) -> Iterator[Row]:
+    """Read a JSON or JSONL file (also ``.gz``).
+
+    Args:
+        file: Path of the file; its suffix determines the format.
+
+    Yields:
+        One row per object. An invalid line of a JSONL file, or an entry that is not an object, is a row with an error.
+
+    Raises:
+        ValueError: If the file is missing, empty, not UTF-8, or invalid as a whole.
+    """
+    path = Path(file)
+    name = path.name.removesuffix(".gz")
+    if path.is_file() and not name.endswith((".json", ".jsonl")):
+        raise ValueError(f"{file}: expected a name ending in .json, .jsonl, .json.gz or .jsonl.gz; rename it.")
+    read = json_rows if name.endswith(".jsonl") else _read_json_list
+    is_empty = True
+    for row in read(file, decompressed_text(path)):
+        is_empty = False
+        yield row
+    if is_empty:
+        raise ValueError(f"{file}: expected at least one sample, got an empty file; give another.")
+
+
+def values_of(row: Row, fix: str = "correct the line") -> Mapping[str, Any]:
+    """Return the object of a row.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    if row.values is None:
+        raise ValueError(f"{row.location}: {row.error}; {fix}.")
+    return row.values
+
+
+def text_field(row: Row, field: str, fix: str = "add it") -> str:
+    """Return the text in a field of a row; ``fix`` says what to do where it is missing.
+
+    Raises:
+        ValueError: If the field is missing (the message suggests the nearest name) or not text.
+    """
+    values = values_of(row)
+    if field not in values:
+        close = get_close_matches(field, list(values), n=1)
+        names = ", ".join(map(repr, values)) or "none"
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; {fix}."
+        raise ValueError(f"{row.location}: expected a field {field!r}; {hint}")
+    value = values[field]
+    if not isinstance(value, str):
+        raise ValueError(f"{row.location}: expected text in field {field!r}, got {type(value).__name__}; quote it.")
+    return unicode_text(row, field, value)
+
+
+def unicode_text(row: Row, field: str, text: str) -> str:
+    """Return the text of a field after checking that it can be encoded.
+
+    Raises:
+        ValueError: If it has a lone surrogate, which JSON can contain but no encoding can represent.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{row.location}: expected Unicode in field {field!r}, got a lone surrogate; remove its \\udXXX."
+        ) from error
+    return text
+
+
+def decompressed_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, compressed (``.gz``) or not.
+
+    Raises:
+        ValueError: If it does not exist or cannot be read; the message names file and line.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(
+            f"{path}:{line}: expected UTF-8 text, got another encoding ({error.reason}); convert it."
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); fetch it again.") from error
+
+
+def json_rows(file: str, text: str) -> Iterator[Row]:
+    """Yield the rows of JSON Lines; blank lines are skipped, and an invalid line is a row with an error.
+
+    Only a line feed ends a line: other line separators of Unicode, such as U+2028, are characters of a text.
+
+    Args:
+        file: Where the text comes from, for messages.
+        text: The lines.
+    """
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield Row(file, number, None, f"broken JSON ({error})")
+        else:
+            yield _row(file, number, values)
+
+
+def _read_json_list(file: str, text: str) -> Iterator[Row]:
+    if not text.strip():
+        return
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise ValueError(f"{file}:{line}: broken JSON ({error}); if it is JSONL, rename it to .jsonl.") from error
+    if not isinstance(values, list):
+        raise ValueError(f"{file}: expected a list of objects, got {type(values).__name__}; put it into a list.")
+    for number, value in enumerate(values, start=1):
+        yield _row(file, number, value)
+
+
+def _row(file: str, number: int, values: object) -> Row:
+    if not isinstance(values, dict):
+        return Row(file, number, None, f"expected a JSON object, got {type(values).__name__}")
+    return Row(file, number, values)
+
+
 @dataclass(frozen=True, kw_only=True)
-class InstructionFiles(Task):
+class FileTask(Task):
+    """A task whose examples are rows of files or of a hub data set.
+
+    Attributes:
+        dataset: Id of a hub data set to use instead of files (``pip install datasets``).
+        dataset_name: Configuration of the data set.
+        dataset_revision: Revision of the data set.
+    """
+
+    dataset: str | None = None
+    dataset_name: str | None = None
+    dataset_revision: str | None = None
+
+    def rows(self, source: str) -> Iterator[Row]:
+        """Return the rows of a file or, with ``dataset``, of one of its splits.
+
+        Raises:
+            ValueError: If it cannot be read; the message names it.
+        """
+        if self.dataset is None:
+            return read_rows(source)
+        known = ", ".join(self.hub_splits)
+        fix = f"it has {known}: choose from these in task.train, task.validation and task.test"
+        require(source in self.hub_splits, "task.dataset", f"a split of {self.dataset}", source, fix)
+        loaded = self._from_hub("load_dataset", split=source)
+        return (Row(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
+
+    @cached_property
+    def hub_splits(self) -> list[str]:
+        """The splits of ``dataset``; none without one."""
+        return [] if self.dataset is None else self._from_hub("get_dataset_split_names")
+
+    def _from_hub(self, function: str, **options: str) -> Any:  # noqa: ANN401
+        """Call a function of the package ``datasets`` for the data set; its errors become a one-line ``ValueError``."""
+        try:
+            import datasets  # pyright: ignore[reportMissingImports] - an extra
+        except ImportError as error:
+            raise ValueError("task.dataset: needs the package datasets; run pip install datasets.") from error
+        try:
+            call = getattr(datasets, function)
+            return call(self.dataset, self.dataset_name, revision=self.dataset_revision, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"task.dataset: the hub data set {self.dataset!r} cannot be loaded ({reason_of(error)}). "
+                "Check task.dataset, task.dataset_name and task.dataset_revision, and the network."
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionFiles(FileTask):
     """Queries with responses from JSON or JSONL files (also ``.gz``), or from a hub data set.
 
     The ``id`` of a row, text or an integer, is the example's id; a row without one is named by split, file and line.
@@ -42,13 +246,11 @@ class InstructionFiles(Task):
             chat ``messages`` whose last assistant turn is the response.
         query_field: Name of the query's field, if it differs from the preset's.
         response_field: Name of the response's field, if it differs from the preset's.
-        dataset: Id of a hub data set to use instead of files (``pip install datasets``).
-        dataset_name: Configuration of the data set.
-        dataset_revision: Revision of the data set.
         keep: Which samples to train on, and to hold out, if ``train`` has a model's answers as ``generate`` and
             ``predict`` write them: ``all``, those ``finished`` (up to EOS, not empty), or of these the ``correct`` ones
             (score 1).
-        malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it.
+        malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts it, also where one of
+            training or validation cannot be encoded.
         num_malformed: Number of skipped samples of each split that has been read.
         num_left_out: Number of samples of each split that ``keep`` left out.
     """
@@ -60,9 +262,6 @@ class InstructionFiles(Task):
     preset: Preset = "query_response"
     query_field: str | None = None
     response_field: str | None = None
-    dataset: str | None = None
-    dataset_name: str | None = None
-    dataset_revision: str | None = None
     keep: Keep = "all"
     malformed: Literal["error", "skip"] = "error"
     num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -98,21 +297,11 @@ class InstructionFiles(Task):
         """Return 1 if the response equals the reference except for surrounding white space, else 0."""
         return float(response.strip() == example.response.strip())
 
-    def rows(self) -> Iterator[Row]:
-        """Yield all rows of the training files, or of all splits of the hub data set, unprocessed.
-
-        Raises:
-            ValueError: If a file or split cannot be read; the message names it.
-        """
-        sources = self._hub_splits if self.dataset is not None else self._sources("train") or []
-        for source in sources:
-            yield from self._rows(source)
-
     def _sources(self, split: Split) -> list[str] | None:
         """Return the files (or the data set's splits) of a split; ``None`` if it has none."""
         files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
-        if files is None and self.dataset is not None:
-            return [split] if split in self._hub_splits else None
+        if files is None:
+            return [split] if split in self.hub_splits else None
         return [files] if isinstance(files, str) else files
 
     def _is_held_out(self, example: Example) -> bool:
@@ -124,7 +313,7 @@ class InstructionFiles(Task):
             if sources is None:
                 raise ValueError(f"task.{split}: expected files, got none; set task.{split}.")
             labels = _unique_labels(sources, f"task.{split}")
-            rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self._rows(source))
+            rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self.rows(source))
             examples: list[Example] = []
             num_skipped = num_left_out = 0
             places: dict[str, str] = {}
@@ -159,22 +348,6 @@ class InstructionFiles(Task):
         fix = "let refusion-lit score write it, or set task.keep: finished"
         require(isinstance(score, (int, float)), row.location, "a number in field 'score'", score, fix)
         return score == 1
-
-    def _rows(self, source: str) -> Iterator[Row]:
-        if self.dataset is None:
-            return read_rows(source)
-        known = ", ".join(self._hub_splits)
-        fix = f"it has {known}: choose from these in task.train, task.validation and task.test"
-        require(source in self._hub_splits, "task.dataset", f"a split of {self.dataset}", source, fix)
-        with hub_library(self.dataset) as library:
-            loaded = library.load_dataset(self.dataset, self.dataset_name, split=source, revision=self.dataset_revision)
-        return (Row(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
-
-    @cached_property
-    def _hub_splits(self) -> list[str]:
-        assert self.dataset is not None
-        with hub_library(self.dataset) as library:
-            return library.get_dataset_split_names(self.dataset, self.dataset_name, revision=self.dataset_revision)
 
     def _example(self, row: Row, identity: str) -> Example:
         values = values_of(row, "fix the line, or set malformed: skip in the task")

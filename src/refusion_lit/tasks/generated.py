@@ -1,19 +1,31 @@
-"""Generated tasks: sums, sheets of independent sums, and records to sort."""
+"""Generated tasks: their base class, sums, sheets of independent sums, and records to sort.
+
+Each example of a generated task has a unique *key* in ``range(num_keys)``, and different keys always give different
+queries. A seeded permutation assigns the keys to train, validation and test in turn. Examples are therefore distinct
+and splits disjoint, example ``i`` of a split does not depend on the split sizes, and none of this needs stored examples
+or comparisons.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations_with_replacement
 from math import perm
 from operator import itemgetter
 from random import Random
-from typing import Any
+from typing import Any, overload
 
-from refusion_lit.tasks.base import GeneratedTask, digits
+from refusion_lit.tasks.base import SPLITS, Split, Task
 from refusion_lit.types import Example
-from refusion_lit.utils.require import require_between
+from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require, require_between
 
+_NUM_FEISTEL_ROUNDS = 4
 _NUM_OPERANDS = 90  # 10 to 99
 _NUM_SUMS = _NUM_OPERANDS**2
 _MAX_TERMS = 64
@@ -25,6 +37,141 @@ _NAMES = (
 )
 _AGES = range(10, 100)
 _CITIES = "accra bern cairo delhi kyiv lima lyon milan oslo paris quito riga rome seoul tokyo turin".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedTask(Task):
+    """A task whose examples are functions of seed, split and index only.
+
+    A subclass defines the number of keys (``num_keys``) and the example of a key (``draw``). It validates its own
+    options before it calls this class's ``__post_init__``.
+
+    Attributes:
+        num_train: Number of training examples, all distinct.
+        num_validation: Number of validation examples, distinct and disjoint from the training examples.
+        num_test: Number of test examples, distinct and disjoint from the other splits.
+        seed: Random seed of the examples.
+    """
+
+    num_train: int = 200_000
+    num_validation: int = 500
+    num_test: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that each split fits into its third of the keys.
+
+        Raises:
+            ValueError: If a split size is negative or greater than a third of the keys.
+        """
+        capacity = self.num_keys // len(SPLITS)
+        for split in SPLITS:
+            size = self.size(split)
+            queries = f"{self.num_keys} distinct queries of {type(self).__name__} with these options"
+            expected = f"0 to {capacity} (a third of the {queries})"
+            fix = "change it, or the options that make queries longer"
+            require(0 <= size <= capacity, f"num_{split}", expected, size, fix)
+
+    @property
+    @abstractmethod
+    def num_keys(self) -> int:
+        """Number of keys; at most 2**1024."""
+
+    @abstractmethod
+    def draw(self, key: int, rng: Random) -> tuple[str, str]:
+        """Return query and response of an example.
+
+        Args:
+            key: Key in ``range(num_keys)``. Different keys give different queries for any draws of ``rng``.
+            rng: Draws what the key does not determine; seeded with the task's seed and the key.
+        """
+
+    def score(self, example: Example, response: str) -> float:
+        """Return 1 if the response equals the reference, else 0."""
+        return float(response == example.response)
+
+    def size(self, split: Split) -> int:
+        """Return the number of examples of a split."""
+        return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}[split]
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the examples of a split as a lazy sequence, which generates each example on access.
+
+        Args:
+            split: The split.
+        """
+        return LazyExamples(size=self.size(split), make=partial(self.example, split))
+
+    def example(self, split: Split, index: int) -> Example:
+        """Generate one example.
+
+        Args:
+            split: The split.
+            index: Index in ``range(size(split))``.
+        """
+        name = type(self).__name__
+        key = permute(len(SPLITS) * index + SPLITS.index(split), self.num_keys, f"{name}:{self.seed}")
+        query, response = self.draw(key, Random(stable_key("task", name, self.seed, str(key))))
+        return Example(id=f"{split}-{index}", query=query, response=response)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazyExamples(Sequence[Example]):
+    """A sequence whose examples are made on access; it pickles to a few bytes for any length.
+
+    Attributes:
+        size: Number of examples.
+        make: Returns the example with an index in ``range(size)``.
+    """
+
+    size: int
+    make: Callable[[int], Example]
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        chosen = range(self.size)[index]
+        return [self.make(i) for i in chosen] if isinstance(chosen, range) else self.make(chosen)
+
+
+def digits(number: int, base: int, count: int) -> list[int]:
+    """Return the ``count`` lowest digits of a number in a base, lowest first."""
+    result: list[int] = []
+    for _ in range(count):
+        number, digit = divmod(number, base)
+        result.append(digit)
+    return result
+
+
+def permute(index: int, size: int, seed: str) -> int:
+    """Return the image of an index under a seeded permutation of ``range(size)``.
+
+    A Feistel network (Luby and Rackoff, SIAM J. Comput. 1988) permutes the numbers with an even number of bits. Images
+    outside the range are permuted again until one is inside (cycle walking; Black and Rogaway, CT-RSA 2002). Time and
+    memory do not grow with ``size``.
+
+    Args:
+        index: Index in ``range(size)``.
+        size: From 1 to 2**1024.
+        seed: Selects the permutation.
+    """
+    half = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    value = index
+    while True:
+        left = value >> half
+        right = value & mask
+        for number in range(_NUM_FEISTEL_ROUNDS):
+            digest = hashlib.blake2b(f"{seed}:{number}:{right:x}".encode()).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        value = left << half | right
+        if value < size:
+            return value
 
 
 @dataclass(frozen=True, kw_only=True)

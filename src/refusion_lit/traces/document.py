@@ -14,7 +14,7 @@ from pathlib import Path
 
 from refusion_lit.decoding import Generation
 from refusion_lit.engine.output import TraceRound
-from refusion_lit.utils.files import digest, write_atomically
+from refusion_lit.utils.files import digest, read_object, write_atomically
 from refusion_lit.utils.require import require
 
 FORMAT = "refusion-lit-trace"
@@ -143,19 +143,13 @@ def read_trace(path: str | Path) -> Trace:
     Raises:
         ValueError: If the file is missing, no trace of this version, or was changed after it was written.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"trace_file: expected a saved trace, got {path}, which is not a file; check the path.")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        head = (found.get("format"), found.get("version")) if isinstance(found, dict) else ()
-        is_whole = bool(head) and found.get("digest") == digest(found.get("trace"))
-    except (ValueError, RecursionError) as error:  # includes invalid UTF-8
-        raise ValueError(
-            f"trace_file: {path} is not JSON in UTF-8 ({error}); write one with --output NAME.json."
-        ) from error
+    got = f"{path}, which is not a file"
+    require(Path(path).is_file(), "trace_file", "a saved trace", got, "check the path")
+    found = read_object(path)
+    head = (found.get("format"), found.get("version"))
     fix = "write the trace again with --output NAME.json"
     require(head == (FORMAT, _VERSION), "trace_file", f"a {FORMAT} of version {_VERSION}", str(path), fix)
+    is_whole = found.get("digest") == digest(found.get("trace"))
     require(is_whole, "trace_file", "a trace as it was written", f"{path}, which was changed", fix)
     values = found["trace"]
     values["token_ids"] = tuple(values["token_ids"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from rich.color import Color, ColorTriplet, blend_rgb
 from rich.console import Console, Group
 from rich.live import Live
 from rich.style import Style
@@ -16,7 +17,11 @@ from refusion_lit.traces.timeline import Timeline, timeline, trace_statistics
 
 _SECONDS_PER_FORWARD = 0.4
 # From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
-_RAMP = ((94, 160, 222), (68, 191, 112), (253, 231, 37))
+_RAMP = (ColorTriplet(94, 160, 222), ColorTriplet(68, 191, 112), ColorTriplet(253, 231, 37))
+_LEGEND = Text.assemble(
+    ("background: accepted, by forward; · masked", "dim"), "  ", ("drafted", "italic"), "  ",
+    ("re-planned", "italic underline"), "  ", ("rejected", "red strike"),
+)  # fmt: skip
 
 
 def round_style(number: int, num_forwards: int) -> Style:
@@ -28,9 +33,8 @@ def round_style(number: int, num_forwards: int) -> Style:
     """
     at = (number - 1) / max(num_forwards - 1, 1) * (len(_RAMP) - 1)
     below = min(int(at), len(_RAMP) - 2)
-    ends = zip(_RAMP[below], _RAMP[below + 1], strict=True)
-    red, green, blue = (round(low + (high - low) * (at - below)) for low, high in ends)
-    return Style(color="black", bgcolor=f"rgb({red},{green},{blue})")
+    shade = blend_rgb(_RAMP[below], _RAMP[below + 1], at - below)
+    return Style(color="black", bgcolor=Color.from_triplet(shade))
 
 
 def animate(trace: Trace, *, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -98,15 +102,4 @@ def _frame(trace: Trace, history: Timeline, number: int) -> Group:
             style = "italic underline"
         text.append("·" if change is None else visible(trace.piece(change.token)), style)
     heading = f"{visible(trace.decoder)}, {_heading(trace, history, number)}"
-    return Group(Text(heading, "bold"), Text(_about(trace, number), "dim"), text, _legend())
-
-
-def _legend() -> Text:
-    parts: Sequence[tuple[str, str]] = (
-        ("· masked", "dim"), ("drafted", "italic"), ("re-planned", "italic underline"), ("rejected", "red strike"),
-    )  # fmt: skip
-    legend = Text("background: accepted, by forward; ", "dim")
-    for name, style in parts:
-        legend.append(name, style)
-        legend.append("  ")
-    return legend
+    return Group(Text(heading, "bold"), Text(_about(trace, number), "dim"), text, _LEGEND)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 from refusion_lit.engine.output import TraceRound
@@ -25,7 +24,7 @@ from refusion_lit.traces.document import Trace
 Status = Literal["drafted", "rejected", "accepted"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Change:
     """The new state of one response token.
 
@@ -74,52 +73,35 @@ class Timeline:
         return forwards
 
 
-@dataclass(frozen=True)
-class _Draft:
-    forward: int
-    change: Change
-
-
 def timeline(trace: Trace) -> Timeline:
     """Compute the status of every response token after every forward."""
-    drafts, accepted_by = _events(trace)
     judge_from = _judging_forwards(trace.rounds)
     by_forward: list[dict[int, Change]] = [{} for _ in trace.rounds]
-    for index, known in enumerate(drafts):
-        for draft in known:
-            by_forward[draft.forward][index] = draft.change
-        for draft, following in pairwise(known):
-            verifies_earlier = bool(trace.rounds[draft.forward].scores)
-            judge = judge_from[draft.forward + verifies_earlier]
-            if judge < following.forward:
-                by_forward[judge][index] = replace(draft.change, status="rejected")
-    for index, forward in accepted_by.items():
-        by_forward[forward][index] = _acceptance(trace, index, drafts[index])
-    return Timeline(
-        changes=tuple(tuple(changes[index] for index in sorted(changes)) for changes in by_forward),
-        canvas_length=trace.canvas_length,
-    )
-
-
-def _events(trace: Trace) -> tuple[list[list[_Draft]], dict[int, int]]:
-    """Return the drafts of each token until its acceptance, and the forward that accepted it."""
-    drafts: list[list[_Draft]] = [[] for _ in range(trace.canvas_length)]
-    accepted_by: dict[int, int] = {}
+    drafts: dict[int, list[Change]] = {}
+    drafted_by: dict[int, int] = {}
+    accepted: set[int] = set()
     for forward, entry in enumerate(trace.rounds):
         for position, token, probability in zip(entry.positions, entry.tokens, entry.probabilities, strict=True):
             index = position - trace.prompt_length
-            if index in accepted_by:
+            if index in accepted:
                 continue  # a forward may recompute accepted positions
-            known = drafts[index]
-            if known and known[-1].forward == forward:  # drafted twice by one forward: the later draft replaces it
+            known = drafts.setdefault(index, [])
+            before = drafted_by.get(index)
+            if before == forward:  # drafted twice by one forward: the later draft replaces it
                 known.pop()
-            change = Change(
-                index=index, token=token, probability=probability, status="drafted", num_drafts=len(known) + 1
-            )
-            known.append(_Draft(forward, change))
-        for position in entry.accepted:
-            accepted_by.setdefault(position - trace.prompt_length, forward)
-    return drafts, accepted_by
+            elif before is not None:
+                judge = judge_from[before + bool(trace.rounds[before].scores)]
+                if judge < forward:
+                    by_forward[judge][index] = replace(known[-1], status="rejected")
+            known.append(Change(index, token, probability, "drafted", num_drafts=len(known) + 1))
+            by_forward[forward][index] = known[-1]
+            drafted_by[index] = forward
+        newly = {position - trace.prompt_length for position in entry.accepted} - accepted
+        accepted |= newly
+        for index in newly:
+            by_forward[forward][index] = _acceptance(trace, index, drafts.get(index, ()))
+    changes = tuple(tuple(found[index] for index in sorted(found)) for found in by_forward)
+    return Timeline(changes=changes, canvas_length=trace.canvas_length)
 
 
 def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
@@ -131,12 +113,12 @@ def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
     return judges
 
 
-def _acceptance(trace: Trace, index: int, drafts: Sequence[_Draft]) -> Change:
+def _acceptance(trace: Trace, index: int, drafts: Sequence[Change]) -> Change:
     """Return the change of an accepted token: its id is the response's, after the response's end the last draft's."""
-    last = drafts[-1].change.token if drafts else None
+    last = drafts[-1].token if drafts else None
     token = trace.token_ids[index] if index < len(trace.token_ids) else last
-    probability = next((d.change.probability for d in reversed(drafts) if d.change.token == token), None)
-    return Change(index=index, token=token, probability=probability, status="accepted", num_drafts=len(drafts))
+    probability = next((draft.probability for draft in reversed(drafts) if draft.token == token), None)
+    return Change(index, token, probability, "accepted", num_drafts=len(drafts))
 
 
 def trace_statistics(trace: Trace) -> dict[str, str]:

@@ -25,7 +25,7 @@ from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
 from refusion_lit.learning.objective import corrupt_checked
 from refusion_lit.learning.packing import pack
-from refusion_lit.metrics import TermMeans
+from refusion_lit.metrics import TermMeans, corrupt_evenly
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
@@ -35,12 +35,11 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.rollouts import Rollouts
-from refusion_lit.types import SamplingParams, SpecialTokens
+from refusion_lit.types import SamplingParams
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
-_NUM_STRATA = 16
 
 
 class SlotDiffusionModule(L.LightningModule):
@@ -59,7 +58,7 @@ class SlotDiffusionModule(L.LightningModule):
         lr_scheduler: Makes the learning-rate schedule from the optimizer; ``schedule`` by default.
         schedule: The default learning-rate schedule.
         seed: Seeds the initial weights and the training noise, which is a function of seed, epoch and sample only.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+        prompt_template: How a query becomes a prompt where the tokenizer has no chat template; ``None``: ``{query}``.
         resume: Resume an interrupted ``test`` or ``predict`` run from the predictions in its directory.
 
     Attributes:
@@ -78,7 +77,7 @@ class SlotDiffusionModule(L.LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         schedule: WarmupCosine = WarmupCosine(),  # noqa: B008 - immutable
         seed: int = 0,
-        prompt_template: str = "{query}",
+        prompt_template: str | None = None,
         resume: bool = False,
     ) -> None:
         super().__init__()
@@ -89,7 +88,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.scheduler_callable = lr_scheduler
         self.schedule = schedule
         self.seed = seed
-        self.prompt_template = prompt_template
+        self.prompt_template = prompt_template or "{query}"
         self.evaluation = Evaluation(decoders or {}, sampling, decoding, seed=seed, resume=resume)
         self._validation_means = TermMeans(objective.terms)
         self.backbone: Backbone | None = None
@@ -306,57 +305,17 @@ class SlotDiffusionModule(L.LightningModule):
         """Restart the clock of training."""
         self._progress.resume()
 
-    def on_test_start(self) -> None:
-        """Check every decoder against the model before any work, and open the predictions files."""
-        self.evaluation.start(self.trainer, self.text_model(), is_test=True)
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Return the evaluation, whose hooks begin, end and abort tests and predictions."""
+        return [self.evaluation]
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Decode a batch of prompts with every decoder."""
         self.evaluation.step(batch)
 
-    def on_test_epoch_end(self) -> None:
-        """Print the table of decoders, write the results and log them."""
-        self.evaluation.finish()
-        for name, figures in self.evaluation.results.items():
-            self.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()})
-
-    def on_predict_start(self) -> None:
-        """Check the first decoder and open the predictions file."""
-        self.evaluation.start(self.trainer, self.text_model(), is_test=False)
-
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """Decode a batch with the first decoder; write and return its predictions."""
         return self.evaluation.step(batch)
-
-    def on_predict_end(self) -> None:
-        """Close the predictions file."""
-        self.evaluation.finish()
-
-    def configure_callbacks(self) -> list[L.Callback]:
-        """Return what gives predictions files free, wherever a test is interrupted."""
-        return [_FreesPredictions()]
-
-
-class _FreesPredictions(L.Callback):
-    """Closes predictions files if an error or Ctrl-C ends the trainer's work."""
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        assert isinstance(pl_module, SlotDiffusionModule)
-        pl_module.evaluation.abort()
-
-
-def corrupt_evenly(objective: Objective, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch:
-    """Corrupt a batch with noise and mask ratios that depend on its samples only.
-
-    Args:
-        objective: The training objective.
-        batch: Samples; each gets one of 16 mask ratios, evenly spaced in (0, 1).
-        special_tokens: Ids of the tokenizer's special tokens.
-    """
-    strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
-    ratio = (strata.double() + 0.5) / _NUM_STRATA
-    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
-    return corrupt_checked(objective, batch, noise, special_tokens, mask_ratio=ratio)
 
 
 def _is_whole(strategy: Strategy) -> bool:

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any, BinaryIO
 from filelock import FileLock as Lock
 from filelock import Timeout
 
-from refusion_lit.utils.errors import write_failure
 from refusion_lit.utils.require import require
 
 Options = dict[str, Any]
@@ -66,49 +64,6 @@ def atomic_writer(path: str | Path) -> Iterator[BinaryIO]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-@contextmanager
-def atomic_directory(path: str | Path) -> Iterator[Path]:
-    """Yield a directory to fill, which gets its name when the block ends without an error.
-
-    Otherwise it is removed with everything in it, and so are the parent directories that were created for it.
-
-    Args:
-        path: The directory to create, which the option ``output`` names; it may exist if it is empty.
-
-    Raises:
-        ValueError: If it cannot be written, for lack of space or permission.
-    """
-    target = Path(path).resolve()
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    missing = [parent for parent in target.parents if not parent.exists()]
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        mask = os.umask(0)  # which only setting it returns
-        os.umask(mask)
-        for file in unfinished.rglob("*"):
-            if file.is_file():
-                file.chmod(0o666 & ~mask)  # some libraries write for the owner alone
-        if target.is_dir():  # perhaps somebody's working directory, or a mounted one
-            for file in unfinished.iterdir():
-                shutil.move(file, target)
-            unfinished.rmdir()
-        else:
-            unfinished.replace(target)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        for parent in missing:
-            with suppress(OSError):
-                parent.rmdir()
-        reason = write_failure(error)
-        if reason is None or isinstance(error, ValueError) or not isinstance(error, Exception):
-            raise
-        raise ValueError(
-            f"output: {path} cannot be written ({reason}). Make room, or choose another directory."
-        ) from error
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -315,19 +270,18 @@ def check_fingerprint(option: str, name: str, recorded: Fingerprint, current: Fi
     Raises:
         ValueError: Naming what differs, with both values.
     """
-    shared = recorded.keys() & current.keys()
-    found = list(_differences({key: recorded[key] for key in shared}, {key: current[key] for key in shared}))
+    shared = [key for key in recorded.keys() & current.keys() if None not in (recorded[key], current[key])]
+    found = [*differences({key: recorded[key] for key in shared}, {key: current[key] for key in shared})]
     if found:
         more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
         listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in found[:_NUM_SHOWN])
         raise ValueError(f"{option}: {name} was made for something else: {listed}{more}. {fix}.")
 
 
-def _differences(recorded: object, current: object, name: str = "") -> Iterator[tuple[str, object, object]]:
-    if isinstance(recorded, Mapping) and isinstance(current, Mapping):
-        for key in sorted({*recorded, *current}):
-            yield from _differences(recorded.get(key), current.get(key), f"{name}.{key}" if name else str(key))
-        return
-    is_unknown = recorded is None or current is None
-    if recorded != current and (not is_unknown or "." in name):  # options may be null, top-level names are unknown then
-        yield name, recorded, current
+def differences(before: object, after: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yield what differs between two nested mappings: its dotted name, and both values."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            yield from differences(before.get(key), after.get(key), f"{name}.{key}" if name else str(key))
+    elif before != after:
+        yield name, before, after

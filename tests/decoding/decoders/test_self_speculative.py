@@ -309,6 +309,21 @@ def test_rejection_sampling_keeps_more_drafts_than_shared_noise_in_fewer_forward
     assert num_forwards[1] < num_forwards[0]
 
 
+@pytest.mark.parametrize("slot_size", [None, 3])
+@pytest.mark.parametrize("layout", ["single_forward", "two_forwards"])
+def test_rejection_sampling_keeps_every_draft_that_is_as_probable_as_its_token(
+    monkeypatch: pytest.MonkeyPatch, layout: Any, slot_size: int | None
+) -> None:
+    same = torch.linspace(0, 3, VOCAB).index_fill(0, torch.tensor([EOS]), -60.0)
+    monkeypatch.setattr(HashModel, "logits", lambda _, hidden: same.expand(*hidden.shape[:-1], -1).clone())
+    watcher, model = LastState(), HashModel(traits=NEXT if slot_size is None else HYBRID)
+    found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(8)]
+    decoder = SelfSpeculative(layout=layout, slot_size=slot_size, coupling="rejection")
+    decode(model, decoder, found, SamplingParams(max_new_tokens=24, temperature=1.0), callbacks=[watcher])
+    for state in cast("list[SpeculativeState]", list(watcher.states.values())):
+        assert state.acceptance.num_accepted == state.acceptance.num_tested > 0
+
+
 def test_greedy_text_is_the_same_with_both_couplings() -> None:
     found = [Prompt(token_ids=(5, 6, token), id=str(token)) for token in range(3, 9)]
     sampling, counted = SamplingParams(max_new_tokens=20), []

@@ -5,7 +5,8 @@ import pytest
 from fakes import EOS, SPECIAL
 from refusion_lit.decoding import RowState
 from refusion_lit.engine.requests import Forward, Reading
-from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_autoregressively, infill_by_masks
+from refusion_lit.refusion.bonus import infill_autoregressively
+from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_by_masks
 from refusion_lit.types import Prompt, SamplingParams
 
 CONTEXT = 10

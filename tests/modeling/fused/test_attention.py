@@ -16,7 +16,7 @@ from refusion_lit.modeling.fused.attention import Call, RowAttention, Rows, atte
 from refusion_lit.modeling.fused.segments import attention_for, segmented
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.spans import Span
-from refusion_lit.modeling.visibility import Visibility
+from refusion_lit.modeling.visibility import Visibility, as_mask
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
 LIKE = torch.empty(0, dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
     def attended(calls: list[Call]) -> Tensor:
         return RowAttention(rows, calls, None)(0, query, key, value)
 
-    expected = attended([padded_call(rows, visibility.mask(), None, LIKE)])
+    expected = attended([padded_call(rows, as_mask(visibility, LIKE.device), None, LIKE)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "_ALONE", 1)
         calls = segmented(visibility, None, torch.float64, call)

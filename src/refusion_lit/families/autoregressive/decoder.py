@@ -30,7 +30,6 @@ class Autoregressive(Decoder):
         end = state.prompt_length + place
         branch = state.branch(state.num_cached, end, [end], shift=1)
         draw = Draw(sampling=state.sampling, with_probability=False)
-        readings = yield Forward(phase="next_token" if place else "prefill", branches=(branch,), draw=draw)
-        token = readings[0].tokens[0]
+        [reading] = yield Forward(phase="next_token" if place else "prefill", branches=(branch,), draw=draw)
         state.num_cached = end
-        state.commit([place], [token])
+        state.commit([place], reading.tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import MaskRatio, Objective, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective
 from refusion_lit.learning.text_order import shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -27,24 +27,19 @@ class Autoregressive(Objective):
     term = "ar"
 
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,  # noqa: ARG002 - part of the interface
-        special_tokens: SpecialTokens,  # noqa: ARG002
-        *,
-        mask_ratio: MaskRatio = None,  # noqa: ARG002
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Label each position with the response token after it; noise and mask ratios have no effect."""
-        positions, in_response = response_positions(batch)
-        labels = shift_left(batch.input_ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX)
+        del noise, special_tokens, mask_ratio
+        labels = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         is_labelled = labels != IGNORE_INDEX
         return CorruptedBatch(
             input_ids=batch.input_ids,
-            position_ids=positions.expand_as(labels),
+            position_ids=batch.positions.expand_as(labels),
             labels=labels,
             weights=is_labelled.float(),
             terms=torch.zeros_like(labels),
             counts=is_labelled.sum()[None].float(),
-            is_masked=torch.zeros_like(in_response),
-            is_real=positions < (batch.prompt_lengths + batch.response_lengths)[:, None],
+            is_masked=torch.zeros_like(is_labelled),
+            is_real=batch.is_real,
         )

@@ -90,8 +90,8 @@ class D2F(BlockDecoder):
         found = dict(zip(read, zip(reading.tokens, reading.probabilities, strict=True), strict=True))
         activated = [state.share(i - 1) >= self.activate_threshold for i in masked]  # before anything is committed
         for positions, is_activated in zip(masked.values(), activated, strict=True):
-            best = above_or_best([found[p][1] for p in positions], self.threshold)
-            chosen = [positions[i] for i in best if is_activated or found[positions[i]][1] > self.threshold]
+            confidences = [found[p][1] for p in positions]
+            chosen = [positions[i] for i in above_or_best(confidences, self.threshold, int(is_activated))]
             state.commit([p - state.prompt_length for p in chosen], [found[p][0] for p in chosen])
 
     def _open(self, state: PipelineState) -> None:

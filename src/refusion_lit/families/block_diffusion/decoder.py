@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -176,28 +177,20 @@ class BlockDiffusion(BlockDecoder):
             yield from self._denoise(state, block_start, drawn)
             state.span_step = state.span_step + 1 if state.masked(first, span_end) else 0
 
-    def _num_to_commit(self, state: SubBlockState, probabilities: Sequence[float]) -> int:
-        """Return how many drawn tokens are committed, most probable first; at least 1."""
-        if self.sampling_rule == "first_hitting":
-            return 1
-        quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
-        return max(1, quota, sum(probability > self.threshold for probability in probabilities))
-
     def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
         """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""
         branch = self._noisy_branch(state, block_start, drawn)
-        statistics = ("filtered",) if self.confidence == "filtered" else ()
         draw = Draw(
             sampling=state.sampling,
             round=state.num_forwards,
-            statistics=statistics,
+            statistic="filtered" if self.confidence == "filtered" else None,
             confidence_dtype=self.confidence_dtype,
         )
-        readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
+        [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = block_start
-        reading = readings[0]
-        confidences = reading.statistics["filtered"] if statistics else reading.probabilities
-        chosen = sorted(most_certain(confidences, self._num_to_commit(state, confidences)))
+        threshold = math.inf if self.sampling_rule == "first_hitting" else self.threshold
+        quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
+        chosen = above_or_best(reading.statistic or reading.probabilities, threshold, max(1, quota))
         state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _noisy_branch(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Branch:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -62,22 +62,19 @@ class DiffusionForcing(Objective):
 
         With ``mask_ratio``, all blocks of a row have that probability.
         """
-        mask_token_id = required_mask_id(self, special_tokens)
         size = self.block_size
         batch = extend_to_multiple(batch, size, special_tokens)
         num_blocks = batch.response_lengths // size
-        positions, in_response = response_positions(batch)
+        positions, in_response, is_real = batch.positions, batch.in_response, batch.is_real
         block = ((positions - batch.prompt_lengths[:, None]) // size).clamp(min=0)
         ratios = self._ratios(num_blocks, -(-len(positions) // size), noise, mask_ratio).gather(1, block)
         is_masked = in_response & (noise.uniform("token_mask", len(positions)) < ratios)
 
-        lengths = (batch.prompt_lengths + batch.response_lengths)[:, None]
         stops = batch.prompt_lengths[:, None] + torch.where(in_response, (block + 1) * size, 0)
-        is_real = positions < lengths
         seen = torch.stack((torch.zeros_like(stops), stops), -1)
         itself = torch.stack((positions, positions + 1), -1)
         return CorruptedBatch(
-            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
             position_ids=positions.expand_as(is_masked),
             labels=batch.input_ids.where(is_masked, IGNORE_INDEX),
             weights=(1 / ratios).float().where(is_masked, 0.0),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import extend_responses, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -99,7 +99,7 @@ class BlockMasked(Objective):
         times = self._times(batch, noise, mask_ratio)
         ratios = repeat(times, "sample block -> sample (block within)", within=self.block_size)
         ratios = ratios.clamp(min=_MIN_PROBABILITY)
-        positions, in_response = response_positions(batch)
+        positions, in_response = batch.positions, batch.in_response
         is_masked = in_response & (noise.uniform("token_mask", num_tokens) < ratios)
 
         masks = [is_masked, in_response & ~is_masked] if self.complementary else [is_masked]
@@ -137,8 +137,7 @@ class BlockMasked(Objective):
         self, batch: ResponseBatch, special_tokens: SpecialTokens
     ) -> tuple[ResponseBatch, Int[Tensor, " batch"]]:
         """Complete the last blocks; return the batch and the number of visible tokens of each row."""
-        lengths = batch.prompt_lengths + batch.response_lengths
-        lengths = (lengths + self.block_size - 1) // self.block_size * self.block_size
+        lengths = (batch.ends + self.block_size - 1) // self.block_size * self.block_size
         token_id = None if self.fill_blocks_with == "eos" else required_mask_id(self, special_tokens)
         filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=token_id)
         if token_id is not None:
@@ -156,7 +155,7 @@ class BlockMasked(Objective):
             return uniform * (self.t_max - self.t_min) + self.t_min
         blocks = torch.arange(num_blocks, device=batch.input_ids.device)
         first = batch.prompt_lengths // self.block_size
-        last = (batch.prompt_lengths + batch.response_lengths - 1) // self.block_size
+        last = (batch.ends - 1) // self.block_size
         in_response = (blocks >= first[:, None]) & (blocks <= last[:, None])
         keys = noise.bits("block_stratum", num_blocks).where(in_response, _ORDER_LIMIT)
         stratum = keys.argsort(dim=1, stable=True).argsort(dim=1)
@@ -246,12 +245,10 @@ class EditableBlockMasked(BlockMasked):
         assert masked.is_masked is not None
         num_tokens = masked.input_ids.shape[1] // 2
         clean = masked.input_ids[:, num_tokens:]
-        positions = torch.arange(num_tokens, device=clean.device)
-        ends = batch.prompt_lengths + batch.response_lengths
+        whole = replace(batch, input_ids=clean)
         if self.fill_blocks_with == "eos":  # these are response tokens too
-            ends = (ends + self.block_size - 1) // self.block_size * self.block_size
-        in_response = (positions >= batch.prompt_lengths[:, None]) & (positions < ends[:, None])
-        visible = in_response & ~masked.is_masked[:, :num_tokens]
+            whole.response_lengths = batch.response_lengths + (-batch.ends) % self.block_size
+        visible = whole.in_response & ~masked.is_masked[:, :num_tokens]
         share = self.max_replaced * noise.uniform("replaced_share", 1)
         is_replaced = visible & (noise.uniform("replaced", num_tokens) < share)
         is_kept = visible & ~is_replaced & (noise.uniform("kept", num_tokens) < self.kept)

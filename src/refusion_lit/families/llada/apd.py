@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.llada.decoder import canvas_branch
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import AttentionMask
@@ -60,18 +59,17 @@ class APD(Decoder):
         """Draft masks, verify the drafts, and commit those that are accepted."""
         place = state.num_committed
         start = state.prompt_length
-        shift = int(self.shifted)
         stop = min(place + (self.max_lookahead or len(state.tokens)), len(state.tokens))
         round_number = state.num_forwards  # drafts and targets use the same number, hence the same noise
-        first = start + place - shift
-        branch = canvas_branch(state, range(first, first + stop - place), shift=shift, num_places=stop)
+        drawn = range(start + place, start + stop)
+        branch = state.branch(0, drawn.stop, drawn, order=[0] * drawn.stop, shift=int(self.shifted))
         draw = Draw(sampling=state.sampling, round=round_number, with_probability=False)
         drafts = (yield Forward(phase="draft", branches=(branch,), draw=draw, cached=False))[0].tokens
         accepted = 1
         if len(drafts) > 1:
             draw = replace(draw, guidance=-self.mixture_weight)  # l_masked + (1 - R) (l_verifier - l_masked)
-            branch = self._verification(state, drafts)
-            verification = Forward(phase="verify", branches=(branch,), draw=draw, twin_at=first + 1)
+            branches = (self._verification(state, drafts),)
+            verification = Forward(phase="verify", branches=branches, draw=draw, twin_at=branch.draft_at[1])
             targets = (yield verification)[0].tokens
             is_other = (draft != target for draft, target in zip(drafts[1:], targets, strict=True))
             accepted += next((i for i, differs in enumerate(is_other) if differs), len(targets))
@@ -82,16 +80,10 @@ class APD(Decoder):
     def _verification(self, state: RowState, drafts: list[int]) -> Branch:
         """Return the committed tokens that are not cached yet and all drafts but the last; each predicts the next."""
         start = state.num_cached
-        place = state.num_committed
-        text = [*state.prompt.token_ids, *state.tokens[:place], *drafts[:-1]]
-        return Branch(
-            tokens=text[start:],
-            positions=range(start, len(text)),
-            visible=((0, start),),
-            write_at=start,
-            shift=1,
-            draft_at=range(state.prompt_length + place - start, len(text) - start),
-        )
+        first = state.prompt_length + state.num_committed  # of the drafts
+        last = first + len(drafts) - 1
+        branch = state.branch(start, last, range(first + 1, last + 1), shift=1)
+        return replace(branch, tokens=[*branch.tokens[: first - start], *drafts[:-1]])
 
 
 class PairedModel(LanguageModel):

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Steps
+from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
 
-_STATISTIC = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
-_DREAM = ("origin", *_STATISTIC)
+STATISTIC: dict[str, Statistic] = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
+_DREAM = ("origin", *STATISTIC)
 _END = 1e-3
 
 
@@ -131,9 +131,19 @@ class LLaDA(Decoder):
         """Run one forward over the whole canvas and unmask the step's quota of tokens."""
         block, quota = state.schedule[state.schedule_step]
         places = [place for place in block if state.is_masked[place]]
-        readings = yield Forward(
-            phase="denoise", branches=self._branches(state, places), draw=self._draw(state), cached=False
+        eos = state.special_tokens.eos_token_ids
+        forbidden = eos[:1] if self.forbid_eos else ()
+        draw = Draw(
+            sampling=state.sampling,
+            round=state.schedule_step,
+            forbidden=forbidden,
+            guidance=self.guidance_scale or None,
+            confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
+            statistic=STATISTIC.get(self.order),
+            top_p_first=self.order in _DREAM,
+            confidence_dtype=self.confidence_dtype,
         )
+        readings = yield Forward(phase="denoise", branches=self._branches(state, places), draw=draw, cached=False)
         chosen = self._choose(state, places, readings[0], quota)
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
         state.schedule_step += 1
@@ -141,31 +151,21 @@ class LLaDA(Decoder):
 
     def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
         start = state.prompt_length
-        branch = canvas_branch(state, [start + place - self.shifted for place in places], shift=int(self.shifted))
+        stop = start + len(state.tokens)
+        drawn = [start + place for place in places]
+        branch = state.branch(0, stop, drawn, order=[0] * stop, shift=int(self.shifted))
         if self.guidance_scale == 0:
             return (branch,)
         unconditional = [state.mask_token_id] * start + list(branch.tokens[start:])
-        return branch, Branch(tokens=unconditional, positions=branch.positions, order=branch.order)
-
-    def _draw(self, state: RowState) -> Draw:
-        eos = state.special_tokens.eos_token_ids
-        statistic = _STATISTIC.get(self.order)
-        forbidden = eos[:1] if self.forbid_eos else ()
-        return Draw(
-            sampling=state.sampling,
-            round=state.schedule_step,
-            forbidden=forbidden,
-            guidance=self.guidance_scale or None,
-            confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
-            statistics=() if statistic is None else (statistic,),
-            top_p_first=self.order in _DREAM,
-            confidence_dtype=self.confidence_dtype,
-        )
+        return branch, replace(branch, tokens=unconditional, draft_at=())
 
     def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading, quota: int) -> list[int]:
         """Return the indices into ``places`` that are unmasked in this step."""
-        if self.order in _DREAM:
-            return self._choose_by_time(state, places, reading)
+        if self.order in _DREAM:  # the step's share of the remaining masks, all of them in the last step
+            share = time_share(state.schedule_step, state.schedule_length)
+            if self.order == "origin":
+                return [i for i, place in enumerate(places) if self._chance(state, place) < share]
+            return most_certain(reading.statistic, int(len(places) * share))
         confidences = reading.probabilities
         if self.order == "random":
             confidences = [self._chance(state, place) for place in places]
@@ -174,29 +174,8 @@ class LLaDA(Decoder):
             confidences = [confidence * factor for confidence, factor in zip(confidences, near, strict=True)]
         return most_certain(confidences, quota)
 
-    def _choose_by_time(self, state: RowState, places: Sequence[int], reading: Reading) -> list[int]:
-        """Choose by Dream's time schedule: the step's share of the remaining masks, all of them in the last step."""
-        share = time_share(state.schedule_step, state.schedule_length)
-        if self.order == "origin":
-            return [i for i, place in enumerate(places) if self._chance(state, place) < share]
-        confidences = reading.statistics.get(_STATISTIC[self.order], [])
-        return most_certain(confidences, int(len(places) * share))
-
     def _chance(self, state: RowState, place: int) -> float:
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
-
-
-def canvas_branch(state: RowState, draft_at: Sequence[int], *, shift: int, num_places: int | None = None) -> Branch:
-    """Return the branch that feeds prompt and canvas with bidirectional attention.
-
-    Args:
-        state: Its masked places are fed as mask tokens.
-        draft_at: Positions whose logits are read.
-        shift: 1 if they predict the next position, else 0.
-        num_places: Places of the canvas that are fed, from the left; ``None``: all.
-    """
-    tokens = state.text(0, state.prompt_length + (len(state.tokens) if num_places is None else num_places))
-    return Branch(tokens=tokens, positions=range(len(tokens)), order=[0] * len(tokens), draft_at=draft_at, shift=shift)
 
 
 def known_around(state: RowState, place: int, kernel_size: int) -> int:

@@ -12,26 +12,9 @@ from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
-from refusion_lit.families.llada.decoder import canvas_branch, paced_steps, step_quota, time_share
+from refusion_lit.families.llada.decoder import STATISTIC, paced_steps, step_quota, time_share
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
-
-_STATISTIC = {"maskgit_plus": "filtered", "entropy": "negative_entropy"}
-
-
-@dataclass(kw_only=True)
-class FastDLLMState(RowState):
-    """State of Fast-dLLM.
-
-    Attributes:
-        round_in_block: Forwards made for the current block.
-        num_masks: Masks of the block before its first forward.
-        first_was_alone: Whether its first forward unmasked the block's first token only.
-    """
-
-    round_in_block: int = 0
-    num_masks: int = 0
-    first_was_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +93,9 @@ class FastDLLM(Decoder):
                 f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "
                 "first token", self.steps, "use more steps")  # fmt: skip
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> FastDLLMState:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response."""
-        state = FastDLLMState.blank(prompt, sampling, special_tokens)
+        state = RowState.blank(prompt, sampling, special_tokens)
         if self.order == "entropy":  # early steps of its time schedule may unmask nothing
             nominal, per_block = self._pace(sampling)
             num_blocks = -(-len(state.tokens) // nominal)
@@ -129,88 +112,75 @@ class FastDLLM(Decoder):
         """Whether a block's first forward unmasks only its first token, whose predictor later forwards lack."""
         return self.shifted and self.cache != "none"
 
-    def step(self, state: FastDLLMState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: RowState) -> Steps[None]:
         """Run one forward and unmask the certain tokens of the block."""
         length = len(state.tokens)
         size = self.block_length or length
         start = state.is_masked.index(True) // size * size
         block = range(start, min(start + size, length))
         places = [place for place in block if state.is_masked[place]]
-        lone_first = self._first_is_alone and state.round_in_block == 0 and places[0] == start
-        if state.round_in_block == 0:
-            state.num_masks = len(places)
-            state.first_was_alone = lone_first
+        number = state.rounds_since(start)  # of this forward among those of the block
+        lone_first = self._first_is_alone and number == 0 and places[0] == start
         if lone_first:
             places = places[:1]
-        statistic = _STATISTIC.get(self.order)
+        is_cached = self.cache != "none"
+        is_whole = number == 0 or not is_cached
         draw = Draw(
             sampling=state.sampling,
             round=state.num_forwards,
-            statistics=() if statistic is None else (statistic,),
-            top_p_first=statistic is not None,
+            statistic=STATISTIC.get(self.order),
+            top_p_first=self.order in STATISTIC,
             confidence_dtype=self.confidence_dtype,
         )
-        readings = yield Forward(
-            phase="refresh" if self.cache != "none" and state.round_in_block == 0 else "denoise",
-            branches=(self._branch(state, places, block),),
+        [reading] = yield Forward(
+            phase="refresh" if is_cached and is_whole else "denoise",
+            branches=(self._branch(state, places, block, is_whole=is_whole),),
             draw=draw,
-            cached=self.cache != "none",
+            cached=is_cached,
         )
-        reading = readings[0]
-        confidences = reading.probabilities if statistic is None else reading.statistics[statistic]
-        chosen = [0] if lone_first else self._choose(state, confidences, len(block))
+        confidences = reading.statistic or reading.probabilities
+        chosen = [0] if lone_first else self._choose(state, confidences, block, number)
         state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
-        state.round_in_block += 1
         state.schedule_step += self.order == "entropy"
-        if not any(state.is_masked[place] for place in block):
-            state.round_in_block = 0
         state.finished = not any(state.is_masked)
 
-    def _branch(self, state: FastDLLMState, places: Sequence[int], block: range) -> Branch:
-        """Return the branch of this round: the whole canvas, the block and all after it, or only the block."""
-        read = [state.prompt_length + place - self.shifted for place in places]
-        whole = canvas_branch(state, read, shift=int(self.shifted))
-        if self.cache == "none" or state.round_in_block == 0:
-            return whole
-        length = len(whole.tokens)
-        first = state.prompt_length + block.start
-        last = length if self.cache == "prefix" else state.prompt_length + block.stop
-        visible = ((0, first),) if last == length else ((0, first), (last, length))
+    def _branch(self, state: RowState, places: Sequence[int], block: range, *, is_whole: bool) -> Branch:
+        """Return the branch of a round: the whole canvas, the block and all after it, or only the block."""
+        length = state.prompt_length + len(state.tokens)
+        first = 0 if is_whole else state.prompt_length + block.start
+        last = length if is_whole or self.cache == "prefix" else state.prompt_length + block.stop
         predicted = [state.prompt_length + place for place in places]
         branch = state.branch(first, last, predicted, order=[0] * (last - first), shift=int(self.shifted))
-        return replace(branch, visible=visible)
+        return replace(branch, visible=((0, first), (last, length)))
 
-    def _choose(self, state: FastDLLMState, confidences: Sequence[float], size: int) -> list[int]:
-        """Return the indices of the masks that are unmasked in this round, in a block of ``size`` tokens."""
+    def _choose(self, state: RowState, confidences: Sequence[float], block: range, number: int) -> list[int]:
+        """Return the indices of the masks that the block's forward of a number, from 0, unmasks."""
         ranked = most_certain(confidences)
         if self.threshold is not None:
-            allowed = ranked[: self._allowance(state)]
+            allowed = ranked[: self._allowance(state, number)]
             return [i for n, i in enumerate(allowed) if n == 0 or confidences[i] >= self.threshold]
         if self.factor is not None:
             count = 1
             while count < len(ranked) and confidences[ranked[count]] >= 1 - self.factor / (count + 2):
                 count += 1
             return ranked[:count]
-        num_steps = self._num_steps(state, size)
-        done = int(state.first_was_alone)
-        if self.order == "entropy":
-            return ranked[: int(len(ranked) * time_share(state.round_in_block, num_steps))]
-        # If the first token was unmasked alone, its step is not part of the quota.
-        num_steps = min(num_steps, state.num_masks)
-        return ranked[: step_quota(state.num_masks - done, num_steps - done, state.round_in_block - done)]
-
-    def _num_steps(self, state: FastDLLMState, size: int) -> int:
-        """Return the steps of the current block of ``size`` tokens: fewer if some are given, at the same pace."""
+        given = [token is not None for token in state.prompt.given[block.start : block.stop]]
+        num_masks = len(block) - sum(given)
+        done = int(self._first_is_alone and not any(given[:1]))
+        nominal, num_steps = self._pace(state.sampling)
         if self.steps is None:
-            return state.num_masks
-        nominal, per_block = self._pace(state.sampling)
-        if state.num_masks == size:
-            return per_block
-        return max(paced_steps(state.num_masks, per_block, nominal), 1 + state.first_was_alone)
+            num_steps = num_masks
+        elif any(given):  # fewer, at the same pace
+            num_steps = max(paced_steps(num_masks, num_steps, nominal), 1 + done)
+        if self.order == "entropy":
+            return ranked[: int(len(ranked) * time_share(number, num_steps))]
+        # If the first token was unmasked alone, its step is not part of the quota.
+        num_steps = min(num_steps, num_masks)
+        return ranked[: step_quota(num_masks - done, num_steps - done, number - done)]
 
-    def _allowance(self, state: FastDLLMState) -> int | None:
+    def _allowance(self, state: RowState, number: int) -> int | None:
         """Return how many masks a step with a threshold may unmask; ``None`` for all of the block."""
-        if self.steps is None or state.round_in_block >= self.steps - 1:
+        if self.steps is None or number >= self.steps - 1:
             return None
         num_masks = len(state.tokens) - state.prompt.num_given
-        return max(num_masks // self.steps, 1) * (state.round_in_block + 1) - state.num_committed
+        return max(num_masks // self.steps, 1) * (number + 1) - state.num_committed

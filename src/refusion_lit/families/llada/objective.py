@@ -12,15 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import (
-    Head,
-    MaskRatio,
-    Objective,
-    in_chunks,
-    mask_probability,
-    required_mask_id,
-    response_positions,
-)
+from refusion_lit.learning.objective import Head, MaskRatio, Objective, in_chunks, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import extend_to_multiple, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -65,33 +57,29 @@ class Masked(Objective):
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask response tokens independently; see :meth:`Objective.corrupt`."""
-        mask_token_id = required_mask_id(self, special_tokens)
         if self.pad_responses_to is not None:
             batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
         probability = mask_probability(noise, self.eps, mask_ratio)
-        positions, in_response = response_positions(batch)
-        is_masked = in_response & (noise.uniform("token_mask", len(positions)) < probability[:, None])
-
-        lengths = batch.prompt_lengths + batch.response_lengths
-        is_real = positions < lengths[:, None]
+        num_tokens = batch.input_ids.shape[1]
+        is_masked = batch.in_response & (noise.uniform("token_mask", num_tokens) < probability[:, None])
         weights = (1 / probability)[:, None]
         if self.cart_p is not None:
-            weights = cart_weights(~is_masked & is_real, self.cart_p)
+            weights = cart_weights(~is_masked & batch.is_real, self.cart_p)
         weights = (weights / batch.response_lengths[:, None]).float().where(is_masked, 0.0)
         labels = batch.input_ids.where(is_masked, IGNORE_INDEX)
         if self.shifted:
             labels = shift_left(labels, IGNORE_INDEX)
             weights = shift_left(weights, 0.0)
         return CorruptedBatch(
-            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
-            position_ids=positions.expand_as(labels),
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
+            position_ids=batch.positions.expand_as(labels),
             labels=labels,
             weights=weights,
             terms=torch.zeros_like(labels),
             counts=labels.new_full((1,), len(labels)).float(),  # explicit: the default type may be bfloat16
-            visible=all_of(lengths, len(positions)),
+            visible=all_of(batch.ends, num_tokens),
             is_masked=is_masked,
-            is_real=is_real,
+            is_real=batch.is_real,
         )
 
 
@@ -177,27 +165,24 @@ class R2FT(Objective):
 
         With ``mask_ratio``, that share of a response is masked, rounded up.
         """
-        mask_token_id = required_mask_id(self, special_tokens)
         if self.pad_responses_to is not None:
             batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
-        positions, in_response = response_positions(batch)
         lengths = batch.response_lengths
-        ends = batch.prompt_lengths + batch.response_lengths
         if mask_ratio is None:
             cut = batch.prompt_lengths + (noise.uniform("cut", 1)[:, 0] * lengths).long()
         else:
-            cut = ends - (mask_probability(noise, 0.0, mask_ratio) * lengths).ceil().long()
-        is_masked = in_response & (positions >= cut[:, None])
+            cut = batch.ends - (mask_probability(noise, 0.0, mask_ratio) * lengths).ceil().long()
+        is_masked = batch.in_response & (batch.positions >= cut[:, None])
         rejected = self._rejected(batch, cut, noise, special_tokens.eos_token_ids[0])
         num_valid = (cut > 0).sum()  # a sample without any text before the cut has nothing to repeat
         return CorruptedBatch(
-            input_ids=batch.input_ids.masked_fill(is_masked, mask_token_id),
-            position_ids=positions.expand_as(batch.input_ids),
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
+            position_ids=batch.positions.expand_as(batch.input_ids),
             labels=batch.input_ids.where(is_masked, IGNORE_INDEX),
             weights=(1 / lengths.double())[:, None].float().where(is_masked, 0.0),
             terms=is_masked.long(),
             counts=torch.stack((num_valid, torch.full_like(num_valid, len(lengths)))).float(),
-            visible=all_of(ends, len(positions)),
+            visible=all_of(batch.ends, batch.input_ids.shape[1]),
             is_masked=is_masked,
             rejected=rejected,
         )
@@ -210,8 +195,8 @@ class R2FT(Objective):
         unit = (1 + (chances[0] * self.max_unit).long()).minimum(cut).clamp(min=1)
         phase = (chances[1] * unit).long()
         span = self.min_span + (chances[2] * (self.max_span - self.min_span + 1)).long()
-        span = span.minimum(batch.prompt_lengths + batch.response_lengths - cut)
-        offset = torch.arange(batch.input_ids.shape[1], device=cut.device) - cut[:, None]
+        span = span.minimum(batch.ends - cut)
+        offset = batch.positions - cut[:, None]
         source = (cut - unit)[:, None] + (offset + phase[:, None]) % unit[:, None]
         repeated = batch.input_ids.gather(1, source.clamp(min=0))
         place = (chances[3] * span).long()

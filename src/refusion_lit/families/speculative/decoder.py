@@ -130,7 +130,7 @@ class SelfSpeculative(Decoder):
 
         Where drafting does not pay, the steps are those of :class:`Autoregressive`, at its cost.
         """
-        if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, self._most_masks(state, 0)):
+        if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, 0):
             state.acceptance.count(1)
             return _NEXT_TOKEN.step(state)
         return self._round(state)
@@ -188,18 +188,16 @@ class SelfSpeculative(Decoder):
         groups: dict[int, Branch] = {}
         first = state.prompt_length + place
         for j in range(num_drafts + 1):
-            # A drafter's mask predicts the token after its position, a hybrid model's mask its own.
-            length = self._most_masks(state, j)
             is_needed = self._starts_slot(place + j)
-            length = max(self._num_masks(state, num_drafts, length), int(is_needed))
-            if length <= 0:
+            length = max(self._num_masks(state, num_drafts, j), int(is_needed))
+            if length == 0:
                 continue
             groups[j] = Branch(
                 tokens=masks[:length] if size is None else [state.mask_token_id] * length,
                 positions=range(first + j, first + j + length),
                 visible=((0, first + j),),
                 write_at=write_at,
-                shift=int(size is None),
+                shift=int(size is None),  # a hybrid model's mask predicts its own token
                 draft_at=(0,) if is_needed else (),
                 proposals={0: state.proposals[j]} if is_needed and state.proposals and j < num_drafts else {},
             )
@@ -208,27 +206,23 @@ class SelfSpeculative(Decoder):
             return groups
         return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
 
-    def _most_masks(self, state: SpeculativeState, num_drafts: int) -> int:
-        """Return how many masks there are for the tokens after a number of accepted drafts."""
+    def _num_masks(self, state: SpeculativeState, num_drafts: int, accepted: int) -> int:
+        """Return how many masks to put after the first ``accepted`` of a forward's drafts."""
         size = self.slot_size
         num_own = len(state.special_tokens.draft_token_ids) if size is None else size
         wanted = num_own if self.num_drafts is None else self.num_drafts
-        masks = min(wanted, num_own) if size is None else 1 + wanted  # a hybrid model's first mask drafts nothing
-        return min(masks, len(state.tokens) - state.num_committed - num_drafts - (size is None))
-
-    def _num_masks(self, state: SpeculativeState, num_drafts: int, most: int) -> int:
-        """Return how many masks to put after a number of accepted drafts, at most ``most``."""
+        if size is None:
+            wanted = min(wanted, num_own)
+        wanted = min(wanted, len(state.tokens) - state.num_committed - accepted - 1)
         layout = self.layout
-        extra = int(self.slot_size is not None)  # a hybrid model's first mask drafts nothing
-        wanted = most - extra
         if layout is None and wanted > 0:
-            sure, adapters = (_SURE_COST, _ADAPTERS) if self.slot_size is None else (_HYBRID_COST, 0.0)
+            sure, adapters = (_SURE_COST, _ADAPTERS) if size is None else (_HYBRID_COST, 0.0)
             cost = sure * state.forward_cost if self.forward_cost is None else self.forward_cost
             cost /= state.num_rows  # rows share it
             layout, wanted = cheapest(cost, adapters * cost, round(state.acceptance.rate, 2), wanted)
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
             return 0
-        return wanted + extra
+        return wanted + (size is not None)  # a hybrid model's first mask drafts nothing
 
     def _drafts(
         self, groups: dict[int, Branch], read: dict[int, Reading], accepted: int, draw: Draw

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 from transformers.utils import cached_file
 
-from refusion_lit.modeling.exporting import request, respond, settings
+from refusion_lit.modeling.saving import request, respond, settings
 from refusion_lit.modeling.weights import weights_digest
 
 

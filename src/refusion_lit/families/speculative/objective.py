@@ -9,7 +9,7 @@ from einops import repeat
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import MaskRatio, Objective, response_positions
+from refusion_lit.learning.objective import MaskRatio, Objective
 from refusion_lit.learning.text_order import text_then_masks
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -45,26 +45,20 @@ class GatedDraft(Objective):
     decay: float = 0.8
 
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: MaskRatio = None,  # noqa: ARG002 - nothing is masked
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Append groups of masks to the texts; see :meth:`Objective.corrupt`.
 
         Raises:
             ValueError: If the model has no drafter.
         """
+        del mask_ratio  # nothing is masked
         masks = special_tokens.draft_token_ids
         fix = "set model.backbone.drafter, or train with another objective"
         require(bool(masks), "objective", "a model with a drafter for GatedDraft", "one without", fix)
         ids = batch.input_ids
-        device = batch.input_ids.device
+        device = ids.device
         length = ids.shape[1]
-        text, _ = response_positions(batch)
-        ends = batch.prompt_lengths + batch.response_lengths
 
         offset = (noise.uniform("anchor", 1)[:, 0] * self.stride).long()
         num_anchors = -(-int(batch.response_lengths.amax().item()) // self.stride)
@@ -74,7 +68,7 @@ class GatedDraft(Objective):
         distance = repeat(1 + torch.arange(len(masks), device=device), "mask -> (anchor mask)", anchor=num_anchors)
         positions = anchor.clamp(min=0) + distance
         # Without a prompt, there is no token before the response that could be an anchor.
-        is_real = (positions + 1 < ends[:, None]) & (anchor >= 0)
+        is_real = (positions + 1 < batch.ends[:, None]) & (anchor >= 0)
         labels = ids.gather(1, (positions + 1).clamp(max=length - 1)).where(is_real, IGNORE_INDEX)
         weights = (self.decay ** (distance - 1).double()).expand_as(positions).where(is_real, 0.0)
         tokens = masks[0] + distance - 1
@@ -82,7 +76,7 @@ class GatedDraft(Objective):
         joined = torch.cat((ids, tokens.expand_as(positions).where(is_real, special_tokens.pad_token_id)), 1)
         return CorruptedBatch(
             input_ids=joined,
-            position_ids=torch.cat((text.expand_as(ids), positions.where(is_real, length)), 1),
+            position_ids=torch.cat((batch.positions.expand_as(ids), positions.where(is_real, length)), 1),
             labels=F.pad(labels, (length, 0), value=IGNORE_INDEX),
             weights=F.pad(weights.float(), (length, 0)),
             terms=torch.zeros_like(joined),

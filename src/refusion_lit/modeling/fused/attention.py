@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from refusion_lit.modeling.attention import RangeMask, sdpa_mask
 from refusion_lit.modeling.fused.linear import NUM_ROWS
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import AttentionMask, Visibility, additive_mask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 
 NUM_KEYS = 512
 """Keys that torch's attention on CPUs takes at a time."""
@@ -184,19 +184,45 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
     """
     num_tokens = rows.shape[1]
     storage = _stored(cache)
-    keys = _ALL if cache is None else slice(cache.prepared.num_keys)
+    keys = _ALL if cache is None else slice(cache.num_keys)
     if attention is None:
         return Call(_ALL, storage, _ALL, keys, is_causal=True)
     if isinstance(attention, Visibility):
-        if attention.is_causal:
+        if sees_causally(attention):
             first = attention.spans[0].first_key
             return Call(_ALL, storage, _ALL, slice(first, first + num_tokens), is_causal=True)
-        if attention.is_full:
+        if sees_everything(attention):
             return Call(_ALL, storage, _ALL, keys)
     elif isinstance(ranges := sdpa_mask(attention, num_tokens, like.device), RangeMask):
         return Call(_ALL, storage, _ALL, keys, ranges)
     # Attention would convert a boolean mask in every layer.
-    return Call(_ALL, storage, _ALL, keys, additive_mask(attention, num_tokens, like.dtype, like.device))
+    return Call(_ALL, storage, _ALL, keys, _additive(attention, num_tokens, like.dtype, like.device))
+
+
+def sees_causally(visibility: Visibility) -> bool:
+    """Whether every sequence is one span that sees itself, causally, and nothing else, from the same key on."""
+    first = visibility.spans[0].first_key
+    return len(visibility.spans) == visibility.shape[0] and all(
+        span.order is None and span.first_key == first and all(start >= stop for start, stop in span.context)
+        for span in visibility.spans
+    )
+
+
+def sees_everything(visibility: Visibility) -> bool:
+    """Whether every sequence is one token after all other keys, and sees them all."""
+    return all(
+        span.length == 1 and span.first_key == visibility.num_keys - 1 and span.context == ((0, span.first_key),)
+        for span in visibility.spans
+    )
+
+
+def _additive(
+    attention: AttentionMask, num_keys: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "batch 1 token key"]:
+    """Convert a mask to what is added to attention scores: 0 or -inf."""
+    if isinstance(attention, Visibility) and device.type == "cpu":
+        return attention.additive_mask().to(dtype)[:, None]
+    return torch.where(as_mask(attention, device, num_keys), 0.0, -torch.inf).to(dtype)[:, None]
 
 
 def invariant_attention(
@@ -206,7 +232,7 @@ def invariant_attention(
     num_rows, length = rows.shape
     if attention is None:
         attention = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, -1, -1)
-    mask = additive_mask(attention, length, like.dtype, like.device)
+    mask = _additive(attention, length, like.dtype, like.device)
     calls: list[Call] = []
     for start in range(0, length, NUM_ROWS):
         own = mask[:, :, start : start + NUM_ROWS]
@@ -222,7 +248,7 @@ def invariant_attention(
 
 def _stored(cache: KVCache | None) -> slice | Tensor:
     """Return the storage rows of a batch's rows."""
-    return _ALL if cache is None else cache.prepared.rows
+    return _ALL if cache is None else cache.rows
 
 
 def _up(number: int, step: int) -> int:

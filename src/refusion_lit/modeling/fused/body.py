@@ -122,7 +122,7 @@ class FusedBody:
             Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
         """
         # Only attention includes padding: everything else is computed for the stored tokens only.
-        rows = Rows(input_ids.shape, None if cache is None else cache.prepared.source_index)
+        rows = Rows(input_ids.shape, None if cache is None else cache.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
         width = self._num_heads * self._head_dim
         attention = attention_for(
@@ -229,20 +229,11 @@ def _norm(module: Any) -> _Norm:  # noqa: ANN401
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose frequencies do not depend on the batch."""
 
-_FAMILIES: tuple[tuple[type[nn.Module], ...], ...] = (
-    (
-        qwen3.Qwen3Model, qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen3.Qwen3MLP, qwen3.Qwen3RMSNorm,
-        qwen3.Qwen3RotaryEmbedding,
-    ),
-    (
-        qwen2.Qwen2Model, qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP, qwen2.Qwen2RMSNorm,
-        qwen2.Qwen2RotaryEmbedding,
-    ),
-    (
-        llama.LlamaModel, llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm,
-        llama.LlamaRotaryEmbedding,
-    ),
-)  # fmt: skip
+_PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+_FAMILIES: list[list[type[nn.Module]]] = [
+    [getattr(module, name + part) for part in _PARTS]
+    for name, module in (("Qwen3", qwen3), ("Qwen2", qwen2), ("Llama", llama))
+]
 """Classes of an architecture, the body's first."""
 
 _COMMON: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, type(ACT2FN["silu"]))

@@ -90,7 +90,7 @@ def segmented(visibility: Visibility, cache: KVCache | None, dtype: torch.dtype,
         dtype: Type of the states.
         call: What a call costs, in pairs of a query and a key.
     """
-    storage = range(visibility.shape[0]) if cache is None else cache.prepared.sequences
+    storage = range(visibility.shape[0]) if cache is None else cache.sequences
     calls: list[Call] = []
     shared: list[Span] = []
     for _, group in groupby(visibility.spans, key=lambda span: span.sequence):

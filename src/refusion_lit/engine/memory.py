@@ -1,0 +1,71 @@
+"""Memory of the KV cache: kept from one call to the next, and bounded by decoding long prompts with fewer others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from refusion_lit.engine.admission import Tokens
+from refusion_lit.engine.decoder import Decoder
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.types import Prompt
+
+
+@dataclass
+class KeptCache:
+    """Keeps the cache of one call for the next: each turn of a conversation shares its prefix with the turns before.
+
+    The next call must use the same model with the same weights. The memory of the last call's cache stays allocated.
+    """
+
+    _content: tuple[KVCache, Decoder, Mapping[int, Tokens], object] | None = None
+
+    def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache | None, Mapping[int, Tokens]]:
+        """Remove and return the kept cache and its prompts; ``None`` and an empty mapping if it is unusable.
+
+        It is usable if it has ``num_rows`` rows and was filled by the same decoder in the same torch modes. It is
+        removed because an interrupted call leaves its entries undefined.
+        """
+        content = self._content
+        self._content = None
+        if content is None or content[1] != decoder or content[0].num_rows != num_rows or content[3] != _mode():
+            return None, {}
+        return content[0], content[2]
+
+    def put(self, cache: KVCache, decoder: Decoder, held: Mapping[int, Tokens]) -> None:
+        """Keep a cache and the prompts that its rows hold."""
+        self._content = cache, decoder, held, _mode()
+
+
+def _mode() -> object:
+    """Return the types of autocast, which a cache's tensors depend on."""
+    kinds = ("cpu", "cuda")
+    return [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
+
+
+def groups_within(
+    prompts: Sequence[Prompt], max_new_tokens: int, num_rows: int, max_cache_tokens: int
+) -> list[tuple[int, list[tuple[int, Prompt]]]]:
+    """Group prompts by the number of rows that fit into a bounded cache.
+
+    All rows of a cache have the length of the longest one. Long prompts therefore form groups of their own with fewer
+    rows.
+
+    Args:
+        prompts: The prompts.
+        max_new_tokens: Room for each response.
+        num_rows: Maximum number of rows.
+        max_cache_tokens: Maximum number of entries of all rows together; must hold the longest prompt and its response.
+
+    Returns:
+        Pairs of a number of rows, in descending order, and the prompts (with their places) that run with it.
+    """
+    groups: dict[int, list[tuple[int, Prompt]]] = {}
+    for index, prompt in enumerate(prompts):
+        length = len(prompt.token_ids) + prompt.num_uncounted + max_new_tokens
+        fitting = max_cache_tokens // length
+        fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # for few groups
+        groups.setdefault(fitting, []).append((index, prompt))
+    return sorted(groups.items(), reverse=True)

@@ -1,0 +1,42 @@
+"""Options of all decoders and objectives: given by name alone, and with minima that are stated a second time here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+
+from refusion_lit.decoding import Decoder, RowState
+from refusion_lit.objectives import Objective
+
+MINIMA = {
+    ("SelfSpeculative", "num_drafts"): 0,
+    ("GroupPolicy", "group_size"): 2,
+    ("GroupPolicy", "max_resamples"): 0,
+    ("SoftTail", "tail"): 1.0,
+}
+"""Minima of numbers other than 1 for integers and 0 for others."""
+
+
+def derived(base: type) -> Iterator[type]:
+    """Yield the package's classes that inherit from one."""
+    for cls in base.__subclasses__():
+        if cls.__module__.startswith("refusion_lit."):
+            yield cls
+        yield from derived(cls)
+
+
+COMPONENTS = sorted({*derived(Decoder), *derived(Objective)}, key=str)
+
+
+@pytest.mark.parametrize("cls", [*COMPONENTS, *sorted(derived(RowState), key=str)], ids=lambda cls: cls.__name__)
+def test_every_option_is_given_by_name(cls: type) -> None:
+    assert [field.name for field in fields(cls) if not field.kw_only] == []
+
+
+@pytest.mark.parametrize("cls", COMPONENTS, ids=lambda cls: cls.__name__)
+def test_options_have_the_smallest_minimum_that_makes_sense(cls: type) -> None:
+    for name, limit in vars(cls).get("ranges", {}).items():
+        if not isinstance(limit, str):
+            assert limit == MINIMA.get((cls.__name__, name), 1 if type(limit) is int else 0.0), name
