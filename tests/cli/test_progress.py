@@ -61,7 +61,7 @@ def test_answers_tokens_and_time_are_counted_within_a_batch() -> None:
     rows = model.generate(
         PROMPTS, decoder=Autoregressive(), max_new_tokens=24, batch_size=4, callbacks=[watch, After()]
     )
-    progress.bars.stop()
+    progress.stop()
     pace = progress.paces["ar"]
     assert pace.answers == 4
     assert pace.tokens == sum(row.num_tokens for row in rows)

@@ -36,7 +36,7 @@ def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest
     now = 100.0
     monkeypatch.setattr(training.time, "perf_counter", lambda: now)
     progress = TrainingProgress(40)
-    progress.start(torch.device("cpu"), 1)
+    progress.start(torch.device("cpu"))
     _one_step(progress)
     figures = progress.figures()
     assert "positions_per_second" not in figures  # nothing to measure from yet

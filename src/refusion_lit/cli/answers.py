@@ -94,7 +94,7 @@ def write_answers(options: Namespace) -> None:
             **vars(setup.decoding),
         )
     finally:
-        progress.bars.stop()
+        progress.stop()
         answers.close()
     about = f"{len(waiting)} answers"
     if file is not None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,19 +24,9 @@ from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
 from refusion_lit.checkpoints.models import CheckpointMetadata, own_draft
 from refusion_lit.cli import run_directory
-from refusion_lit.cli.parser import OneLineParser, let_booleans_alone
+from refusion_lit.cli.parser import OneLineParser, let_booleans_alone, located
 from refusion_lit.cli.progress_bar import RunProgress
-from refusion_lit.cli.usage_errors import (
-    PARSER_ERRORS,
-    Given,
-    brief,
-    check_groups,
-    explained,
-    is_yaml_file,
-    located,
-    nearest,
-    options_given,
-)
+from refusion_lit.cli.usage_errors import PARSER_ERRORS, Given, explained, is_yaml_file, nearest, options_given
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.architecture import check_source, stored_config
 from refusion_lit.modeling.saving import HAS_DRAFTER
@@ -121,7 +111,7 @@ class RefusionCLI(LightningCLI):
         own = self._subcommand_parsers[command]
         given = options_given(options)
         self._names_threads = any(each.name == "num_threads" and not each.file for each in given)
-        check_groups(own, given)
+        _check_groups(own, given)
         options = _with_decoder_files(options, given)
         try:
             config = parser.parse_args([command, *options])
@@ -231,11 +221,20 @@ class RefusionCLI(LightningCLI):
             config = self.config[str(self.subcommand)]
             components = {"model.objective": config.model.objective}
             components |= {f"model.decoders.{name}": each for name, each in (config.model.decoders or {}).items()}
-            raise ValueError(located(brief(str(error)), components)) from error
+            raise ValueError(located(error, components)) from error
         objective = self.model.objective
         if isinstance(self.datamodule, InstructionDataModule) and self.datamodule.pack_length is not None:
             expected = "an objective whose samples can be packed"
             require(objective.packs, "data.pack_length", expected, type(objective).__name__, "set it to null")
+
+
+def _check_groups(parser: LightningArgumentParser, given: Sequence[Given]) -> None:
+    """Refuse values in place of a group of options, which jsonargparse drops."""
+    groups = {action.dest for action in parser._actions if type(action).__name__ == "_ActionConfigLoad"}
+    for each in given:
+        is_file = isinstance(each.value, str) and (bool(each.file) or Path(each.value).is_file())
+        holds = each.name not in groups or isinstance(each.value, Mapping) or is_file
+        require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write a mapping below it")
 
 
 def _with_decoder_files(args: Sequence[str], given: Sequence[Given]) -> list[str]:
@@ -354,9 +353,7 @@ class _ParseOnly(RefusionCLI):
 
     def _set_seed(self) -> None: ...
 
-    def before_instantiate_classes(self) -> None: ...
-
-    def instantiate_classes(self) -> None: ...
+    before_instantiate_classes = instantiate_classes = _set_seed
 
 
 def parse_only(*subcommand: str) -> RefusionCLI:

@@ -6,14 +6,14 @@ import json
 import re
 import sys
 from argparse import Action
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, located, options_given
+from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, options_given
 from refusion_lit.decoding import Decoder, check_context  # registers the checkpoint formats of all families
 from refusion_lit.families.defaults import class_and_options
 from refusion_lit.modeling.formats import FORMATS
@@ -63,7 +63,7 @@ class OneLineParser(ArgumentParser):
         try:
             return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
-            raise ValueError(located(brief(str(error)), {"decoder": parsed.get("decoder")})) from error
+            raise ValueError(located(error, {"decoder": parsed.get("decoder")})) from error
 
     def _with_decoder_first(self, args: Sequence[str]) -> list[str]:
         """Put the decoder before its options, as jsonargparse needs it to know them; none named: the model's own."""
@@ -88,6 +88,27 @@ def let_booleans_alone(parser: ArgumentParser) -> None:
         hint = getattr(action, "_typehint", None)
         if bool in (hint, *get_args(hint)) and {hint, *get_args(hint)} <= {hint, bool, int, NoneType}:
             action.nargs, action.const = "?", True
+
+
+def located(error: ValueError, components: Mapping[str, Any]) -> str:
+    """Return the line of an error; begin it with the component whose own check has raised it, if one has.
+
+    Args:
+        error: The error, whose message may begin with an option of a component.
+        components: Class and options of each component, by the option that names it.
+    """
+    from lightning.pytorch.cli import instantiate_class  # takes seconds, which only an error may
+
+    message = brief(str(error))
+    option = message.partition(":")[0].rpartition(".")[2]
+    for name, component in components.items():
+        if component is not None and option in component.get("init_args", ()):
+            try:
+                instantiate_class((), component.as_dict())
+            except ValueError as again:
+                if str(again) == message:
+                    return f"{name}.{message.removeprefix('objective.')}"
+    return message
 
 
 def as_list(value: str | list[str]) -> list[str]:

@@ -20,7 +20,6 @@ from typing import Any, TypeGuard, get_args, get_origin
 import yaml
 
 from refusion_lit.utils.files import read_yaml
-from refusion_lit.utils.require import require
 
 _MODULE_ERRORS = (SyntaxError, ImportError, NameError)
 PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, *_MODULE_ERRORS)
@@ -115,19 +114,6 @@ def is_yaml_file(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and value.endswith((".yaml", ".yml"))
 
 
-def check_groups(parser: Any, given: Iterable[Given]) -> None:  # noqa: ANN401
-    """Refuse values in place of a group of options, which jsonargparse drops.
-
-    Raises:
-        ValueError: Naming the group.
-    """
-    groups = {action.dest for action in parser._actions if type(action).__name__ == "_ActionConfigLoad"}
-    for each in given:
-        is_file = isinstance(each.value, str) and (bool(each.file) or Path(each.value).is_file())
-        holds = each.name not in groups or isinstance(each.value, Mapping) or is_file
-        require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write a mapping below it")
-
-
 def loaded(value: str) -> Any:  # noqa: ANN401 - any YAML
     """Return what a value on the command line stands for; text if it is no YAML."""
     try:
@@ -174,26 +160,6 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
     if isinstance(error, ValueError):
         return ValueError(brief(message))
     return ValueError(f"expected options that can be parsed, got {type(error).__name__}: {error}; check the config.")
-
-
-def located(message: str, components: Mapping[str, Any]) -> str:
-    """Name the component whose own check has raised a message that begins with one of its options.
-
-    Args:
-        message: The message.
-        components: Class and options of each component, by the option that names it.
-    """
-    from lightning.pytorch.cli import instantiate_class  # takes seconds, which only an error may
-
-    option = message.partition(":")[0]
-    for name, component in components.items():
-        if component is not None and option.rpartition(".")[2] in component.get("init_args", ()):
-            try:
-                instantiate_class((), component.as_dict())
-            except ValueError as error:
-                if str(error) == message:
-                    return f"{name}.{message.removeprefix('objective.')}"
-    return message
 
 
 def _missing(names: str, parser: Any) -> str:  # noqa: ANN401
@@ -294,9 +260,8 @@ class _Refusal:
             except (ImportError, AttributeError):  # jsonargparse names these
                 continue
             except Exception as error:
-                fix = "mend the module"
                 got = f"{each.value} ({type(error).__name__}: {error})"
-                return f"{each.where}{name}: expected a class that can be imported, got {got}; {fix}."
+                return f"{each.where}{name}: expected a class that can be imported, got {got}; mend the module."
             if is_element and not inspect.isclass(found):
                 continue
             if not (is_element or (inspect.isclass(found) and issubclass(found, bases))):

@@ -39,8 +39,10 @@ class SaveLastStep(Checkpoint):
         """Save after the last optimizer step unless that is done."""
         if not _is_last_step(trainer):
             return
-        for callback in _callbacks(trainer):
-            if not callback._should_skip_saving_checkpoint(trainer):  # which knows what it has saved
+        for callback in _savers(trainer):
+            if callback.save_last and not callback._should_skip_saving_checkpoint(
+                trainer
+            ):  # which knows what it has saved
                 path = str(_last_path(callback))
                 callback.last_model_path = path  # first, since it is in the checkpoint, by which it is found
                 trainer.save_checkpoint(path, callback.save_weights_only)
@@ -64,13 +66,14 @@ class SaveLastStep(Checkpoint):
 
     def _keep(self, trainer: L.Trainer) -> None:
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            for callback in _callbacks(trainer):
-                self._kept[callback] = callback.save_last
-                callback.save_last = None
+            for callback in _savers(trainer):
+                if callback.save_last:
+                    self._kept[callback] = callback.save_last
+                    callback.save_last = None
 
 
-def _callbacks(trainer: L.Trainer) -> list[ModelCheckpoint]:
-    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint) and each.save_last]
+def _savers(trainer: L.Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def _is_last_step(trainer: L.Trainer) -> bool:
@@ -87,11 +90,7 @@ def _last_path(callback: ModelCheckpoint) -> Path:
 
 def last_checkpoint(trainer: L.Trainer) -> str | None:
     """Return the checkpoint that a training has written or resumed from last, ``None`` without one."""
-    paths = [
-        callback.last_model_path or callback.best_model_path
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
-    ]
+    paths = [callback.last_model_path or callback.best_model_path for callback in _savers(trainer)]
     return next(filter(None, paths), None) or (str(trainer.ckpt_path) if trainer.ckpt_path else None)
 
 
@@ -106,24 +105,24 @@ class SaveOnSignal(L.Callback):
     """
 
     def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._forget()
+
+    def _forget(self) -> None:
         self._signum = 0
         self._message = ""
-        self._before: dict[int, Any] = {}
         self._requeues: int | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Install the handlers in place of Lightning's."""
-        for callback in trainer.checkpoint_callbacks:
+        for callback in _savers(trainer) if trainer.global_step else ():
             # After resuming, it would save the same step again, after a micro-batch and without its gradients.
-            if isinstance(callback, ModelCheckpoint) and trainer.global_step:
-                callback._last_global_step_saved = trainer.global_step
-        self._signum = 0
-        self._message = ""
+            callback._last_global_step_saved = trainer.global_step
+        self._forget()
         if threading.current_thread() is not threading.main_thread():
             return
         signals = [signal.SIGTERM, signal.SIGINT]
         environment = trainer._accelerator_connector.cluster_environment
-        self._requeues = None
         if isinstance(environment, SLURMEnvironment):
             signals.append(environment.requeue_signal or signal.SIGUSR1)
             self._requeues = signals[-1] if environment.auto_requeue else None
@@ -145,7 +144,9 @@ class SaveOnSignal(L.Callback):
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return  # gradients are in no checkpoint
         if trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False):
-            path = str(_last_path_of(trainer))
+            directory = Path(trainer.log_dir or trainer.default_root_dir)
+            own = [_last_path(callback) for callback in _savers(trainer) if callback.dirpath]
+            path = str(own[0] if own else directory / "checkpoints" / "last.ckpt")
             trainer.save_checkpoint(path)
             self._signum = self._signum or signal.SIGTERM
             self._message = (
@@ -177,12 +178,6 @@ def _requeue() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"scontrol could not requeue job {job} ({error})"
     return f"job {job} is requeued"
-
-
-def _last_path_of(trainer: L.Trainer) -> Path:
-    found = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint) and each.dirpath]
-    directory = Path(trainer.log_dir or trainer.default_root_dir)
-    return _last_path(found[0]) if found else directory / "checkpoints" / "last.ckpt"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

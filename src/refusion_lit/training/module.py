@@ -159,7 +159,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.model.traits = self.objective.traits
         self._warn_of_misfits()
         self.model.train()
-        self._progress.start(self.device, self.trainer.world_size)
+        self._progress.start(self.device)
 
     def _check_mask(self, prompt: Sequence[int]) -> None:
         """Refuse to train masks whose token also means something else, or is part of the template."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -79,14 +80,11 @@ def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimiz
     Raises:
         ValueError: If the optimizer refuses its options.
     """
-    groups = parameter_groups(module)
-    if make is None:
-        optimizer: Optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.98), weight_decay=0.01)
-    else:
-        try:
-            optimizer = make(groups)
-        except (ValueError, TypeError) as error:  # torch names no option
-            raise ValueError(f"model.optimizer: {error}; change its options.") from error
+    make = make or partial(torch.optim.AdamW, lr=3e-4, betas=(0.9, 0.98), weight_decay=0.01)
+    try:
+        optimizer = make(parameter_groups(module))
+    except (ValueError, TypeError) as error:  # torch names no option
+        raise ValueError(f"model.optimizer: {error}; change its options.") from error
     warn_of_lost_updates(optimizer)
     return optimizer
 
@@ -137,9 +135,8 @@ def check_finite(trainer: L.Trainer, loss: Tensor, gradient_norm: Tensor, sample
     if not trainer.strategy.reduce_boolean_decision(bool(wrong), all=False):
         return
     what = ", ".join(wrong) or "finite figures here, but not on another process"
-    shown = ", ".join(sample_ids[:_NUM_SHOWN]) + (
-        f" and {len(sample_ids) - _NUM_SHOWN} more" if len(sample_ids) > _NUM_SHOWN else ""
-    )
+    more = f" and {len(sample_ids) - _NUM_SHOWN} more" if len(sample_ids) > _NUM_SHOWN else ""
+    shown = ", ".join(sample_ids[:_NUM_SHOWN]) + more
     raise ValueError(
         f"fit: expected a finite loss and gradient, got {what} at step {trainer.global_step + 1} (samples {shown}). "
         f"The last checkpoint is {last_checkpoint(trainer) or 'none'}. Lower the learning rate, set "

@@ -32,7 +32,6 @@ class TrainingProgress:
     def __init__(self, num_positions: int = 0) -> None:
         self.num_positions: Tensor = torch.tensor(num_positions, dtype=torch.float64)
         self.sample_ids: list[str] = []
-        self._num_processes = 1
         self._micro_batches: deque[CorruptedBatch] = deque()
         self._loss: LossOutput | None = None
         self._padding = torch.zeros(())
@@ -40,10 +39,9 @@ class TrainingProgress:
         self._since = 0.0
         self._paused = 0.0
 
-    def start(self, device: torch.device, num_processes: int) -> None:
+    def start(self, device: torch.device) -> None:
         """Start or resume training, between two steps."""
         self.num_positions = self.num_positions.to(device)
-        self._num_processes = num_processes
         self._positions_before = float(self.num_positions)
         self._since = 0.0
 
@@ -64,7 +62,9 @@ class TrainingProgress:
         """
         counts = torch.stack([batch.counts for batch in micro_batches]).sum(0).double()
         num_positions = counts.new_full((1,), sum(batch.input_ids.numel() for batch in micro_batches))
-        num_real = torch.stack([_num_real(batch) for batch in micro_batches]).sum()[None]
+        # Where the objective does not say which positions are no padding, all count.
+        real = [torch.ones_like(each.input_ids) if each.is_real is None else each.is_real for each in micro_batches]
+        num_real = torch.stack([each.sum() for each in real]).sum()[None]
         # One all-reduce for all figures; the host waits for none of them.
         totals = self._all_reduced(torch.cat((num_positions, num_real.double(), counts)))
         self.num_positions = self.num_positions + totals[0]
@@ -108,11 +108,6 @@ class TrainingProgress:
         return figures
 
     def _all_reduced(self, values: Tensor) -> Tensor:
-        if self._num_processes > 1:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(values)
         return values
-
-
-def _num_real(batch: CorruptedBatch) -> Tensor:
-    """Return the number of positions that are no padding; all where the objective does not say."""
-    return (torch.ones_like(batch.input_ids) if batch.is_real is None else batch.is_real).sum()

@@ -93,6 +93,7 @@ class Rollouts:
         expected = "no dropout, which changes the likelihood of an answer from forward to forward"
         require(dropout == 0, "model.backbone.lora.dropout", expected, dropout, "set it to 0")
         self._rewards: Sequence[Reward | Task] = options.rewards or (data.task,)
+        self._described = repr([(type(each).__module__, described(each)) for each in self._rewards])
         for reward in self._rewards:
             if isinstance(reward, CodeTask):
                 _ = reward.sandbox.applied  # refuses to run code, or weak isolation
@@ -253,7 +254,7 @@ class Rollouts:
         states: list[Any] = [own] * num_processes
         if num_processes > 1:
             torch.distributed.all_gather_object(states, own)
-        checkpoint[_STATE] = {"pending": states, "rewards": _described(self._rewards)}
+        checkpoint[_STATE] = {"pending": states, "rewards": self._described}
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Take the state over, which :meth:`start` restores."""
@@ -261,8 +262,8 @@ class Rollouts:
 
     def _restore(self, state: Mapping[str, Any], rank: int) -> None:
         fix = "give the rewards of the run that is resumed, or start a new one from its weights"
-        rewards = _described(self._rewards)
-        require(state["rewards"] == rewards, "objective.rewards", state["rewards"], rewards, fix)
+        holds = state["rewards"] == self._described
+        require(holds, "objective.rewards", state["rewards"], self._described, fix)
         pending = state["pending"]
         fits = rank < len(pending) or not pending[0]
         fix = "resume with as many processes as before, or set num_updates to 1"
@@ -286,11 +287,6 @@ def engine_log_probabilities(row: Generation, trajectory: Trajectory) -> dict[in
             if draws and entry.probabilities:
                 found[position] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
     return found
-
-
-def _described(rewards: Sequence[Reward | Task]) -> str:
-    """Return modules, classes and options."""
-    return repr([(type(each).__module__, described(each)) for each in rewards])
 
 
 def _prompts(batch: ResponseBatch) -> list[Prompt]:
