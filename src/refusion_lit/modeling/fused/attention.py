@@ -85,7 +85,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     if times == 1:
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
     elif query.device.type != "cpu":  # with a mask, only CPUs have a fast kernel for grouped heads
-        key, value = (_repeated(states, times) for states in (key, value))
+        key, value = (states.repeat_interleave(times, 1) for states in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
     elif is_causal or query.element_size() > 2 or times * num_queries > _MOST_SHARING:
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=True)
@@ -95,11 +95,6 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
         mixed = F.scaled_dot_product_attention(query, key, value, mask)
         mixed = rearrange(mixed, "row key_head (times place) dim -> row (key_head times) place dim", times=times)
     return mixed.transpose(1, 2)
-
-
-def _repeated(states: Tensor, times: int) -> Tensor:
-    """Repeat every key/value head [row, head, key, dim] for the query heads that share it."""
-    return states[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
 _ALL = slice(None)
