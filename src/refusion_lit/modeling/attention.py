@@ -43,18 +43,16 @@ def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) ->
         device: Device of the states.
     """
     if isinstance(attention, Visibility):
-        ranges = spans_ranges(attention.spans, attention.shape)
-        return _block_mask_of_ranges(to_device(ranges, device), attention.num_keys)
-    if attention.ndim == 4:
-        return _block_mask_of_ranges(attention, num_keys)
-    num_rows, num_queries, num_keys = attention.shape
-    return create_block_mask(
-        lambda row, _head, query, key: attention[row, query, key],
-        B=num_rows, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(device),
-    )  # fmt: skip
-
-
-def _block_mask_of_ranges(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> BlockMask:
+        ranges = to_device(spans_ranges(attention.spans, attention.shape), device)
+        num_keys = attention.num_keys
+    elif attention.ndim == 4:
+        ranges = attention
+    else:
+        num_rows, num_queries, num_keys = attention.shape
+        return create_block_mask(
+            lambda row, _head, query, key: attention[row, query, key],
+            B=num_rows, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(device),
+        )  # fmt: skip
     starts, stops = ranges.unbind(-1)
     num_tokens = ranges.shape[1]
 

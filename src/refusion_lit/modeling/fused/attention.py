@@ -178,7 +178,7 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
         like: A tensor of the states' type and device.
     """
     num_tokens = rows.shape[1]
-    storage = _stored(cache)
+    storage = _ALL if cache is None else cache.rows
     keys = _ALL if cache is None else slice(cache.num_keys)
     if attention is None:
         return Call(_ALL, storage, _ALL, keys, is_causal=True)
@@ -228,6 +228,7 @@ def invariant_attention(
     if attention is None:
         attention = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, -1, -1)
     mask = _additive(attention, length, like.dtype, like.device)
+    storage = _ALL if cache is None else cache.rows
     calls: list[Call] = []
     for start in range(0, length, NUM_ROWS):
         own = mask[:, :, start : start + NUM_ROWS]
@@ -236,14 +237,9 @@ def invariant_attention(
         padded[..., 0] = 0.0  # padding sees something: seeing nothing gives NaN
         own = own[..., :num_keys]
         padded[:, :, : own.shape[2], : own.shape[3]] = own
-        calls.append(Call(_ALL, _stored(cache), slice(start, start + NUM_ROWS), slice(num_keys), padded))
+        calls.append(Call(_ALL, storage, slice(start, start + NUM_ROWS), slice(num_keys), padded))
     # Whole blocks of queries, and of keys where these are the tokens themselves.
     return RowAttention(rows.widened(_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
-
-
-def _stored(cache: KVCache | None) -> slice | Tensor:
-    """Return the storage rows of a batch's rows."""
-    return _ALL if cache is None else cache.rows
 
 
 def _up(number: int, step: int) -> int:
