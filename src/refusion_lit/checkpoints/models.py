@@ -22,7 +22,7 @@ from refusion_lit.checkpoints.files import (
     model_source,
     read_checkpoint,
 )
-from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
+from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_from_files
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder
 from refusion_lit.modeling.architecture import check_source, config_of_source, stored_config
 from refusion_lit.modeling.backbone import Backbone
@@ -30,7 +30,7 @@ from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOri
 from refusion_lit.modeling.formats import format_of
 from refusion_lit.modeling.loading import BackboneConfig, DType, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
-from refusion_lit.modeling.saving import HAS_DRAFTER, stored_prompt_template
+from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits, SamplingParams
 from refusion_lit.utils.errors import reason_of
@@ -137,20 +137,6 @@ class CheckpointMetadata:
             lora=None if self.adapters is None else self.adapters.options,
             drafter=None if self.drafter is None else self.drafter.options,
         )
-
-
-def collect_metadata(
-    backbone: Backbone, tokenizer: PreTrainedTokenizerBase, prompt_template: str
-) -> CheckpointMetadata:
-    """Collect the metadata of a model that is about to be saved."""
-    return CheckpointMetadata(
-        architecture=backbone.config.to_dict(),
-        traits=backbone.traits,
-        tokenizer_files=tokenizer_files(tokenizer),
-        prompt_template=prompt_template,
-        adapters=backbone.adapters,
-        drafter=None if backbone.drafter is None else backbone.drafter.origin,
-    )
 
 
 def load(
@@ -298,10 +284,11 @@ def _from_directory(source: str, options: BackboneConfig, device: torch.device) 
             options = replace(options, dtype=decoding_dtype(config, device))
     tokenizer = PretrainedTokenizer(source=source, checkpoint_format=options.checkpoint_format, **code).build(None)
     backbone = options.build(tokenizer)
-    stated = (getattr(backbone.config, "refusion_lit", None) or {}).get("attention")
+    stored = getattr(backbone.config, "refusion_lit", None) or {}
+    stated = stored.get("attention")
     is_kept = None in (stated, options.attention) or stated == options.attention
     require(is_kept, "attention", f"{stated}, which the model was trained with", options.attention, "leave it out")
-    return TextModel(backbone, tokenizer, stored_prompt_template(backbone))
+    return TextModel(backbone, tokenizer, stored.get(PROMPT_TEMPLATE, "{query}"))
 
 
 def load_checkpoint(

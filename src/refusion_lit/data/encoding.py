@@ -14,15 +14,6 @@ from refusion_lit.types import Example, SpecialTokens
 from refusion_lit.utils.require import require
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode text from a user or a data set; the name of a special token in it stays plain text.
-
-    Raises:
-        ValueError: If a character is not in the tokenizer's alphabet.
-    """
-    return _encode(tokenizer, text, special=False)
-
-
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     query: str,
@@ -54,7 +45,7 @@ def encode_prompt(
         got = f"turns of {', '.join(turn['role'] for turn in turns)}"
         require(len(turns) == 1, "messages", expected, got, "give the tokenizer one, or leave out the other turns")
         rendered = prompt_template.replace("{query}", guard.guarded(query))
-    ids = [token for text, special in guard.parts(rendered) for token in _encode(tokenizer, text, special=special)]
+    ids = [token for text, special in guard.parts(rendered) for token in encode_text(tokenizer, text, special=special)]
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
     return ids
@@ -118,8 +109,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str
         raise ValueError(f"messages: the chat template refuses turns of {roles} ({error}); reorder them.") from error
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    """Encode a text; ``special``: the name of a special token in it becomes that token."""
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    """Encode text; with ``special``, the name of a special token in it becomes that token and is not plain text.
+
+    Raises:
+        ValueError: If a character is not in the tokenizer's alphabet.
+    """
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
     before = backend.encode_special_tokens
     backend.encode_special_tokens = not special

@@ -36,9 +36,9 @@ _MIN_RATIO = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class _WeDLMFormat(CheckpointFormat):
-    def base_type(self, values: Mapping[str, Any]) -> str:
-        """Return Qwen3 for a config with normalised queries and keys, else Qwen2."""
-        return "qwen3" if values.get("qk_norm", False) else "qwen2"
+    def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Name Qwen3 for a config with normalised queries and keys, else Qwen2."""
+        return super().library_options(values) | {"model_type": "qwen3" if values.get("qk_norm", False) else "qwen2"}
 
 
 register(

@@ -30,7 +30,7 @@ def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> 
     fast there, needs none.
     """
     if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * _CHUNK:
-        return RangeMask.of(attention)
+        return attention.as_subclass(RangeMask)
     return as_mask(attention, device, num_keys)[:, None]
 
 
@@ -43,18 +43,16 @@ def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) ->
         device: Device of the states.
     """
     if isinstance(attention, Visibility):
-        ranges = spans_ranges(attention.spans, attention.shape)
-        return _block_mask_of_ranges(to_device(ranges, device), attention.num_keys)
-    if attention.ndim == 4:
-        return _block_mask_of_ranges(attention, num_keys)
-    num_rows, num_queries, num_keys = attention.shape
-    return create_block_mask(
-        lambda row, _head, query, key: attention[row, query, key],
-        B=num_rows, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(device),
-    )  # fmt: skip
-
-
-def _block_mask_of_ranges(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> BlockMask:
+        ranges = to_device(spans_ranges(attention.spans, attention.shape), device)
+        num_keys = attention.num_keys
+    elif attention.ndim == 4:
+        ranges = attention
+    else:
+        num_rows, num_queries, num_keys = attention.shape
+        return create_block_mask(
+            lambda row, _head, query, key: attention[row, query, key],
+            B=num_rows, H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(device),
+        )  # fmt: skip
     starts, stops = ranges.unbind(-1)
     num_tokens = ranges.shape[1]
 
@@ -84,24 +82,13 @@ class RangeMask(Tensor):
     Attention runs in chunks of queries, each over the keys that some of them see. The backward pass recomputes each
     chunk's mask and scores, so memory grows linearly with the length, not with its square. transformers passes masks
     with four axes through unchanged, in every architecture and through gradient checkpointing.
-
-    Attributes:
-        plain: The ranges as a plain tensor.
     """
-
-    plain: Tensor
-
-    @classmethod
-    def of(cls, ranges: Int[Tensor, "batch token range 2"]) -> RangeMask:
-        """Wrap ranges."""
-        mask = ranges.as_subclass(cls)
-        mask.plain = ranges
-        return mask
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         if func is F.scaled_dot_product_attention:
-            return _attend(*args, **(kwargs or {}))
+            with torch._C.DisableTorchFunctionSubclass():  # the ranges are a plain tensor from here on
+                return _attend(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -112,12 +99,10 @@ def _attend(
     attn_mask: RangeMask,
     **options: Any,  # noqa: ANN401 - dropout_p, is_causal, scale, enable_gqa
 ) -> Float[Tensor, "batch head token dim"]:
-    ranges = attn_mask.plain
-    if ranges.shape[2] == 1 and (ranges == ranges[:, :1]).all():  # all tokens of a row see the same
-        return _chunk(query, key, value, ranges[:, :1], options)
-    chunks = zip(query.split(_CHUNK, 2), ranges.split(_CHUNK, 1), strict=True)
-    given = (key, value)
-    return torch.cat([checkpoint(_chunk, q, *given, own, options, use_reentrant=False) for q, own in chunks], 2)
+    if attn_mask.shape[2] == 1 and (attn_mask == attn_mask[:, :1]).all():  # all tokens of a row see the same
+        return _chunk(query, key, value, attn_mask[:, :1], options)
+    chunks = zip(query.split(_CHUNK, 2), attn_mask.split(_CHUNK, 1), strict=True)
+    return torch.cat([checkpoint(_chunk, q, key, value, own, options, use_reentrant=False) for q, own in chunks], 2)
 
 
 def _chunk(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,21 +73,8 @@ class DrafterOrigin:
         return cls(options=DrafterOptions(**values["options"]), base=values["base"])
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A low-rank update of one linear layer: y = W x + scale * up (down x)."""
-
-    down: Float[Tensor, "rank input"]
-    up: Float[Tensor, "output rank"]
-    scale: float
-
-    def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
-        """Return the update."""
-        return (x @ self.down.t()) @ self.up.t() * self.scale
-
-
 class Drafter(nn.Module):
-    """Adapters for every linear layer of a body's blocks, and one embedding for each mask.
+    """Adapters y = W x + scale * up (down x) of the linear layers in a body's blocks, and one embedding for each mask.
 
     The update starts at zero, and the embeddings start as the mean of the model's.
 
@@ -99,11 +86,15 @@ class Drafter(nn.Module):
     Attributes:
         origin: Options and base.
         masks: The masks' embeddings [mask, hidden].
+        down: Matrices [rank, input] by the layer's name in the body, with dashes for dots.
+        up: Likewise [output, rank].
+        scale: Factor of the updates.
     """
 
     def __init__(self, body: nn.Module, options: DrafterOptions, base: str | None = None) -> None:
         super().__init__()
         self.origin = DrafterOrigin(options=options, base=base)
+        self.scale = options.alpha / options.rank
         embedding: Any = body.get_input_embeddings()  # type: ignore[operator] - a transformers model
         mean = embedding.weight.detach().float().mean(0)
         self.masks = nn.Parameter(mean.repeat(options.num_masks, 1).to(embedding.weight.device))
@@ -114,24 +105,21 @@ class Drafter(nn.Module):
             self.down[name] = nn.Parameter(nn.init.kaiming_uniform_(down, a=5**0.5))
             self.up[name] = nn.Parameter(torch.zeros(linear.out_features, options.rank, device=linear.weight.device))
 
-    def adapter(self, name: str) -> Adapter:
-        """Return the adapter of a layer, named as in the body with dashes for dots."""
-        options = self.origin.options
-        return Adapter(self.down[name], self.up[name], options.alpha / options.rank)
-
     @contextmanager
     def applied(self, body: nn.Module) -> Iterator[None]:
         """Context manager in which the adapters act on every token; gradients reach the adapters, not the body."""
 
         def hook(name: str) -> Any:  # noqa: ANN401 - a hook of torch
-            return lambda _module, inputs, output: output + self.adapter(name)(inputs[0]).to(output.dtype)
+            def add(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+                update = (inputs[0] @ self.down[name].t()) @ self.up[name].t() * self.scale
+                return output + update.to(output.dtype)
 
-        hooks = [linear.register_forward_hook(hook(name)) for name, linear in _linears(body).items()]
-        try:
+            return add
+
+        with ExitStack() as hooks:
+            for name, linear in _linears(body).items():
+                hooks.enter_context(linear.register_forward_hook(hook(name)))
             yield
-        finally:
-            for handle in hooks:
-                handle.remove()
 
 
 def draft_states(

@@ -65,10 +65,6 @@ class CheckpointFormat:
     decoder: str
     decoder_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def base_type(self, values: Mapping[str, Any]) -> str:  # noqa: ARG002 - subclasses look at the config
-        """Return transformers' model type for a published config."""
-        return self.base
-
     def traits(self, values: Mapping[str, Any]) -> ModelTraits:
         """Return what a model with this config was trained to do."""
         size = self.block_size
@@ -90,12 +86,8 @@ class CheckpointFormat:
         dropped = _NOT_CARRIED | self.required.keys() | {*self.dropped}
         options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
         traits = self.traits(values)
-        options["model_type"] = self.base_type(values)
+        options["model_type"] = self.base
         options["refusion_lit"] = {**traits.to_dict(), "decoder": self.default_decoder(traits)}
-        return self.completed(options)
-
-    def completed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Fill in options that the family derives from others; transformers' names."""
         return options
 
     def default_decoder(self, traits: ModelTraits) -> dict[str, Any]:

@@ -294,16 +294,10 @@ def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
             f"file: {file} cannot be read ({reason_of(error)}); it may be truncated, or of an architecture that "
             "transformers does not read from GGUF files."
         ) from error
-    return _without_quantisation(loaded), tokenizer
-
-
-def _without_quantisation(loaded: Any) -> PreTrainedModel:  # noqa: ANN401 - a transformers model
-    """Return the model without its quantisation config, which would otherwise be saved with it."""
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config  # it would be saved with the model
     with torch.device("meta"):
-        model = type(loaded)(config)
+        model = type(loaded)(loaded.config)
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
-    return model
+    return model, tokenizer

@@ -26,7 +26,7 @@ from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import require_empty, write_atomically
 
-_TEMPLATE = "prompt_template"
+PROMPT_TEMPLATE = "prompt_template"
 HAS_DRAFTER = "has_drafter"
 """Entry of ``refusion_lit`` in the config of a directory that holds a drafter, too."""
 _PACKAGE = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ def save_model(
     first, *others = backbone.special_tokens.eos_token_ids
     model.generation_config.eos_token_id = [first, *others] if others else first
     stored = getattr(model.config, "refusion_lit", None) or {}
-    model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), _TEMPLATE: prompt_template}
+    model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), PROMPT_TEMPLATE: prompt_template}
     model.config.refusion_lit.pop(HAS_DRAFTER, None)
     if drafter is not None:
         model.config.refusion_lit[HAS_DRAFTER] = True
@@ -85,11 +85,6 @@ def save_model(
 def has_own_decoder(traits: ModelTraits) -> bool:
     """Whether the saved directory of a model with these traits includes a decoder for transformers' ``generate``."""
     return traits.attention == "causal" and {"mask", "next_token_in_slot"} <= set(traits.predictions or ())
-
-
-def stored_prompt_template(backbone: Backbone) -> str:
-    """Return the prompt template in the config of the directory that a backbone was loaded from."""
-    return (getattr(backbone.config, "refusion_lit", None) or {}).get(_TEMPLATE, "{query}")
 
 
 def save_drafter(drafter: Drafter, body: nn.Module, directory: Path, *, vocab_size: int) -> None:

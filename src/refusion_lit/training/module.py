@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.files import check_weights
-from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, collect_metadata, merged_weights
+from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, merged_weights
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.tokenizers import check_vocabulary
+from refusion_lit.data.tokenizers import check_vocabulary, tokenizer_files
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
@@ -124,7 +124,15 @@ class SlotDiffusionModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store what generation from the checkpoint alone needs. Test-time options are not stored."""
         assert self.tokenizer is not None
-        checkpoint[METADATA_KEY] = collect_metadata(self.model, self.tokenizer, self.prompt_template).to_checkpoint()
+        metadata = CheckpointMetadata(
+            architecture=self.model.config.to_dict(),
+            traits=self.model.traits,
+            tokenizer_files=tokenizer_files(self.tokenizer),
+            prompt_template=self.prompt_template,
+            adapters=self.model.adapters,
+            drafter=None if self.model.drafter is None else self.model.drafter.origin,
+        )
+        checkpoint[METADATA_KEY] = metadata.to_checkpoint()
         checkpoint[_NUM_POSITIONS] = int(self._progress.num_positions)
         if self.rollouts is not None and self._trainer is not None:
             self.rollouts.save(checkpoint, self._trainer.world_size)
@@ -205,10 +213,8 @@ class SlotDiffusionModule(L.LightningModule):
     def _num_steps(self) -> int:
         """Number of optimizer steps of the whole training."""
         number = self.trainer.estimated_stepping_batches
-        fix = "set one of them"
         expected = "a number above 0, or one in trainer.max_epochs"
-        got = self.trainer.max_steps
-        require(0 < number < math.inf, "trainer.max_steps", expected, got, fix)
+        require(0 < number < math.inf, "trainer.max_steps", expected, self.trainer.max_steps, "set one of them")
         return int(number)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:

@@ -34,7 +34,7 @@ from fakes import (
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, Forward, SelfSpeculative, decode
 from refusion_lit.families.speculative.decoder import _ADAPTERS, _SURE_COST, SpeculativeState, cheapest
-from refusion_lit.modeling.drafter import Drafter
+from refusion_lit.modeling.fused.drafts import DraftMasks
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from scripted import letters
@@ -158,8 +158,8 @@ def test_a_real_model_with_a_drafter_writes_its_own_text(layout: Any, temperatur
 
 def test_adapters_are_made_when_the_first_draft_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = tiny_backbone(NEXT), []
-    adapter = Drafter.adapter
-    monkeypatch.setattr(Drafter, "adapter", lambda drafter, name: made.append(name) or adapter(drafter, name))
+    make = DraftMasks.layers.func
+    monkeypatch.setattr(DraftMasks, "layers", property(lambda masks: made.append(masks) or make(masks)))
     found, sampling = [Prompt(token_ids=(3, 4), id="0")], SamplingParams(max_new_tokens=4)
     decode(model, Autoregressive(), found, sampling)
     assert not made, "they take as long as a forward pass"

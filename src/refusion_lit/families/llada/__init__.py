@@ -7,6 +7,7 @@ before a mask predicts it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,9 @@ _DROPPED = (
 
 @dataclass(frozen=True, kw_only=True)
 class _LLaDAFormat(CheckpointFormat):
-    def completed(self, options: dict[str, Any]) -> dict[str, Any]:
+    def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Fill in sizes that the family derives; the embedding may have more rows than ``vocab_size`` says."""
+        options = super().library_options(values)
         options["vocab_size"] = options.pop("embedding_size", None) or options["vocab_size"]
         hidden = options["hidden_size"]
         ratio = options.pop("mlp_ratio", 4)

@@ -85,7 +85,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     if times == 1:
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
     elif query.device.type != "cpu":  # with a mask, only CPUs have a fast kernel for grouped heads
-        key, value = (_repeated(states, times) for states in (key, value))
+        key, value = (states.repeat_interleave(times, 1) for states in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
     elif is_causal or query.element_size() > 2 or times * num_queries > _MOST_SHARING:
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=True)
@@ -95,11 +95,6 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
         mixed = F.scaled_dot_product_attention(query, key, value, mask)
         mixed = rearrange(mixed, "row key_head (times place) dim -> row (key_head times) place dim", times=times)
     return mixed.transpose(1, 2)
-
-
-def _repeated(states: Tensor, times: int) -> Tensor:
-    """Repeat every key/value head [row, head, key, dim] for the query heads that share it."""
-    return states[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
 _ALL = slice(None)
@@ -183,7 +178,7 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
         like: A tensor of the states' type and device.
     """
     num_tokens = rows.shape[1]
-    storage = _stored(cache)
+    storage = _ALL if cache is None else cache.rows
     keys = _ALL if cache is None else slice(cache.num_keys)
     if attention is None:
         return Call(_ALL, storage, _ALL, keys, is_causal=True)
@@ -233,6 +228,7 @@ def invariant_attention(
     if attention is None:
         attention = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, -1, -1)
     mask = _additive(attention, length, like.dtype, like.device)
+    storage = _ALL if cache is None else cache.rows
     calls: list[Call] = []
     for start in range(0, length, NUM_ROWS):
         own = mask[:, :, start : start + NUM_ROWS]
@@ -241,14 +237,9 @@ def invariant_attention(
         padded[..., 0] = 0.0  # padding sees something: seeing nothing gives NaN
         own = own[..., :num_keys]
         padded[:, :, : own.shape[2], : own.shape[3]] = own
-        calls.append(Call(_ALL, _stored(cache), slice(start, start + NUM_ROWS), slice(num_keys), padded))
+        calls.append(Call(_ALL, storage, slice(start, start + NUM_ROWS), slice(num_keys), padded))
     # Whole blocks of queries, and of keys where these are the tokens themselves.
     return RowAttention(rows.widened(_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
-
-
-def _stored(cache: KVCache | None) -> slice | Tensor:
-    """Return the storage rows of a batch's rows."""
-    return _ALL if cache is None else cache.rows
 
 
 def _up(number: int, step: int) -> int:

@@ -55,8 +55,8 @@ class DraftMasks:
         dtype = torch.float32 if is_low else self.embedding.dtype
 
         def adapter(name: str) -> tuple[Tensor, Tensor]:
-            found = self._drafter.adapter(name)
-            return (found.down.detach() * found.scale).to(dtype).t(), found.up.detach().to(dtype).t()
+            down, up = self._drafter.down[name], self._drafter.up[name]
+            return (down.detach() * self._drafter.scale).to(dtype).t(), up.detach().to(dtype).t()
 
         return [
             {part: [adapter(f"layers-{number}-{name}") for name in names] for part, names in _JOINT.items()}
