@@ -179,15 +179,14 @@ class Evaluation(L.Callback):
         self._batch_size = min(self.options.batch_size, data.eval_batch_size)
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # on every process: it waits for all
         decoders = dict(list(self.decoders(model).items())[: None if trainer.testing else 1])
-        self.mismatches = {
-            name: model.check_decoder(decoder, allow_mismatch=self.options.allow_mismatch)
-            for name, decoder in decoders.items()
-        }
+        allowed = self.options.allow_mismatch
+        self.mismatches = {name: model.check_decoder(each, allow_mismatch=allowed) for name, each in decoders.items()}
         gather(model.backbone)
         batch = PromptBatch(data.test_prompts())
         for decoder in decoders.values():
-            paired = model.model_for(decoder)
-            check_prompts(paired, decoder, batch.prompts, self.sampling, self.options.max_cache_tokens)
+            check_prompts(
+                model.model_for(decoder), decoder, batch.prompts, self.sampling, self.options.max_cache_tokens
+            )
         self._num_prompts = len(batch.prompts) // trainer.world_size
         contents = {}
         for prompt, example in zip(batch.prompts, batch.examples, strict=True):
@@ -205,59 +204,51 @@ class Evaluation(L.Callback):
         # The examples are fingerprinted themselves: of the task's other options only numbers can matter.
         settings = {n: v for n, v in described(self._task).items() if n == "class" or isinstance(v, int | float)}
         fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}
-        share = {"rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
-        file = PredictionsFile(path, fingerprint, **share, resume=self._resume, overwrite=True)
+        rank = self._trainer.global_rank
+        file = PredictionsFile(path, fingerprint, rank=rank, num_ranks=self._trainer.world_size, resume=self._resume)
         state = _DecoderState(decoder=decoder, fingerprint=fingerprint, file=file)
         if self._trainer.testing:
             state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
             state.metrics.restore(file.state or {})
         elif self.options.record_trajectories:
-            trajectories = path.parent / "trajectories"
-            state.trajectories = TrajectoryWriter(trajectories, resume=bool(file.done), rank=self._trainer.global_rank)
+            state.trajectories = TrajectoryWriter(self._directory / "trajectories", resume=bool(file.done), rank=rank)
         return state
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
         """Decode the prompts of a batch that are not done yet with every decoder; return the new predictions."""
-        lines = []
+        predictions = []
         watch = getattr(self._trainer.progress_bar_callback, "watch", None)
         for name, state in self._running.items():
-            callbacks = watch(name, self._num_prompts, len(state.file.done)) if watch else ()
-            lines += self._decode_missing(state, batch, callbacks)
-        return lines
+            pairs = zip(batch.prompts, batch.examples, strict=True)
+            missing = [(prompt, example) for prompt, example in pairs if prompt.id not in state.file.done]
+            if not missing:
+                continue
+            if state.metrics is not None and not state.is_warm:
+                self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
+                state.is_warm = True
+            callbacks = [*watch(name, self._num_prompts, len(state.file.done))] if watch else []
+            recorder = TrajectoryRecorder(state.decoder)
+            callbacks += [] if state.trajectories is None else [recorder]
+            output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
+            lines = []
+            for (_, example), row in zip(missing, output.rows, strict=True):
+                score, metrics = score_of(self._task, example, row.text)
+                about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
+                lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
+            if state.trajectories is not None:  # before the predictions, which say what is done
+                state.trajectories.write(list(recorder.trajectories.values()))
+            if state.metrics is not None:
+                scores = [line["score"] or 0.0 for line in lines]
+                state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
+            state.file.write(lines, None if state.metrics is None else state.metrics.snapshot())
+            predictions += lines
+        return predictions
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Close the predictions files."""
         for state in self._running.values():
             with suppress(OSError):  # of a full disk, whose error is on its way already
                 state.file.close()
-
-    def _decode_missing(
-        self, state: _DecoderState, batch: PromptBatch, callbacks: Sequence[GenerationCallback]
-    ) -> list[dict[str, Any]]:
-        pairs = zip(batch.prompts, batch.examples, strict=True)
-        missing = [(prompt, example) for prompt, example in pairs if prompt.id not in state.file.done]
-        if not missing:
-            return []
-        if state.metrics is not None and not state.is_warm:
-            self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
-            state.is_warm = True
-        recorder = None if state.trajectories is None else TrajectoryRecorder(state.decoder)
-        watch = [*callbacks] if recorder is None else [*callbacks, recorder]
-        output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], watch)
-        lines = []
-        for (_, example), row in zip(missing, output.rows, strict=True):
-            score, metrics = score_of(self._task, example, row.text)
-            about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
-            lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
-        if state.trajectories is not None and recorder is not None:  # before the predictions, which say what is done
-            state.trajectories.write(list(recorder.trajectories.values()))
-        if state.metrics is None:
-            state.file.write(lines)
-        else:
-            scores = [line["score"] or 0.0 for line in lines]
-            state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
-            state.file.write(lines, state.metrics.snapshot())
-        return lines
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join the predictions of all processes; print, write and log the figures of a test."""
