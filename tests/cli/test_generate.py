@@ -189,9 +189,8 @@ def test_standard_input_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.
             list(read_prompts(source))
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
 def test_an_output_that_cannot_be_opened_keeps_what_is_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out.jsonl"
     write_predictions(path, [{"id": "0"}], {"weights": "a"})
@@ -205,7 +204,7 @@ def test_an_output_that_cannot_be_opened_keeps_what_is_beside_it(
 
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(ValueError, match=r"output: expected a file that can be written, got .*out\.jsonl"):
-        PredictionsFile(path, {"weights": "a"}, overwrite=overwrite)
+        PredictionsFile(path, {"weights": "a"})
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 

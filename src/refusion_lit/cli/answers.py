@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,18 @@ def write_answers(options: Namespace) -> None:
     extra = {name: templates[name] or schema for name in encoded}
     contents = {name: (tokens, extra[name]) if extra[name] else tokens for name, tokens in encoded.items()}
     fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items())
-    file = None
-    if options.output is not None:
-        file = PredictionsFile(Path(options.output), fingerprint, resume=options.resume, overwrite=options.overwrite)
+    output = options.output
+    file = None if output is None else PredictionsFile(Path(output), fingerprint, resume=options.resume)
     waiting = [request for request in requests if file is None or request.id not in file.done]
     decoder = type(setup.decoder).__name__
     answers = _Answers(file, waiting, decoder)
     progress = AnswerProgress()
     watch = [] if file is None else [progress.watch(decoder, len(requests), len(requests) - len(waiting))]
-    try:
+    with ExitStack() as at_end:  # in reverse order
+        if file is not None:
+            at_end.callback(file.close)
+        at_end.callback(answers.flush)
+        at_end.callback(progress.stop)
         model.generate_ids(
             [encoded[request.id] for request in waiting],
             decoder=setup.decoder,
@@ -93,9 +97,6 @@ def write_answers(options: Namespace) -> None:
             callbacks=[answers, *watch],
             **vars(setup.decoding),
         )
-    finally:
-        progress.stop()
-        answers.close()
     about = f"{len(waiting)} answers"
     if file is not None:
         file.complete()
@@ -166,22 +167,14 @@ class _Answers(GenerationCallback):
         line = prediction(generation, decoder=self._decoder, prompt=request.prompt, reference=request.reference)
         self._lines.append(line)
         if self._file is None or time.monotonic() - self._written >= _SECONDS_BETWEEN_WRITES:
-            self._flush()
+            self.flush()
 
-    def close(self) -> None:
-        """Write what is left and close the file."""
-        try:
-            self._flush()
-        finally:
-            if self._file is not None:
-                self._file.close()
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what is left."""
         lines = self._lines
         self._lines = []
         if self._file is None:
-            sys.stdout.write("".join(map(as_line, lines)))
-            sys.stdout.flush()
+            print(*map(as_line, lines), sep="", end="", flush=True)
         elif lines:
             self._file.write(lines)
         self._written = time.monotonic()

@@ -18,7 +18,7 @@ from refusion_lit.cli.parser import (
 )
 from refusion_lit.types import DecodingOptions
 from refusion_lit.utils.files import require_free, write_atomically
-from refusion_lit.utils.require import require, require_at_least, require_number
+from refusion_lit.utils.require import require, require_at_least
 
 
 def build_parser() -> OneLineParser:
@@ -56,13 +56,11 @@ def run(args: list[str]) -> int:
         from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate
     except ImportError as error:
         raise ValueError("evaluate: needs the package lm-eval; run pip install lm-eval.") from error
-    output = None if options.output is None else Path(options.output)
-    if output is not None:
-        require_free(output)
-    if options.limit is not None:
-        require_number("limit", options.limit, "(0, inf)", "leave it out for all examples")
-    if options.num_fewshot is not None:
-        require_at_least("num_fewshot", options.num_fewshot, 0)
+    if options.output is not None:
+        require_free(Path(options.output))
+    for name, least in (("limit", 1), ("num_fewshot", 0)):
+        if options[name] is not None:
+            require_at_least(name, options[name], least)
     manager = TaskManager(include_path=options.include_path)
     tasks = as_list(options.tasks)
     unknown = [task for task in tasks if task not in manager.all_tasks]
@@ -87,10 +85,10 @@ def run(args: list[str]) -> int:
         raise ValueError(f"tasks: expected data that can be fetched, got {error}; {fix}.") from error
     kept = {name: results[name] for name in ("results", "n-samples", "throughput", "refusion_lit")}
     text = json.dumps(kept, indent=2, default=str) + "\n"
-    if output is None:
+    if options.output is None:
         sys.stdout.write(text)
     else:
-        write_atomically(output, text)
+        write_atomically(options.output, text)
         names = dict.fromkeys(type(decoder).__name__ for decoder in model.ran)
-        sys.stdout.write(f"{', '.join(names) or 'no decoder'}: {output}\n")
+        sys.stdout.write(f"{', '.join(names) or 'no decoder'}: {options.output}\n")
     return 0

@@ -87,15 +87,10 @@ class Stream(GenerationCallback):
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
         """Print what has become final."""
-        _print(self._stream.piece(state.final_prefix()))
+        print(self._stream.piece(state.final_prefix()), end="", flush=True)
 
     def on_finished(self, index: int, output: Generation) -> None:  # noqa: ARG002
         """Print the rest, and which decoder took how many tokens and forwards."""
-        _print(self._stream.rest(output.text) + "\n")
+        print(self._stream.rest(output.text), flush=True)
         figures = f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s"
         sys.stderr.write(f"{self._decoder}: {figures}, {output.finish_reason}\n")
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

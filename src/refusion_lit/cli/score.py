@@ -58,8 +58,7 @@ def run(args: list[str]) -> int:
         _ = task.sandbox.applied  # refuses to run code, or weak isolation, before anything else
     examples = {example.id: example for example in examples_of(task, options.split)}
     lines = read_json_lines(source, "predictions", texts=("id", "response"))
-    expected = "at least one prediction"
-    require(bool(lines), "predictions", expected, f"an empty file {source}", "give another")
+    require(bool(lines), "predictions", "at least one prediction", f"an empty file {source}", "give another")
     _check(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
         found = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))

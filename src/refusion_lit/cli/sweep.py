@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import yaml
 from jsonargparse import Namespace
@@ -53,11 +52,12 @@ def run(args: list[str]) -> int:
         print(describe(directory, points))
         print("dry run: the sweep writes these configs when it runs")
         return 0
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    again = shlex.join([*args, *([] if "--resume" in args else ["--resume"])])
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         rows = run_sweep(sweep, directory=directory, resolve=resolver(), relative_to=file.parent, resume=options.resume)
     except KeyboardInterrupt:
-        print(f"interrupted; resume with: refusion-lit sweep {_again(args)}", file=sys.stderr)
+        print(f"interrupted; resume with: refusion-lit sweep {again}", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -72,7 +72,7 @@ def run(args: list[str]) -> int:
         num_points = len({row["point"] for row in rows})
         print(
             f"{len(failed)} of {num_points} points failed: {', '.join(failed)}; their logs are in "
-            f"{directory}/points/ID/log.txt. To run them again: refusion-lit sweep {_again(args)}",
+            f"{directory}/points/ID/log.txt. To run them again: refusion-lit sweep {again}",
             file=sys.stderr,
         )
     return 1 if failed else 0
@@ -153,11 +153,3 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         return resolved
 
     return resolve
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - a signal handler's signature
-    raise KeyboardInterrupt
-
-
-def _again(args: list[str]) -> str:
-    return shlex.join([*args, *([] if "--resume" in args else ["--resume"])])

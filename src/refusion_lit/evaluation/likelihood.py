@@ -47,10 +47,8 @@ def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = 
     if traits.predictions is None or needed & set(traits.predictions):
         return
     trained = ", ".join(traits.predictions) or "nothing"
-    reason = (
-        f"likelihood: {likelihood!r} expects a model trained for {' or '.join(sorted(needed))}, got one trained for "
-        f"{trained}"
-    )
+    expected = " or ".join(sorted(needed))
+    reason = f"likelihood: {likelihood!r} expects a model trained for {expected}, got one trained for {trained}"
     if not allow_mismatch:
         raise ValueError(f"{reason}; use the other estimate, or set allow_mismatch: true to compute this one anyway.")
     warnings.warn(reason, stacklevel=2)

@@ -88,7 +88,7 @@ class RefusionLitModel(LM):
             self._decoder_for(sampling).check(sampling)
             prompts.append(self._encode(request.args[0]))
             check_context(self.model.backbone, {names[index]: len(prompts[-1])}, sampling.max_new_tokens)
-            groups[_task(request), sampling].append(index)
+            groups[str(request.task_name), sampling].append(index)
         for (task, sampling), indices in groups.items():
             decoder = self._decoder_for(sampling)
             if decoder not in self.ran:
@@ -136,14 +136,11 @@ class RefusionLitModel(LM):
         if not self.model.tokenizer.chat_template:
             raise ValueError("apply_chat_template: expected a tokenizer with a chat template, got none; leave it out.")
         self._has_template = True
-        return str(
-            self.model.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        end: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        return str(self.model.tokenizer.apply_chat_template(chat_history, tokenize=False, **end))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the tokenizer's chat template, for the harness's records."""
@@ -171,15 +168,13 @@ class RefusionLitModel(LM):
         try:
             values: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), default_max_gen_toks=_MAX_TOKENS))
         except (TypeError, ValueError) as error:
-            message = (
-                f"generation_kwargs: expected options of the harness, got {dict(options)} ({error}); correct them."
-            )
-            raise ValueError(message) from error
-        strange = values.keys() - _OPTIONS
-        if strange:
+            got = f"{dict(options)} ({error})"
+            raise ValueError(f"generation_kwargs: expected options of the harness, got {got}; correct them.") from error
+        expected = ", ".join(sorted(_OPTIONS))
+        got = ", ".join(sorted(values.keys() - _OPTIONS))
+        if got:
             raise ValueError(
-                f"generation_kwargs: expected {', '.join(sorted(_OPTIONS))}, got {', '.join(sorted(strange))}; "
-                "remove what no decoder here can honour."
+                f"generation_kwargs: expected {expected}, got {got}; remove what no decoder here can honour."
             )
         return SamplingParams(
             max_new_tokens=values["max_gen_toks"],
@@ -253,11 +248,7 @@ def _names(requests: Sequence[Any]) -> list[str]:
     seen: Counter[str] = Counter()
     names = []
     for request in requests:
-        name = f"{_task(request)}/{request.doc_id}"
+        name = f"{request.task_name}/{request.doc_id}"
         names.append(f"{name}#{seen[name]}")
         seen[name] += 1
     return names
-
-
-def _task(request: Any) -> str:  # noqa: ANN401 - the harness's requests are not typed
-    return str(request.task_name)

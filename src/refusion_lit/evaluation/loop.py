@@ -156,20 +156,13 @@ class Evaluation(L.Callback):
         return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: Any) -> None:  # noqa: ANN401 - training's, above this layer
-        """Begin a test with all decoders; see :meth:`_start`."""
-        self._start(trainer, pl_module.text_model(), is_test=True)
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: Any) -> None:  # noqa: ANN401
-        """Begin a prediction with the first decoder; see :meth:`_start`."""
-        self._start(trainer, pl_module.text_model(), is_test=False)
-
-    def _start(self, trainer: L.Trainer, model: TextModel, *, is_test: bool) -> None:
         """Check decoders and prompts before any work, and open the predictions files.
+
+        A test runs all decoders and counts their figures; a prediction runs the first one alone.
 
         Args:
             trainer: The trainer, with an :class:`~refusion_lit.data.module.InstructionDataModule`.
-            model: The model.
-            is_test: Run all decoders and count their figures, rather than run the first one alone.
+            pl_module: The module, which gives the model.
 
         Raises:
             ValueError: If a decoder does not fit the model, a prompt is too long, or there is nothing to resume, or
@@ -178,57 +171,78 @@ class Evaluation(L.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         require(data is not None, "datamodule", "a data module, which names the task", None, "pass one to the trainer")
         self._trainer = trainer
-        self._model = model
+        self._model = model = pl_module.text_model()
         if self.options.verifier is not None:
             pair(model, load(self.options.verifier, device=model.backbone.device))
         self._task = data.task
         # The loader's batches limit the number of prompts that are decoded concurrently.
         self._batch_size = min(self.options.batch_size, data.eval_batch_size)
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # on every process: it waits for all
-        decoders = dict(list(self.decoders(model).items())[: None if is_test else 1])
-        self.mismatches = {
-            name: model.check_decoder(decoder, allow_mismatch=self.options.allow_mismatch)
-            for name, decoder in decoders.items()
-        }
+        decoders = dict(list(self.decoders(model).items())[: None if trainer.testing else 1])
+        allowed = self.options.allow_mismatch
+        self.mismatches = {name: model.check_decoder(each, allow_mismatch=allowed) for name, each in decoders.items()}
         gather(model.backbone)
         batch = PromptBatch(data.test_prompts())
         for decoder in decoders.values():
-            paired = model.model_for(decoder)
-            check_prompts(paired, decoder, batch.prompts, self.sampling, self.options.max_cache_tokens)
+            check_prompts(
+                model.model_for(decoder), decoder, batch.prompts, self.sampling, self.options.max_cache_tokens
+            )
         self._num_prompts = len(batch.prompts) // trainer.world_size
         contents = {}
         for prompt, example in zip(batch.prompts, batch.examples, strict=True):
             contents[prompt.id] = (list(prompt.token_ids), example.response, *filter(None, [prompt.given]))
         self._running = {}
         for name, decoder in decoders.items():
-            path = self._directory / (f"predictions_{name}.jsonl" if is_test else "predictions.jsonl")
-            self._running[name] = self._opened(path, decoder, contents, is_test=is_test)
+            path = self._directory / (f"predictions_{name}.jsonl" if trainer.testing else "predictions.jsonl")
+            self._running[name] = self._opened(path, decoder, contents)
 
-    def _opened(self, path: Path, decoder: Decoder, contents: Mapping[str, object], *, is_test: bool) -> _DecoderState:
+    on_predict_start = on_test_start
+
+    def _opened(self, path: Path, decoder: Decoder, contents: Mapping[str, object]) -> _DecoderState:
         """Open a decoder's predictions file, with what an interrupted run has left in it."""
         fingerprint = predictions_fingerprint(self._model, decoder, self.sampling, contents.items())
         # The examples are fingerprinted themselves: of the task's other options only numbers can matter.
         settings = {n: v for n, v in described(self._task).items() if n == "class" or isinstance(v, int | float)}
         fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}
-        share = {"rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
-        file = PredictionsFile(path, fingerprint, **share, resume=self._resume, overwrite=True)
+        rank = self._trainer.global_rank
+        file = PredictionsFile(path, fingerprint, rank=rank, num_ranks=self._trainer.world_size, resume=self._resume)
         state = _DecoderState(decoder=decoder, fingerprint=fingerprint, file=file)
-        if is_test:
+        if self._trainer.testing:
             state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
             state.metrics.restore(file.state or {})
         elif self.options.record_trajectories:
-            trajectories = path.parent / "trajectories"
-            state.trajectories = TrajectoryWriter(trajectories, resume=bool(file.done), rank=self._trainer.global_rank)
+            state.trajectories = TrajectoryWriter(self._directory / "trajectories", resume=bool(file.done), rank=rank)
         return state
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
         """Decode the prompts of a batch that are not done yet with every decoder; return the new predictions."""
-        lines = []
+        predictions = []
         watch = getattr(self._trainer.progress_bar_callback, "watch", None)
         for name, state in self._running.items():
-            callbacks = watch(name, self._num_prompts, len(state.file.done)) if watch else ()
-            lines += self._decode_missing(state, batch, callbacks)
-        return lines
+            pairs = zip(batch.prompts, batch.examples, strict=True)
+            missing = [(prompt, example) for prompt, example in pairs if prompt.id not in state.file.done]
+            if not missing:
+                continue
+            if state.metrics is not None and not state.is_warm:
+                self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
+                state.is_warm = True
+            callbacks = [*watch(name, self._num_prompts, len(state.file.done))] if watch else []
+            recorder = TrajectoryRecorder(state.decoder)
+            callbacks += [] if state.trajectories is None else [recorder]
+            output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
+            lines = []
+            for (_, example), row in zip(missing, output.rows, strict=True):
+                score, metrics = score_of(self._task, example, row.text)
+                about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
+                lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
+            if state.trajectories is not None:  # before the predictions, which say what is done
+                state.trajectories.write(list(recorder.trajectories.values()))
+            if state.metrics is not None:
+                scores = [line["score"] or 0.0 for line in lines]
+                state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
+            state.file.write(lines, None if state.metrics is None else state.metrics.snapshot())
+            predictions += lines
+        return predictions
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Close the predictions files."""
@@ -236,59 +250,25 @@ class Evaluation(L.Callback):
             with suppress(OSError):  # of a full disk, whose error is on its way already
                 state.file.close()
 
-    def _decode_missing(
-        self, state: _DecoderState, batch: PromptBatch, callbacks: Sequence[GenerationCallback]
-    ) -> list[dict[str, Any]]:
-        pairs = zip(batch.prompts, batch.examples, strict=True)
-        missing = [(prompt, example) for prompt, example in pairs if prompt.id not in state.file.done]
-        if not missing:
-            return []
-        if state.metrics is not None and not state.is_warm:
-            self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
-            state.is_warm = True
-        recorder = None if state.trajectories is None else TrajectoryRecorder(state.decoder)
-        watch = [*callbacks] if recorder is None else [*callbacks, recorder]
-        output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], watch)
-        lines = []
-        for (_, example), row in zip(missing, output.rows, strict=True):
-            score, metrics = score_of(self._task, example, row.text)
-            about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
-            lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
-        if state.trajectories is not None and recorder is not None:  # before the predictions, which say what is done
-            state.trajectories.write(list(recorder.trajectories.values()))
-        if state.metrics is None:
-            state.file.write(lines)
-        else:
-            scores = [line["score"] or 0.0 for line in lines]
-            state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
-            state.file.write(lines, state.metrics.snapshot())
-        return lines
-
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Print the table of decoders, write the results and log them."""
-        self._finish()
-        for name, figures in self.results.items():
-            pl_module.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()})
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Close the predictions file."""
-        self._finish()
-
-    def _finish(self) -> None:
-        """Join the predictions of all processes, which must call this together, and report the figures of a test."""
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Join the predictions of all processes; print, write and log the figures of a test."""
         metrics = {name: state.metrics for name, state in self._running.items() if state.metrics is not None}
         self.results = {name: each.compute() for name, each in metrics.items()}
         for state in self._running.values():
             state.file.close()
-        self._trainer.strategy.barrier("predictions written")
-        if self._trainer.is_global_zero:
+        trainer.strategy.barrier("predictions written")
+        if trainer.is_global_zero:
             if self.results:
                 self._report()  # before the files count as complete: a kill in between can be resumed
             for state in self._running.values():
                 state.file.merge()
-        self._trainer.strategy.barrier("predictions merged")
+        trainer.strategy.barrier("predictions merged")
         for state in self._running.values():
             state.file.complete()
+        for name, figures in self.results.items():
+            pl_module.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()})
+
+    on_predict_end = on_test_epoch_end
 
     def _report(self) -> None:
         """Print the table of the decoders, and write ``results.json`` and the report."""

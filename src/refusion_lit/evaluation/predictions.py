@@ -169,13 +169,12 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
     """
     try:
         rows = list(json_rows(str(file), decompressed_text(Path(file))))
-        objects = [dict(values_of(row)) for row in rows]
         for row in rows:
             for field in texts:
                 text_field(row, field, fix="correct the line")
+        return [dict(values_of(row)) for row in rows]
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from error
-    return objects
 
 
 class PredictionsFile:
@@ -187,7 +186,6 @@ class PredictionsFile:
         rank: This process's number.
         num_ranks: Number of processes; each writes ``NAME_rankN.jsonl`` until :meth:`merge`.
         resume: Keep the predictions that are there and add the missing ones.
-        overwrite: Overwrite a file that this class did not write.
 
     Attributes:
         path: This process's file.
@@ -195,8 +193,8 @@ class PredictionsFile:
         state: What was last given to :meth:`write`; ``None`` at the start.
 
     Raises:
-        ValueError: If another process writes the file, if it is not ours, or if there is nothing to resume, or the file
-            was made for something else.
+        ValueError: If another process writes the file, it cannot be written, or there is nothing to resume, or the file
+            was made for something else. What is there without ``resume`` is replaced; see :func:`check_writable`.
     """
 
     def __init__(
@@ -207,13 +205,14 @@ class PredictionsFile:
         rank: int = 0,
         num_ranks: int = 1,
         resume: bool = False,
-        overwrite: bool = False,
     ) -> None:
         self._whole = path
         parts = [path.with_name(f"{path.stem}_rank{i}{path.suffix}") for i in range(num_ranks)]
         self._parts = parts if num_ranks > 1 else []
         self.path = self._parts[rank] if self._parts else path
         self._fingerprint = json.loads(json.dumps({**fingerprint, "num_processes": num_ranks}, default=str))
+        # How many make this file complete; a share of several has no number of its own.
+        self._num_prompts = 0 if self._parts else (self._fingerprint.get("prompts") or {}).get("num_prompts", 0)
         self.state: Any = None
         self.done: set[str] = set()
         try:
@@ -223,8 +222,6 @@ class PredictionsFile:
             try:
                 if resume:
                     self._resume()
-                else:
-                    check_writable(path, overwrite=overwrite)
                 self._file = self._opened()
             except BaseException:
                 release_lock(self._lock)
@@ -263,8 +260,8 @@ class PredictionsFile:
 
     def merge(self) -> None:
         """Join the shares of all processes in order, once all are done; for one process to call."""
-        missing = [part.name for part in self._parts if not part.is_file()]
-        if not self._parts or missing:  # machines without a common directory keep their shares
+        has_all = all(part.is_file() for part in self._parts)
+        if not self._parts or not has_all:  # machines without a common directory keep their shares
             return
         with atomic_writer(self._whole) as file:
             for part in self._parts:
@@ -277,8 +274,7 @@ class PredictionsFile:
 
     def complete(self) -> None:
         """Record that this process's file, unless merged into the whole one, is complete if it has all prompts."""
-        num_prompts = (self._fingerprint.get("prompts") or {}).get("num_prompts", 0)
-        if self.path.is_file() and (self._parts or len(self.done) >= num_prompts):
+        if self.path.is_file() and len(self.done) >= self._num_prompts:
             write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint})
 
     def _write_meta(self) -> None:
@@ -324,9 +320,8 @@ class PredictionsFile:
         fix = "Give the options that it was made with, or start again without resume"
         check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
         if progress is None:
-            num_prompts = (self._fingerprint.get("prompts") or {}).get("num_prompts", 0)
             got = f"{self.path} with {len(self.done)}, which was complete"
             fix = "start again without resume, or choose another file"
-            require(bool(self._parts) or len(self.done) >= num_prompts, "resume", f"{num_prompts} answers", got, fix)
+            require(len(self.done) >= self._num_prompts, "resume", f"{self._num_prompts} answers", got, fix)
             raise NothingToDoError(f"{self.path} is complete; there is nothing left to do")
         write_atomically(self.path, b"".join(line + b"\n" for line in lines))

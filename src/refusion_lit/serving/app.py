@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -56,12 +57,8 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
         worker.drain(0.0)
         await asyncio.to_thread(worker.thread.join, _GRACE_SECONDS)
 
-    async def refuse(request: Request, error: RequestValidationError) -> Response:
-        service.requests.labels("refused").inc()
-        return await _refuse(request, HTTPException(400, message_of(error)))
-
     # The framework's own pages load scripts from elsewhere.
-    handlers: dict[Any, Any] = {HTTPException: _refuse, RequestValidationError: refuse, Exception: _refuse}
+    handlers: Any = dict.fromkeys((HTTPException, RequestValidationError, Exception), partial(_refuse, service))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, exception_handlers=handlers)
     app.add_middleware(_limited, max_bytes=worker.limits.max_body_bytes)
     if not key:
@@ -103,9 +100,12 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     return app
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(service: Service, _: Request, error: Exception) -> Response:
     """Return an error in the form of all errors; of one that no route expects, the log has the rest."""
-    if not isinstance(error, HTTPException):
+    if isinstance(error, RequestValidationError):
+        service.requests.labels("refused").inc()
+        error = HTTPException(400, message_of(error))
+    elif not isinstance(error, HTTPException):
         error = HTTPException(500, f"the request failed ({type(error).__name__})")
     return JSONResponse(error_body(error), error.status_code, error.headers)
 

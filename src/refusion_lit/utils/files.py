@@ -20,7 +20,6 @@ from filelock import Timeout
 
 from refusion_lit.utils.require import require
 
-Options = dict[str, Any]
 Fingerprint = Mapping[str, Any]
 """Names of what a file depends on, with JSON values; ``None`` where something is unknown."""
 
@@ -159,7 +158,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def read_yaml(path: Path, option: str) -> Options:
+def read_yaml(path: Path, option: str) -> dict[str, Any]:
     """Read a YAML file of options.
 
     Args:
