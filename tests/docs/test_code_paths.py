@@ -13,22 +13,22 @@ import grimp
 SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
-    "command to text: files": 24,
-    "command to text: lines": 4_647,
-    "token ids to text: files": 20,
-    "token ids to text: lines": 4_201,
-    "examples to loss: files": 17,
-    "examples to loss: lines": 3_265,
-    "test: files": 59,
-    "test: lines": 12_543,
-    "package: files": 170,
-    "package: lines": 27_127,
-    "package: lines of code": 17_102,
+    "command to text: files": 23,
+    "command to text: lines": 4_343,
+    "token ids to text: files": 18,
+    "token ids to text: lines": 3_798,
+    "examples to loss: files": 15,
+    "examples to loss: lines": 2_914,
+    "test: files": 57,
+    "test: lines": 11_946,
+    "package: files": 167,
+    "package: lines": 26_360,
+    "package: lines of code": 16_558,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
 The aims: command to text 20 files and 3100 lines, token ids to text 18 and 2700, examples to loss 18 and 2400, test 60
-files, package 170 files, 24 000 lines and 16 000 of code.
+files, package 170 files, and 26 400 lines: 24 000, and 2 400 for the server, rewards and ReFusion that pays.
 """
 CIRCLES: list[set[str]] = []
 """Files that import one another; the aim is that there are none."""

@@ -22,7 +22,7 @@ from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.lora import Adapters
-from refusion_lit.modeling.visibility import AttentionMask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
@@ -236,6 +236,8 @@ class Backbone(nn.Module, LanguageModel):
             return torch.ones_like(position_ids)
         if implementation == "flex_attention":
             return block_mask(mask, num_keys, position_ids.device)
+        if implementation == "sdpa" and isinstance(mask, Visibility):  # of a decode, which always needs the matrix
+            return as_mask(mask, position_ids.device)[:, None]
         if implementation == "sdpa":
             return sdpa_mask(mask, num_keys, position_ids.device)
         raise ValueError(
