@@ -231,7 +231,7 @@ def test_figures_in_sentences_of_the_readme(registry: ModuleType) -> None:
     decode = registry.read("benchmarks/results/decode.json")
     versions = [
         [registry.read(f"benchmarks/results/{name}.json")["mean"][f"this checkout / released program, batch {size}"]
-         for name in ("versions", "versions_fast_machine", "versions_slow_machine")]
+         for name in ("versions", "versions_xeon", "versions_slow_machine")]
         for size in (1, 16)
     ]  # fmt: skip
     (alone, *others), (batched, *others_batched) = versions
@@ -247,7 +247,7 @@ def test_figures_in_sentences_of_the_readme(registry: ModuleType) -> None:
         f"forward pass in both, it decodes {of_benchmarks.mean_ratio(decode, of_benchmarks.UNFUSED)} times as fast",
         (
             f"Beside the released program it is {alone:.2f} times as fast, in batches of 16 {batched:.2f} times; "
-            f"on two other machines, one with older code, {others[0]:.2f} and {others[1]:.2f}, and "
+            f"on two other machines, with older code, {others[0]:.2f} and {others[1]:.2f}, and "
             f"{others_batched[0]:.2f} and {others_batched[1]:.2f} times"
         ),
         (
@@ -351,9 +351,12 @@ def test_figures_in_sentences_of_lossless(registry: ModuleType) -> None:
     auto, plain = (
         [f"{each[name]['speed_over_generate']:.2f}" for each in (exact, usual)] for name in ("auto", "Autoregressive")
     )
+    both = lossless["float32, 2 threads", "GSM8K", "speed"]
+    two, automatic = (f"{both[name]['speed_over_autoregressive']:.2f}" for name in ("two_forwards", "auto"))
     default = speeds("results", "auto").replace(" and ", ", ").split(", ")
     _says(
         "experiments/lossless/README.md",
+        f"with two threads `two_forwards` is {two} times as fast on 25 questions, `auto` {automatic} (",
         f"`auto` is then {auto[0]} times as fast as `generate`, which is not invariant, in place of {auto[1]}, and "
         f"`Autoregressive` {plain[0]} in place of {plain[1]}",
         f"{default[0]} on GSM8K, whose training questions the drafter has seen answered, {default[1]} on own prompts, "
