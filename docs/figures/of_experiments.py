@@ -113,6 +113,23 @@ def _rule(found: Result) -> str:
     return markdown_table(["prompts", "number", "decoder", "tokens/forward", "cost 10", "cost 20", "cost 32"], rows)
 
 
+@table("lossless levers", _path("lossless", "levers.json"))
+def _drafter_levers(found: Result) -> str:
+    rows = []
+    for name, lever in found["levers"].items():
+        rate = lever["sampled_tokens_per_forward"]
+        for prompts, of in lever["prompts"].items():
+            accepted = (f"{100 * of[f'accepted_{k}']:.1f} %" for k in (1, 3, 5))
+            speeds = (f"{of[way][0]:.2f}" for way in ("two_forwards", "tree"))
+            sampled = "" if rate is None or prompts != "own" else f"{rate:.2f}"
+            rows.append([name, prompts, of["num_prompts"], *accepted, f"{of['single_forward']:.2f}", *speeds, sampled])
+    head = [
+        "training", "prompts", "number", "1 accepted", "3", "5", "tokens/forward, `single_forward`",
+        "`two_forwards`, speed", "with two branches", "tokens/forward at 0.8",
+    ]  # fmt: skip
+    return markdown_table(head, rows)
+
+
 @table("lossless random texts", _path("lossless", "random_texts.json"))
 def _random_texts(found: Result) -> str:
     names = {
