@@ -22,6 +22,7 @@ from refusion_lit.decoding import (
     Generation,
     GenerationCallback,
     ModelRequirements,
+    MoreDrafts,
     ReFusion,
     RowState,
     Steps,
@@ -124,6 +125,10 @@ def _forward(**changes: Any) -> Callable[[Branch], Forward]:
         (Slipping(request=_forward(positions=range(-1, 1))), r"got 4 tokens and 4 positions from -1"),
         (Slipping(request=lambda _: None), r"decoder: expected steps that yield a Forward or MoreDrafts, got None"),
         (Slipping(), r"decoder: expected steps that yield a Forward or MoreDrafts, got Branch"),
+        (
+            Slipping(request=lambda _: MoreDrafts(draft_at=([0],), draw=Draw(sampling=SamplingParams()))),
+            r"MoreDrafts with offsets in each of the last forward's branches \(0\), got 'offsets in 1'",
+        ),
         (Slipping(has_state=False), r"Slipping.begin: expected a RowState, got None; return RowState.blank"),
     ],
 )

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 23,
-    "command to text: lines": 4_343,
+    "command to text: lines": 4_346,
     "token ids to text: files": 18,
-    "token ids to text: lines": 3_798,
+    "token ids to text: lines": 3_801,
     "examples to loss: files": 15,
     "examples to loss: lines": 2_914,
     "test: files": 57,
-    "test: lines": 11_946,
+    "test: lines": 11_949,
     "package: files": 167,
-    "package: lines": 26_360,
-    "package: lines of code": 16_558,
+    "package: lines": 26_363,
+    "package: lines of code": 16_561,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -181,7 +181,10 @@ class Row:
             return None
         require(isinstance(request, Request), "decoder", "steps that yield a Forward or MoreDrafts", request, _FIX)
         if isinstance(request, MoreDrafts):
-            pairs = zip(self.forward.branches, request.draft_at, strict=True)
+            num = len(self.branches)  # 0 before the first forward
+            expected = f"MoreDrafts with offsets in each of the last forward's branches ({num})"
+            require(0 < num == len(request.draft_at), "decoder", expected, f"offsets in {len(request.draft_at)}", _FIX)
+            pairs = zip(self.branches, request.draft_at, strict=True)
             self.branches = [replace(branch, draft_at=offsets, score_at=()) for branch, offsets in pairs]
         return request
 
