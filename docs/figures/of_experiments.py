@@ -73,8 +73,8 @@ def _json_schemas(results: Result) -> str:
     return markdown_table(head, rows)
 
 
-DEFAULTS = ("default", "default_epyc_before", "default_epyc", "default_slow_before", "default_slow")
-"""Files of the default with a drafter, by machine; those of a machine that has one of before are of today's rule."""
+DEFAULTS = ("default_epyc", "default_slow")
+"""Files of the default with a drafter, by machine."""
 
 
 @table("lossless default", *(_path("lossless", f"{name}.json") for name in DEFAULTS))
@@ -82,21 +82,20 @@ def _default(*machines: Result) -> str:
     rows = [
         [
             found["environments"][0]["hardware"]["processor"].split("(")[0] + (", slow" if "slow" in name else ""),
-            "today's" if name in ("default_epyc", "default_slow") else "before",
             dtype,
             row["batch_size"],
             f"{row['identical']} of {row['num_decodes']}",
             "the same" if row["same_forwards"] else "others",
             f"{row['tokens_per_forward']:.2f}",
             f"{row['speed_over_autoregressive']:.3f}",
-            f"{row['control_over_autoregressive']:.3f}" if "control_over_autoregressive" in row else "",
+            f"{row['control_over_autoregressive']:.3f}",
         ]
         for name, found in zip(DEFAULTS, machines, strict=True)
         for dtype, values in found["types"].items()
         for row in values["batches"]
     ]
     head = [
-        "machine", "rule", "type", "batch size", "same text", "forwards", "tokens/forward",
+        "machine", "type", "batch size", "same text", "forwards", "tokens/forward",
         "tokens/s, times `Autoregressive`", "`Autoregressive` again",
     ]  # fmt: skip
     return markdown_table(head, rows)

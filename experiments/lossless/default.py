@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=1, help="how often each batch is decoded")
-    parser.add_argument("--output", type=Path, default=HERE / "default.json")
+    parser.add_argument("--output", type=Path, default=HERE / "default_epyc.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"types": {}, "environments": []}

@@ -35,7 +35,7 @@ from experiments.common import write_json
 from experiments.lossless.table import BASE, HERE, read_prompts
 
 COSTS = (10.0, 20.0, 32.0)
-"""Fixed costs of a forward, in positions: in float32 10 to 36 were measured on CPUs."""
+"""Fixed costs of a forward, in positions: in float32 16 and 26 were measured on CPUs (default_*.json)."""
 TOLD = 32.0
 """The cost that a decoder is told on a CPU, whatever the true one."""
 ADAPTERS = 0.2

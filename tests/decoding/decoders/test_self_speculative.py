@@ -430,9 +430,7 @@ def test_drafting_is_tried_again_after_wrong_drafts() -> None:
     assert num_forwards < 100 + 32 + 300 * 2 / (len(DRAFTS) + 2) + 6
 
 
-@pytest.mark.parametrize(
-    "name", ["default", "default_epyc_before", "default_epyc", "default_slow_before", "default_slow"]
-)
+@pytest.mark.parametrize("name", ["default_epyc", "default_slow"])
 def test_the_cost_that_the_rule_relies_on_is_there(name: str) -> None:
     """On all machines a forward with masks costs no more than the rule counts, over one without."""
     found = json.loads((REPOSITORY / "experiments" / "lossless" / f"{name}.json").read_text(encoding="utf-8"))
