@@ -183,7 +183,6 @@ def _round(figures: Result, *, is_start: bool) -> str:
     return f"{score} % ({figures['points'][0]:+.1f}) at {tokens} ({figures['times_tokens_per_forward']:.2f})"
 
 
-@table("refusion_pays real model", _path("refusion_pays", "real_model.json"))
 @table("refusion_pays convert", _path("refusion_pays", "convert.json"))
 def _real_model(found: Result) -> str:
     titles = (

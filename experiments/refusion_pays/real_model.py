@@ -44,15 +44,11 @@ def decoders(max_new_tokens: int) -> dict[str, Decoder]:
 
     loose = {"slot_threshold": 0.6, "token_threshold": 0.6}
     return {
-        "SelfSpeculative 8": SelfSpeculative(slot_size=8),
         "SelfSpeculative, one slot": SelfSpeculative(slot_size=max_new_tokens, num_drafts=3),
         "ReFusion mask 8x4": refusion(8, 4, "mask", **loose),
-        "ReFusion autoregressive 8x4": refusion(8, 4, "autoregressive", **loose),
         "ReFusion bonus 8x4": refusion(8, 4, **loose),
-        "ReFusion bonus 4x1": refusion(4, 1),
         "ReFusion bonus 32x1": refusion(32, 1, num_drafts=3),
         "ReFusion bonus 16x2": refusion(16, 2, num_drafts=3),
-        "ReFusion bonus 16x2 0.9": refusion(16, 2, num_drafts=3, slot_threshold=0.9),
     }
 
 
@@ -126,7 +122,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=160)
     parser.add_argument("--decoders", nargs="+", choices=[*decoders(BLOCK)], default=[*decoders(BLOCK)], metavar="NAME")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("real_model.json"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("convert.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     base = refusion_lit.load(BASE, device="cpu", dtype=args.dtype)

@@ -381,7 +381,7 @@ def test_figures_in_sentences_of_choose(registry: ModuleType) -> None:
     decoders = {name: list(run["decoders"].values()) for name, run in trainings["trainings"].items()}
     (usual,) = decoders.pop("autoregressive")
     found = [decoder for each in decoders.values() for decoder in each]
-    own = registry.read("experiments/refusion_pays/real_model.json")["runs"]["shorter, step 200"]["decoders"]
+    own = registry.read("experiments/refusion_pays/convert.json")["runs"]["windows of 4, third round"]["decoders"]
     perplexity = {name: f"{own[name]['perplexity_under_base']:.2f}" for name in own}
     assert two["identical"] == single["identical"] == 200
     _says(
@@ -495,9 +495,8 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
 
 
 def test_figures_in_sentences_of_refusion_pays(registry: ModuleType) -> None:
-    lossless, trained = _lossless(registry), registry.read("experiments/refusion_pays/training.json")["runs"]
+    lossless = _lossless(registry)
     default, rounded = (lossless[dtype, "GSM8K", "speed"]["auto"] for dtype in ("float32", "bfloat16"))
-    first, second, resumed = (trained[name]["minutes"] for name in ("cut answers", "finished", "finished, resumed"))
     _says(
         "experiments/refusion_pays/README.md",
         (
@@ -505,7 +504,6 @@ def test_figures_in_sentences_of_refusion_pays(registry: ModuleType) -> None:
             f"{default['speed_over_autoregressive']:.2f} times in float32, with unchanged text, and "
             f"{rounded['tokens_per_forward']:.2f} at {rounded['speed_over_autoregressive']:.2f} times in bfloat16"
         ),
-        f"{first} and {second} minutes, and {resumed} minutes from step 160 to 360",
     )
     recipes = registry.read("experiments/refusion_pays/levers.json")["recipes"]
     names = ("SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4")
