@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.drafting import masked_between, rounds_since, text_between, text_branch, uncached, up_to_eos
 from refusion_lit.engine.engine import decode
 from refusion_lit.engine.memory import KeptCache
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
@@ -21,8 +22,9 @@ from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.set_diffusion import SetDiffusion
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
-from refusion_lit.refusion.decoder import RecomputeKV, ReFusion
+from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.refusion.first_hitting import FirstHitting
+from refusion_lit.refusion.recompute import RecomputeKV
 from refusion_lit.refusion.search import SlotSearch
 
 __all__ = [
@@ -65,6 +67,12 @@ __all__ = [
     "cut_at_stop",
     "decode",
     "default_decoder",
+    "masked_between",
     "most_certain",
     "read_trajectories",
+    "rounds_since",
+    "text_between",
+    "text_branch",
+    "uncached",
+    "up_to_eos",
 ]

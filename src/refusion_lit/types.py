@@ -1,4 +1,4 @@
-"""Values that the layers share: what a model was trained for, examples, prompts and sampling parameters.
+"""Values that the layers share: special tokens, examples, prompts and sampling parameters.
 
 Training's batches and losses are in :mod:`refusion_lit.learning.batch`.
 """
@@ -6,81 +6,22 @@ Training's batches and losses are in :mod:`refusion_lit.learning.batch`.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from refusion_lit.constraints import Constraint, ConstraintState
+from refusion_lit.traits import AttentionKind, ModelTraits, Prediction
+from refusion_lit.utils.require import check_options, is_number, require, require_at_least, require_number
 
-from refusion_lit.utils.require import (
-    check_options,
-    is_number,
-    require,
-    require_at_least,
-    require_choice,
-    require_number,
-)
+__all__ = [
+    "EOS_IDS", "AttentionKind", "Constraint", "ConstraintState", "DecodingOptions", "Example", "ModelTraits",
+    "Prediction", "Prompt", "SamplingParams", "SpecialTokens",
+]  # fmt: skip
 
-AttentionKind = Literal["causal", "bidirectional", "block_causal"]
 EOS_IDS = "ends_of_sequence"
 """Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
-
-Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token", "verifier"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelTraits:
-    """What a model was trained to do; stored with its weights and checked against decoders.
-
-    Attributes:
-        attention: ``causal`` (in sequence order), ``bidirectional``, or ``block_causal``
-            (bidirectional inside a block of ``block_size`` positions, causal between blocks).
-        block_size: Tokens per block; only with ``block_causal``.
-        prompt_is_block: With ``block_causal``, the prompt is one block, and blocks are counted from the response on
-            (D2F). Otherwise blocks are counted from position 0, prompt included.
-        predictions: What its logits mean. ``mask``: a mask predicts its own position;
-            ``mask_shifted``: a mask is predicted by the position before it;
-            ``isolated_mask``: a mask that sees no other mask predicts its own position;
-            ``visible``: a token that is no mask predicts what belongs at its own position;
-            ``next_token_in_slot``: a clean token predicts the next one of its slot;
-            ``next_token``: a clean token predicts the next one everywhere;
-            ``verifier``: forwards with a cache are those of a second model that predicts the next token.
-            ``None``: unknown (a directory that does not state it), which fits every decoder.
-    """
-
-    attention: AttentionKind = "causal"
-    block_size: int | None = None
-    predictions: tuple[Prediction, ...] | None = None
-    prompt_is_block: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the names, and that a block size is given exactly when the attention needs one."""
-        require_choice("attention", self.attention, get_args(AttentionKind))
-        for prediction in self.predictions or ():
-            require_choice("predictions", prediction, get_args(Prediction))
-        has_blocks = self.attention == "block_causal"
-        expected = "a value if and only if attention is 'block_causal'"
-        holds = has_blocks == (self.block_size is not None)
-        require(holds, "block_size", expected, self.block_size, f"set both or neither (attention is {self.attention})")
-        holds = has_blocks or not self.prompt_is_block
-        require(holds, "prompt_is_block", "attention 'block_causal'", self.attention, "leave it out")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values (stored under ``refusion_lit`` in a model's config)."""
-        predictions = None if self.predictions is None else list(self.predictions)
-        values = {"attention": self.attention, "block_size": self.block_size, "predictions": predictions}
-        return values | ({"prompt_is_block": True} if self.prompt_is_block else {})
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelTraits:
-        """Read what :meth:`to_dict` wrote; unknown keys are ignored."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        if known.get("predictions") is not None:
-            known["predictions"] = tuple(known["predictions"])
-        return cls(**known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,35 +87,6 @@ class Example:
     messages: tuple[Mapping[str, str], ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
     spans: tuple[tuple[int, int], ...] = ()
-
-
-class ConstraintState(ABC):
-    """What is known of a constraint while one response is decoded.
-
-    Arguments of both methods: ``place`` counts the tokens of the response; ``before`` are those that the drawn token
-    follows, drafts that are being verified and masks included, if the decoder draws from left to right.
-    """
-
-    @abstractmethod
-    def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
-        """Return which tokens may stand at a place, bool [vocab] on the CPU; ``None``: all may."""
-
-    def settle(self, place: int, before: Sequence[int], token: int) -> int:  # noqa: ARG002
-        """Return the token to take in place of a drawn one; by default the drawn one."""
-        return token
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constraint:
-    """Which responses a prompt may get, token by token; several prompts may share it.
-
-    Attributes:
-        begin: Returns the state for a response of at most as many tokens as its argument says.
-        left_to_right: Whether it needs the tokens before a place, which only decoders from left to right know.
-    """
-
-    begin: Callable[[int], ConstraintState]
-    left_to_right: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,7 +191,7 @@ def test_guidance_weighs_two_branches(weight: float) -> None:
 
 def test_an_unknown_statistic_is_no_statistic() -> None:
     with pytest.raises(ValueError, match=r"^statistic: expected one of margin, .*, got 'variance'; choose"):
-        Draw(sampling=SamplingParams(), statistic="variance")  # type: ignore[arg-type]
+        read(random_table(), Draw(sampling=SamplingParams(), statistic="variance"), [3])  # type: ignore[arg-type]
 
 
 def test_guided_prompts_of_one_call_read_their_own_branches() -> None:

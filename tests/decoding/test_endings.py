@@ -20,6 +20,7 @@ from refusion_lit.decoding import (
     Steps,
     decode,
 )
+from refusion_lit.engine.drafting import text_branch
 from refusion_lit.types import SamplingParams
 from scripted import ORDER, Scripted, letters, one, prompts_of
 
@@ -151,7 +152,7 @@ class OneByOne(Decoder):
         place = state.num_committed
         end = state.prompt_length + place
         [reading] = yield Forward(
-            phase="next", branches=(state.branch(0, end + 1, [end]),), draw=Draw(sampling=state.sampling),
+            phase="next", branches=(text_branch(state, 0, end + 1, [end]),), draw=Draw(sampling=state.sampling),
             cached=False,
         )  # fmt: skip
         state.commit([place], reading.tokens)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.output import Generation, TraceRound
 from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Read, Reading, Request, Steps
@@ -125,7 +126,7 @@ class Row:
         self.length = length
         self.state.num_forwards += 1
         num_shared = self.num_shared if self.state.num_forwards == 1 else 0
-        num_rows, own_length = forward.shape
+        num_rows, own_length = shape_of(forward)
         self.result.num_positions += sum(len(branch.tokens) for branch in forward.branches) + num_shared
         self.result.forward_shapes.append((num_rows, own_length + num_shared))
         if self.trace:
@@ -147,7 +148,7 @@ class Row:
             if draw.guidance is not None and branch.draft_at:
                 # The second branch, without the condition, is the next sequence.
                 twin_at = self.forward.twin_at
-                own = self.forward.shape[0] * self.length
+                own = shape_of(self.forward)[0] * self.length
                 read.guide = self.length if twin_at is None else own + twin_at - start - branch.draft_at[0]
             if self.constraint is not None:
                 constrain(read, self.constraint, self.state)

@@ -7,6 +7,7 @@ text, an *offset* tokens of a branch, an *index* entries of the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,6 +19,12 @@ from refusion_lit.modeling.devices import to_device
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.spans import Span
 from refusion_lit.modeling.visibility import Visibility
+
+
+def shape_of(forward: Forward) -> tuple[int, int]:
+    """Return rows and length of a forward's share of a call."""
+    lengths = [len(branch.tokens) for branch in forward.branches]
+    return (1, sum(lengths)) if forward.packed else (len(lengths), max(lengths))
 
 
 class Batch:
@@ -43,7 +50,7 @@ class Batch:
     starts: list[list[int]]
 
     def __init__(self, forwards: Sequence[Forward], storage: Sequence[int], device: torch.device) -> None:
-        shapes = [forward.shape for forward in forwards]
+        shapes = [shape_of(forward) for forward in forwards]
         length = max((shape[1] for shape in shapes), default=0)
         if not length:
             raise ValueError("decoder: expected a Forward of branches with tokens, got none; see docs/extending.md.")
@@ -60,7 +67,7 @@ class Batch:
         num_keys = 0 if is_cached else length
         for forward, row, (num_sequences, _) in zip(forwards, storage, shapes, strict=True):
             first = len(self._rows) * length
-            starts = forward.starts(length)
+            starts = _starts(forward, length)
             self.parts.append(slice(first, first + num_sequences * length))
             self.starts.append(starts)
             self._rows += [row] * num_sequences
@@ -95,3 +102,10 @@ class Batch:
         _, _, targets, rows, source = self._sent.unbind()
         num_keys = self.visibility.num_keys
         cache.prepare(self._rows, num_keys, source if self._is_padded else None, row_index=rows, cache_index=targets)
+
+
+def _starts(forward: Forward, length: int) -> list[int]:
+    """Return the first index of each branch in the forward's rows of ``length`` tokens, laid end to end."""
+    if not forward.packed:
+        return [i * length for i in range(len(forward.branches))]
+    return list(accumulate((len(branch.tokens) for branch in forward.branches[:-1]), initial=0))

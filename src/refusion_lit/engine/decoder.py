@@ -7,15 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from refusion_lit.engine.requests import Branch, Steps
-from refusion_lit.types import (
-    AttentionKind,
-    ModelTraits,
-    Prediction,
-    Prompt,
-    SamplingParams,
-    SpecialTokens,
-)
+from refusion_lit.engine.requests import Steps
+from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import Ranges, check_options, require
 
 
@@ -141,14 +134,6 @@ class RowState:
         return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
 
     @property
-    def uncached(self) -> list[tuple[int, int]]:
-        """Tokens and positions that the next forward stores: what is known, then what each forward committed."""
-        if self.num_forwards == 0:
-            return self.known[self.num_cached :]
-        num_stored = self.num_cached - self.prompt_length - self.prompt.num_given
-        return [(self.tokens[place], self.prompt_length + place) for place in self.committed[num_stored:]]
-
-    @property
     def num_committed(self) -> int:
         """Committed places of the canvas."""
         return len(self.committed)
@@ -159,42 +144,6 @@ class RowState:
         mask = self.special_tokens.mask_token_id
         assert mask is not None, "the decoder feeds mask tokens, but its requirements do not say so"
         return mask
-
-    def text(self, start: int, stop: int) -> list[int]:
-        """Return the input at positions ``start`` to ``stop``: prompt, final tokens, and masks elsewhere."""
-        places = range(max(start - self.prompt_length, 0), stop - self.prompt_length)
-        canvas = [self.mask_token_id if self.is_masked[place] else self.tokens[place] for place in places]
-        return [*self.prompt.token_ids[start:stop], *canvas]
-
-    def rounds_since(self, stop: int) -> int:
-        """Return the number of forwards since the last commit at a place before ``stop``."""
-        return self.num_forwards - max(self.commit_rounds[:stop], default=0)
-
-    def masked(self, start: int, stop: int) -> list[int]:
-        """Return the masked positions from ``start`` to ``stop``."""
-        return [p for p in range(max(start, self.prompt_length), stop) if self.is_masked[p - self.prompt_length]]
-
-    def branch(
-        self, start: int, stop: int, predicted: Sequence[int], *, order: Sequence[int] | None = None, shift: int = 0
-    ) -> Branch:
-        """Return the text at positions ``start`` to ``stop`` after everything cached before it.
-
-        Args:
-            start: First position.
-            stop: Position after the last one.
-            predicted: Positions whose tokens are drawn.
-            order: Order of each token; a token sees tokens of the same or a lower order. ``None``: causal.
-            shift: Predicted position minus the position whose logits are read.
-        """
-        return Branch(
-            tokens=self.text(start, stop),
-            positions=range(start, stop),
-            order=order,
-            visible=((0, start),),
-            write_at=start,
-            shift=shift,
-            draft_at=[position - shift - start for position in predicted],
-        )
 
     def commit(self, places: Sequence[int], tokens: Sequence[int]) -> None:
         """Make tokens final.
@@ -219,11 +168,6 @@ class RowState:
             self.is_masked[place] = False
             self.committed.append(place)
             self.commit_rounds[place] = self.num_forwards
-
-    def up_to_eos(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return tokens up to their first EOS token."""
-        eos = self.first_eos(tokens)
-        return tokens if eos is None else tokens[: eos + 1]
 
     def first_eos(self, tokens: Sequence[int]) -> int | None:
         """Return the index of the first EOS token among tokens, if there is one."""

@@ -16,7 +16,7 @@ from refusion_lit.engine.admission import Admission, Row
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
-from refusion_lit.engine.memory import KeptCache, groups_within
+from refusion_lit.engine.memory import KeptCache, groups_within, rows_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop
 from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
@@ -238,7 +238,7 @@ class Engine:
             return drafting
         chosen = [row for row in self.rows if row.request is not None]
         if self.options.max_tokens_per_forward is not None:
-            chosen = _fitting(chosen, self.options.max_tokens_per_forward)
+            chosen = rows_within(chosen, self.options.max_tokens_per_forward)
         return chosen
 
     def _run(self, rows: Sequence[Row]) -> dict[int, list[Reading]]:
@@ -324,17 +324,3 @@ class Engine:
         for callback in self.callbacks:
             callback.on_finished(row.index, result)
         return result
-
-
-def _fitting(rows: Sequence[Row], max_tokens: int) -> list[Row]:
-    """Return the row that has waited longest and those that fit with it into ``max_tokens``, padding included."""
-    chosen: set[int] = set()
-    sizes: dict[bool, tuple[int, int]] = {}
-    for row in sorted(rows, key=lambda row: (row.waiting_since, row.state.num_forwards)):
-        num_rows, length = sizes.get(row.pending.cached, (0, 0))
-        own_rows, own_length = row.pending.shape
-        trial = (num_rows + own_rows, max(length, own_length))
-        if trial[0] * trial[1] <= max_tokens or not chosen:
-            chosen.add(row.index)
-            sizes[row.pending.cached] = trial
-    return [row for row in rows if row.index in chosen]

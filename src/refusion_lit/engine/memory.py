@@ -1,4 +1,4 @@
-"""Memory of the KV cache: kept from one call to the next, and bounded by decoding long prompts with fewer others."""
+"""Memory: the KV cache kept from one call to the next, and bounds on it and on what a forward computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from refusion_lit.engine.admission import Tokens
+from refusion_lit.engine.admission import Row, Tokens
+from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import Prompt
@@ -69,3 +70,17 @@ def groups_within(
         fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # for few groups
         groups.setdefault(fitting, []).append((index, prompt))
     return sorted(groups.items(), reverse=True)
+
+
+def rows_within(rows: Sequence[Row], max_tokens: int) -> list[Row]:
+    """Return the row that has waited longest and those that fit with it into ``max_tokens``, padding included."""
+    chosen: set[int] = set()
+    sizes: dict[bool, tuple[int, int]] = {}
+    for row in sorted(rows, key=lambda row: (row.waiting_since, row.state.num_forwards)):
+        num_rows, length = sizes.get(row.pending.cached, (0, 0))
+        own_rows, own_length = shape_of(row.pending)
+        trial = (num_rows + own_rows, max(length, own_length))
+        if trial[0] * trial[1] <= max_tokens or not chosen:
+            chosen.add(row.index)
+            sizes[row.pending.cached] = trial
+    return [row for row in rows if row.index in chosen]

@@ -46,7 +46,7 @@ class Reader:
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:
             if read.branch.draft_at or read.branch.score_at:
-                key = (read.draw.kind, read.guide, bool(read.branch.proposals), bool(read.spans_end or read.allowed))
+                key = (_kind(read.draw), read.guide, bool(read.branch.proposals), bool(read.spans_end or read.allowed))
                 groups.setdefault(key, []).append(read)
         waiting = [(group, self._draw(hidden, group)) for group in groups.values()]
         if not waiting:
@@ -68,7 +68,7 @@ class Reader:
         given = [token for read in group for _, token in read.branch.score_at]
         is_scored = self._all_probabilities or bool(given) or any(read.draw.with_probability for read in group)
         sent = to_device([*index, *given], hidden.device)
-        is_greedy = draw.is_plain and not (group[0].spans_end or group[0].allowed)  # the fast path
+        is_greedy = _is_plain(draw) and not (group[0].spans_end or group[0].allowed)  # the fast path
         general = None if is_greedy else General(group, self._special, self._banned, hidden.device)
         drawn = Drawn()
         at = 0
@@ -122,6 +122,22 @@ class Reader:
         if kept is not None:  # probabilities are over all ids
             logits.index_copy_(-1, banned, kept)
         return tokens
+
+
+def _is_plain(draw: Draw) -> bool:
+    """Whether a draw is a greedy choice without guidance and extra figures: the fast path."""
+    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic or draw.confidence_dtype)
+    return is_bare and draw.sampling.temperature == 0
+
+
+def _kind(draw: Draw) -> tuple[object, ...]:
+    """Return the key of a draw: draws with equal keys are read together."""
+    sampling = draw.sampling
+    if _is_plain(draw):
+        return (draw.forbidden,)
+    return (draw.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, draw.guidance,
+            draw.confidence_forbidden, draw.statistic, draw.top_p_first, draw.confidence_dtype,
+            draw.proposes)  # fmt: skip
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.require import require_choice
 
 T = TypeVar("T")
 ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -99,28 +97,6 @@ class Draw:
     with_probability: bool = True
     proposes: bool = False
 
-    def __post_init__(self) -> None:
-        """Refuse an unknown statistic; a draw is made for each forward, so one without a statistic checks nothing."""
-        assert self.sampling.temperature > 0 or not self.proposes, "a greedy draft has no distribution"
-        if self.statistic is not None:
-            require_choice("statistic", self.statistic, get_args(Statistic))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a greedy choice without guidance and extra figures: the fast path."""
-        is_bare = self.guidance is None and not (self.confidence_forbidden or self.statistic or self.confidence_dtype)
-        return is_bare and self.sampling.temperature == 0
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Key of the draw: draws with equal keys are read together."""
-        sampling = self.sampling
-        if self.is_plain:
-            return (self.forbidden,)
-        return (self.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, self.guidance,
-                self.confidence_forbidden, self.statistic, self.top_p_first, self.confidence_dtype,
-                self.proposes)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
@@ -159,18 +135,6 @@ class Forward:
     packed: bool = False
     keep: Compaction | None = None
     twin_at: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and length of the prompt's share of the call."""
-        lengths = [len(branch.tokens) for branch in self.branches]
-        return (1, sum(lengths)) if self.packed else (len(lengths), max(lengths))
-
-    def starts(self, length: int) -> list[int]:
-        """Return the first index of each branch in the prompt's rows of ``length`` tokens, laid end to end."""
-        if not self.packed:
-            return [i * length for i in range(len(self.branches))]
-        return list(accumulate((len(branch.tokens) for branch in self.branches[:-1]), initial=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,7 @@ from refusion_lit.modeling.devices import first_argmax, to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ConstraintState, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require_choice
 
 
 @dataclass(slots=True)
@@ -126,6 +128,7 @@ def _propose_or_verify(
     """Draw by rejection sampling: keep proposals or replace them; where there is none, draw from the distribution."""
     probabilities = filter_logits(logits, draw.sampling, top_p_first=draw.top_p_first).softmax(-1)
     if draw.proposes:
+        assert draw.sampling.temperature > 0, "a greedy draft has no distribution"
         drawn.distributions += probabilities.unbind()
     tokens = to_device([0 if proposal is None else proposal.token for proposal in proposals], logits.device)
     nothing = logits.new_zeros(logits.shape[-1])
@@ -247,7 +250,7 @@ def keep_or_draw(
 
 
 def draft_statistic(
-    name: Statistic,
+    name: str,
     logits: Float[Tensor, "position vocab"],
     filtered: Float[Tensor, "position vocab"],
     tokens: Int[Tensor, " position"],
@@ -256,12 +259,16 @@ def draft_statistic(
     """Compute a figure of the drafts' distributions; for its name see :class:`~refusion_lit.decoding.Draw`.
 
     Args:
-        name: Name of the figure.
+        name: One of ``Statistic``.
         logits: The logits before temperature and filters.
         filtered: The filtered logits.
         tokens: The drawn tokens.
         dtype: Type to compute it in; float64 by default.
+
+    Raises:
+        ValueError: If no figure has this name.
     """
+    require_choice("statistic", name, get_args(Statistic))
     probability = lowered(filtered, dtype or "float64").softmax(-1)
     if name == "margin":
         top = probability.topk(2).values
@@ -270,7 +277,6 @@ def draft_statistic(
         return (probability * (probability + 1e-10).log()).sum(-1)
     if name == "filtered":
         return probability.gather(-1, tokens[:, None])[:, 0]
-    assert name == "entropy", "Draw refuses other names"
     return torch.special.entr(lowered(logits, dtype or "float64").softmax(-1)).sum(-1)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best
+from refusion_lit.engine.drafting import rounds_since, text_branch
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import (
@@ -62,10 +63,10 @@ class CARD(Decoder):
         block = range(start, min(start + self.block_size, len(state.tokens)))
         masked = [place for place in block if state.is_masked[place]]
         positions = [state.prompt_length + place for place in masked]
-        branch = state.branch(state.num_cached, positions[-1], positions, shift=1)
+        branch = text_branch(state, state.num_cached, positions[-1], positions, shift=1)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(branch,), draw=draw))[0]
-        is_last = state.rounds_since(start) == self.max_rounds
+        is_last = rounds_since(state, start) == self.max_rounds
         chosen = range(len(masked)) if is_last else above_or_best(reading.probabilities, self.threshold)
         state.commit([masked[i] for i in chosen], [reading.tokens[i] for i in chosen])
         state.num_cached = state.prompt_length + start

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.drafting import uncached
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
@@ -74,7 +75,7 @@ class SetDiffusion(Decoder):
     def _branches(self, state: RowState, active: list[int]) -> tuple[Branch, ...]:
         """Return the tokens that are not cached yet, if there are any, and a branch for each mask."""
         start = state.num_cached
-        new = state.uncached
+        new = uncached(state)
         tokens, positions = [token for token, _ in new], [position for _, position in new]
         clean = Branch(tokens=tokens, positions=positions, visible=((0, start),), write_at=start)
         known = start + len(clean.tokens)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
+from refusion_lit.engine.drafting import text_between
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -131,7 +132,7 @@ class WeDLM(Decoder):
         """Return the prompt's tokens that are not cached and the window's places, of which the last ones are masks."""
         start = state.num_cached
         positions = [*range(start, state.prompt_length), *(state.prompt_length + place for place in window)]
-        text = state.text(start, max(positions) + 1)
+        text = text_between(state, start, max(positions) + 1)
         return Branch(
             tokens=[text[position - start] for position in positions],
             positions=positions,

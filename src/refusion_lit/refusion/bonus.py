@@ -92,7 +92,8 @@ def advance(
     plans = bool(masks.tokens) and _pays(state, infill, len(masks.tokens), fused=fused)
     draw = state.draw
     # A plan may be sampled, the model's own tokens are not: with both, the plan is read once it is needed.
-    own = draw if draw.is_plain or not is_open else Draw(sampling=draw.sampling.greedy(), with_probability=False)
+    is_sampled = draw.sampling.temperature > 0 and is_open
+    own = Draw(sampling=draw.sampling.greedy(), with_probability=False) if is_sampled else draw
     is_plan_read = own is draw and (is_few or not is_open)
     if plans:
         plan = replace(masks, write_at=masks.write_at + num_masks, draft_at=masks.draft_at if is_plan_read else ())

@@ -282,30 +282,6 @@ class ReFusion(Decoder):
         return None if self.num_drafts is None else 1 + self.num_drafts
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputeKV(ReFusion):
-    """ReFusion with an extra forward after each parallel infill that recomputes KV cache entries.
-
-    In the recomputed entries, slots filled in parallel see each other: the paper's ablation of key/value reuse.
-    """
-
-    def __post_init__(self) -> None:
-        """Refuse ``infill: bonus``, after which all slots' entries are kept as they are."""
-        super().__post_init__()
-        fix = "use ReFusion for bonus tokens"
-        require(self.infill != "bonus", "infill", "mask or autoregressive", self.infill, fix)
-
-    def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:
-        branch = Branch(
-            tokens=[token for slot in infill.slots for token in slot.tokens[: slot.num_accepted]],
-            positions=[slot.start + i for slot in infill.slots for i in range(slot.num_accepted)],
-            visible=((0, state.context_length),),
-            write_at=state.context_length,
-        )
-        yield from self._forward_and_plan(state, "recompute", branch, upcoming, len(branch.tokens))
-        state.context_length += len(branch.tokens)
-
-
 def _reached(slots: Sequence[int], bounds: Sequence[int], num_tokens: int) -> Sequence[int]:
     """Return the slots that the first ``num_tokens`` of their joined tokens reach."""
     return slots[: sum(bound < num_tokens for bound in bounds[:-1])]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
+from refusion_lit.engine.drafting import uncached
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
@@ -79,7 +80,7 @@ class FirstHitting(Decoder):
     def step(self, state: GroupState) -> Steps[None]:  # type: ignore[override]
         """Feed the group before clean and this one as masks; draw its tokens."""
         group = state.groups[state.num_forwards]
-        clean = state.uncached
+        clean = uncached(state)
         branch = Branch(
             tokens=[*(token for token, _ in clean), *[state.mask_token_id] * len(group)],
             positions=[*(position for _, position in clean), *(state.prompt_length + place for place in group)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
+from refusion_lit.engine.drafting import text_branch
 from refusion_lit.engine.requests import Draw, Forward, Steps
 
 
@@ -28,7 +29,7 @@ class Autoregressive(Decoder):
         """Feed what is not cached yet and draw the next token."""
         place = state.num_committed
         end = state.prompt_length + place
-        branch = state.branch(state.num_cached, end, [end], shift=1)
+        branch = text_branch(state, state.num_cached, end, [end], shift=1)
         draw = Draw(sampling=state.sampling, with_probability=False)
         [reading] = yield Forward(phase="next_token" if place else "prefill", branches=(branch,), draw=draw)
         state.num_cached = end

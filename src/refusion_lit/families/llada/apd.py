@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
+from refusion_lit.engine.drafting import text_branch, up_to_eos
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
@@ -62,7 +63,7 @@ class APD(Decoder):
         stop = min(place + (self.max_lookahead or len(state.tokens)), len(state.tokens))
         round_number = state.num_forwards  # drafts and targets use the same number, hence the same noise
         drawn = range(start + place, start + stop)
-        branch = state.branch(0, drawn.stop, drawn, order=[0] * drawn.stop, shift=int(self.shifted))
+        branch = text_branch(state, 0, drawn.stop, drawn, order=[0] * drawn.stop, shift=int(self.shifted))
         draw = Draw(sampling=state.sampling, round=round_number, with_probability=False)
         drafts = (yield Forward(phase="draft", branches=(branch,), draw=draw, cached=False))[0].tokens
         accepted = 1
@@ -74,7 +75,7 @@ class APD(Decoder):
             is_other = (draft != target for draft, target in zip(drafts[1:], targets, strict=True))
             accepted += next((i for i, differs in enumerate(is_other) if differs), len(targets))
             state.num_cached = start + place + min(accepted, len(drafts) - 1)
-        final = state.up_to_eos(drafts[:accepted])
+        final = up_to_eos(state, drafts[:accepted])
         state.commit(range(place, place + len(final)), final)
 
     def _verification(self, state: RowState, drafts: list[int]) -> Branch:
@@ -82,7 +83,7 @@ class APD(Decoder):
         start = state.num_cached
         first = state.prompt_length + state.num_committed  # of the drafts
         last = first + len(drafts) - 1
-        branch = state.branch(start, last, range(first + 1, last + 1), shift=1)
+        branch = text_branch(state, start, last, range(first + 1, last + 1), shift=1)
         return replace(branch, tokens=[*branch.tokens[: first - start], *drafts[:-1]])
 
 

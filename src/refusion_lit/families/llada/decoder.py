@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.drafting import text_branch
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.keys import uniform_scalar
@@ -153,7 +154,7 @@ class LLaDA(Decoder):
         start = state.prompt_length
         stop = start + len(state.tokens)
         drawn = [start + place for place in places]
-        branch = state.branch(0, stop, drawn, order=[0] * stop, shift=int(self.shifted))
+        branch = text_branch(state, 0, stop, drawn, order=[0] * stop, shift=int(self.shifted))
         if self.guidance_scale == 0:
             return (branch,)
         unconditional = [state.mask_token_id] * start + list(branch.tokens[start:])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.drafting import rounds_since, text_branch
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import STATISTIC, paced_steps, step_quota, time_share
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -119,7 +120,7 @@ class FastDLLM(Decoder):
         start = state.is_masked.index(True) // size * size
         block = range(start, min(start + size, length))
         places = [place for place in block if state.is_masked[place]]
-        number = state.rounds_since(start)  # of this forward among those of the block
+        number = rounds_since(state, start)  # of this forward among those of the block
         lone_first = self._first_is_alone and number == 0 and places[0] == start
         if lone_first:
             places = places[:1]
@@ -150,7 +151,7 @@ class FastDLLM(Decoder):
         first = 0 if is_whole else state.prompt_length + block.start
         last = length if is_whole or self.cache == "prefix" else state.prompt_length + block.stop
         predicted = [state.prompt_length + place for place in places]
-        branch = state.branch(first, last, predicted, order=[0] * (last - first), shift=int(self.shifted))
+        branch = text_branch(state, first, last, predicted, order=[0] * (last - first), shift=int(self.shifted))
         return replace(branch, visible=((0, first), (last, length)))
 
     def _choose(self, state: RowState, confidences: Sequence[float], block: range, number: int) -> list[int]:

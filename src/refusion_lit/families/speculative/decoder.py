@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
+from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance, text_between, up_to_eos
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.types import ModelTraits
@@ -140,7 +140,7 @@ class SelfSpeculative(Decoder):
         start = state.prompt_length
         place = state.num_committed
         drafts = state.drafts[: len(state.tokens) - place - 1]
-        tokens = [*state.text(state.num_cached, start + place), *drafts]
+        tokens = [*text_between(state, state.num_cached, start + place), *drafts]
         anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted
         groups = self._groups(state, place, len(drafts), write_at=state.num_cached + len(tokens))
         main = Branch(
@@ -159,7 +159,7 @@ class SelfSpeculative(Decoder):
         exact = self._exact(place, len(drafts), readings[0], read)
         accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
         state.acceptance.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
-        final = state.up_to_eos(exact[: accepted + 1])
+        final = up_to_eos(state, exact[: accepted + 1])
         state.num_cached = start + place + accepted
         state.finished = state.first_eos(final) is not None or place + len(final) == len(state.tokens)
         state.commit(range(place, place + len(final)), final)
