@@ -24,9 +24,10 @@ from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
 from refusion_lit.checkpoints.models import CheckpointMetadata, own_draft
 from refusion_lit.cli import run_directory
-from refusion_lit.cli.parser import OneLineParser, let_booleans_alone, located
+from refusion_lit.cli.given import PARSER_ERRORS, Given, is_yaml_file, options_given
+from refusion_lit.cli.parser import OneLineParser, let_booleans_alone
 from refusion_lit.cli.progress_bar import RunProgress
-from refusion_lit.cli.usage_errors import PARSER_ERRORS, Given, explained, is_yaml_file, nearest, options_given
+from refusion_lit.cli.usage_errors import explained, located, nearest
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.architecture import check_source, stored_config
 from refusion_lit.modeling.saving import HAS_DRAFTER

@@ -24,7 +24,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
-from refusion_lit.cli.usage_errors import options_given
+from refusion_lit.cli.given import options_given
 from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.errors import NothingToDoError
