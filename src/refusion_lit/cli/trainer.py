@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.messages import print_warning
+from refusion_lit.cli.resume import with_resume
 from refusion_lit.training.callbacks import last_checkpoint
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -52,7 +53,7 @@ def run(command: str, args: list[str]) -> int:
     options = ""  # of a command that resumes: the run's config does not have them
     if found.resume is not None:
         options = "".join(f" {shlex.quote(arg)}" for arg in args)
-        args = run_directory.with_resume(command, args, found.resume)
+        args = with_resume(command, args, found.resume)
     show_own_logs()
     for pattern in _EXPECTED if command == "fit" else (*_EXPECTED, *_EXPECTED_WITHOUT_TRAINING):
         warnings.filterwarnings("ignore", message=pattern)
