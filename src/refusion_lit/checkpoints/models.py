@@ -18,7 +18,6 @@ from refusion_lit.checkpoints.files import (
     check_weights,
     is_checkpoint_file,
     is_sharded_checkpoint,
-    load_sharded,
     model_source,
     read_checkpoint,
 )
@@ -28,6 +27,7 @@ from refusion_lit.modeling.architecture import check_source, config_of_source, s
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
 from refusion_lit.modeling.formats import format_of
+from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.loading import BackboneConfig, DType, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
