@@ -6,7 +6,6 @@ It refuses models and options that this package would silently compute wrongly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,21 +135,6 @@ class Backbone(nn.Module, LanguageModel):
         That of accelerators is an assumption: there, reading the weights bounds a forward.
         """
         return 32.0 if self.device.type == "cpu" else 256.0
-
-    def attach(self, drafter: Drafter) -> None:
-        """Attach a drafter; its masks get the ids after the embedding's last row.
-
-        Raises:
-            ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
-        """
-        has_gate = self.fused_body and is_known(self.body)
-        expected = "a Llama, Qwen2 or Qwen3 model decoded with fused_body: true"
-        got = f"{type(self.body).__name__}, fused_body: {self.fused_body}"
-        require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
-        first = self.model.get_input_embeddings().weight.shape[0]
-        masks = tuple(range(first, first + drafter.origin.options.num_masks))
-        self.drafter = drafter
-        self.special_tokens = replace(self.special_tokens, draft_token_ids=masks)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Backbone:  # noqa: ANN401 - as torch has it
         # Moved or converted weights may reuse memory addresses of old ones.
