@@ -36,7 +36,7 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import LOGITS_BYTES
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.spans import ranges_mask
+from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from refusion_lit.learning.batch import CorruptedBatch
-from refusion_lit.modeling.spans import ranges_mask
+from refusion_lit.modeling.visibility import ranges_mask
 
 
 def attention_mask(corrupted: CorruptedBatch) -> Tensor | None:

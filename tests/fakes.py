@@ -21,6 +21,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.loading import attach
 from refusion_lit.modeling.visibility import Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 
@@ -350,5 +351,5 @@ def tiny_backbone(traits: ModelTraits = HYBRID, special: SpecialTokens = SPECIAL
         drafter = Drafter(backbone.body, DrafterOptions(num_masks=len(DRAFTS), rank=3))
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-    backbone.attach(drafter.double())
+    attach(backbone, drafter.double())
     return backbone

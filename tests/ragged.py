@@ -11,8 +11,7 @@ from torch import Tensor
 
 from refusion_lit.modeling.fused.attention import Rows
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.spans import Span
-from refusion_lit.modeling.visibility import Visibility
+from refusion_lit.modeling.visibility import Span, Visibility
 
 HEADS, KEY_HEADS, DIM = 4, 2, 6
 

@@ -32,9 +32,10 @@ import refusion_lit
 from refusion_lit.decoding import Autoregressive, SelfSpeculative, decode
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.modeling.attention import sdpa_mask
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import Drafter
+from refusion_lit.modeling.library import sdpa_mask
+from refusion_lit.modeling.loading import attach
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import GatedDraft
 from refusion_lit.reports.results import environment
@@ -92,7 +93,7 @@ class LeverModel:
         self.backbone = backbone
         assert self.backbone.drafter is not None
         if lever.num_masks > len(self.backbone.drafter.masks):
-            self.backbone.attach(with_masks(self.backbone.drafter, lever.num_masks))
+            attach(self.backbone, with_masks(self.backbone.drafter, lever.num_masks))
         self.drafter = self.backbone.drafter
         self.lever = lever
         size = self.drafter.masks.shape[1]

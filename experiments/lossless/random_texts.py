@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
+from refusion_lit.modeling.loading import attach
 from refusion_lit.reports.results import environment
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -63,7 +64,7 @@ def attach_drafter(backbone: Backbone, num_masks: int) -> None:
     drafter = Drafter(backbone.body, DrafterOptions(num_masks=num_masks, rank=2))
     for up in drafter.up.values():
         torch.nn.init.normal_(up, std=0.02)
-    backbone.attach(drafter.double())
+    attach(backbone, drafter.double())
     backbone.eval()
 
 

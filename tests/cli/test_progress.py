@@ -15,9 +15,10 @@ from rich.console import Console
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
-from refusion_lit.cli.messages import show_own_logs, show_warnings
+from refusion_lit.cli.messages import show_warnings
 from refusion_lit.cli.progress import AnswerProgress
 from refusion_lit.cli.progress_bar import RunProgress
+from refusion_lit.cli.trainer import show_own_logs
 from refusion_lit.decoding import Autoregressive, GenerationCallback, ReFusion
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"

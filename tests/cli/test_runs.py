@@ -16,7 +16,8 @@ import yaml
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
-from refusion_lit.cli.run_directory import claim, with_resume
+from refusion_lit.cli.resume import with_resume
+from refusion_lit.cli.run_directory import claim
 from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.utils.files import acquire_lock, release_lock
 

@@ -11,7 +11,7 @@ import pytest
 from cli.conftest import QUICKSTART
 from hardness.malformed import nested
 from refusion_lit.cli.answers import read_prompts
-from refusion_lit.cli.usage_errors import options_given
+from refusion_lit.cli.given import options_given
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.reports.runs import read_runs
 from refusion_lit.utils.errors import NothingToDoError

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from cli.conftest import REPOSITORY
 from hardness.malformed import NUM_EXAMPLES, PHASES, damaged, outcome
+from refusion_lit.cli.given import options_given
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.sweep import read_sweep
-from refusion_lit.cli.usage_errors import options_given
 from refusion_lit.utils.files import read_yaml
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))

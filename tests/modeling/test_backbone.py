@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from fakes import SPECIAL, VOCAB, tiny_backbone
 from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.library import library_mask
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
 SMALL: dict[str, Any] = {
@@ -231,7 +232,7 @@ def test_an_unknown_attention_takes_no_mask(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="'flash_attention_2' cannot take the mask"):
         model.hidden_states(ids, positions, causal(2, 6))
     # The library takes a single row out of order for packed sequences unless it gets a mask.
-    assert model._library_mask(None, positions, 4).all()
+    assert library_mask(model.body, None, positions, 4).all()
 
 
 def test_hidden_states_carry_gradients_and_logits_are_the_head_alone() -> None:

@@ -20,6 +20,7 @@ import refusion_lit
 from refusion_lit.decoding import ReFusion, SelfSpeculative
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
+from refusion_lit.modeling.loading import attach
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, prompt_code, save_drafter, save_model
 from refusion_lit.refusion import export as refusion
 from refusion_lit.reports.model_card import model_card
@@ -285,7 +286,7 @@ def test_rows_of_no_token_change_what_is_certain_and_are_never_drawn(decoder: Mo
     model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
     if decoder is self_speculative:
         model.backbone.traits = ModelTraits(attention="causal", predictions=("next_token",))
-        model.backbone.attach(Drafter(model.backbone.body, DrafterOptions(num_masks=2, rank=2), "base"))
+        attach(model.backbone, Drafter(model.backbone.body, DrafterOptions(num_masks=2, rank=2), "base"))
     save_model(model.backbone, model.tokenizer, tmp_path / "model")
     model = refusion_lit.load(tmp_path / "model")
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

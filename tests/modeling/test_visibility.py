@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragged import ragged
-from refusion_lit.modeling.fused.attention import sees_causally, sees_everything
-from refusion_lit.modeling.spans import Span, spans_ranges
-from refusion_lit.modeling.visibility import Visibility, as_mask
+from refusion_lit.modeling.fused.attention import additive_mask, sees_causally, sees_everything
+from refusion_lit.modeling.fused.segments import interval_of
+from refusion_lit.modeling.visibility import Span, Visibility, as_mask
 from shadow_device import SHADOW, ShadowDevice
 
 SIZES = st.lists(
@@ -25,13 +25,13 @@ def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, in
     made = ragged(seed, sizes, list(range(len(sizes))))
     visibility, expected = made.visibility, made.mask
     assert torch.equal(as_mask(visibility, torch.device("cpu")), expected)
-    assert torch.equal(visibility.additive_mask().exp().bool(), expected)
-    starts, stops = spans_ranges(visibility.spans, visibility.shape)[..., None].unbind(-2)
+    assert torch.equal(additive_mask(visibility, torch.float32)[:, 0].exp().bool(), expected)
+    starts, stops = visibility.ranges()[..., None].unbind(-2)
     keys = torch.arange(visibility.num_keys)
     assert torch.equal(((starts <= keys) & (keys < stops)).any(-2), expected)
     for span in visibility.spans:
         seen = expected[span.sequence, span.offset : span.offset + span.length]
-        interval = span.interval()
+        interval = interval_of(span)
         if interval is None:
             assert (seen[0].nonzero()[:, 0].diff() > 1).any()
         else:

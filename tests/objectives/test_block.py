@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dense import attention_mask
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.modeling.spans import ranges_mask
+from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Masked
 from refusion_lit.types import ModelTraits, SpecialTokens

@@ -12,7 +12,7 @@ from fakes import SPECIAL, tiny_backbone
 from refusion_lit.decoding import WeDLM, decode
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
-from refusion_lit.modeling.spans import ranges_mask
+from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import DualStream
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens

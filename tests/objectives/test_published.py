@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from published import published_model, reference
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import ResponseBatch
-from refusion_lit.modeling.spans import ranges_mask
+from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
 from refusion_lit.types import SpecialTokens

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from cli.conftest import QUICKSTART
 from forks import finished, start
 from refusion_lit import load
-from refusion_lit.checkpoints.files import _check_index, newest_checkpoint, read_checkpoint
+from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli import main
+from refusion_lit.modeling.fsdp import check_index
 from robustness.conftest import torchrun
 
 SMALL = [
@@ -140,8 +141,8 @@ def test_an_index_may_read_members_of_enumerations_alone(tmp_path: Path) -> None
     index = tmp_path / ".metadata"
     names = [member.name for member in _MEM_FORMAT_ENCODING]
     index.write_bytes(pickle.dumps(_Call(getattr, _MEM_FORMAT_ENCODING, names[0])))  # as Python 3.11.2 writes it
-    _check_index(index)
+    check_index(index)
     for owner, name in ((_MEM_FORMAT_ENCODING, "__reduce__"), (OrderedDict, "popitem")):
         index.write_bytes(pickle.dumps(_Call(getattr, owner, name)))
         with pytest.raises(ValueError, match="cannot be read safely"):
-            _check_index(index)
+            check_index(index)

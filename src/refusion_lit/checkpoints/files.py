@@ -1,100 +1,25 @@
-"""Checkpoint files, sharded ones included: finding them, reading them as data only, and checking their weights."""
+"""Checkpoint files: finding them, reading them as data only, and checking their weights."""
 
 from __future__ import annotations
 
-import pickle
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as distributed_checkpoint
 
+from refusion_lit.modeling.fsdp import INDEX, check_index
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
-_INDEX = ".metadata"
 _PLAIN_VALUES = "meta.pt"
-_PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
-# Modules and names that torch writes into the index, which is a pickle; None allows all classes of a module.
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # Python 3.13
-    "collections": {"OrderedDict"},
-}
 
 
 def is_sharded_checkpoint(path: str | Path) -> bool:
     """Whether a path is the directory of a sharded checkpoint."""
-    return (Path(path) / _INDEX).is_file()
-
-
-def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
-    """Load a sharded checkpoint into tensors in place, in this process alone.
-
-    Args:
-        path: The checkpoint's directory.
-        tensors: Tensors to fill, by their names in the module that was saved.
-
-    Raises:
-        ValueError: If the index is unsafe, or a tensor is missing or has another shape.
-    """
-    _check_index(Path(path) / _INDEX)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-            distributed_checkpoint.load({"state_dict": tensors}, checkpoint_id=str(path), no_dist=True)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # torch lists processes first
-        raise ValueError(
-            f"ckpt_path: the pieces in {path} cannot be put together ({reason}); give an older one."
-        ) from error
-
-
-def _member(owner: type[Enum], name: str) -> Enum:
-    """Return a member of an enumeration: what an index has ``getattr`` for if an early Python 3.11 wrote it."""
-    if not (isinstance(owner, type) and issubclass(owner, Enum)):
-        raise pickle.UnpicklingError(f"it reads {name} of {owner!r}")
-    return owner[name]
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Refuses names outside ``_ALLOWED``; types of torch pass."""
-
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - pickle's signature
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        names = _ALLOWED.get(module, set())
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
-        if is_type or name in (names or ()):
-            return super().find_class(module, name)
-        if names is None and "." not in name:  # a dotted name reaches what the module imports
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _check_index(path: Path) -> None:
-    """Unpickle a directory's index once with the restricted unpickler, before torch does it without restriction.
-
-    Raises:
-        ValueError: If it names anything else than torch's own types, or cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            _IndexUnpickler(file).load()
-    except Exception as error:
-        raise ValueError(
-            f"ckpt_path: the index {path} cannot be read safely ({error}). Do not use a checkpoint of unknown origin."
-        ) from error
+    return (Path(path) / INDEX).is_file()
 
 
 def is_checkpoint_file(source: str | Path) -> bool:
@@ -117,7 +42,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
         file = Path(path) / _PLAIN_VALUES
         got = f"{path}, which lacks {_PLAIN_VALUES}, written last"
         require(file.is_file(), "ckpt_path", "a complete checkpoint", got, "use an earlier one")
-        _check_index(Path(path) / _INDEX)
+        check_index(Path(path) / INDEX)
     else:
         file = Path(path)
         expected = "a checkpoint file"

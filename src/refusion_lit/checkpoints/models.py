@@ -18,7 +18,6 @@ from refusion_lit.checkpoints.files import (
     check_weights,
     is_checkpoint_file,
     is_sharded_checkpoint,
-    load_sharded,
     model_source,
     read_checkpoint,
 )
@@ -28,7 +27,8 @@ from refusion_lit.modeling.architecture import check_source, config_of_source, s
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
 from refusion_lit.modeling.formats import format_of
-from refusion_lit.modeling.loading import BackboneConfig, DType, decoding_dtype, default_device
+from refusion_lit.modeling.fsdp import load_sharded
+from refusion_lit.modeling.loading import BackboneConfig, DType, attach, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
 from refusion_lit.text_model import TextModel
@@ -186,7 +186,7 @@ def load(
         if draft is None and stored.get(HAS_DRAFTER):
             draft = own_draft(source, revision)
     if draft is not None:
-        model.backbone.attach(load_drafter(model.backbone.body, draft))
+        attach(model.backbone, load_drafter(model.backbone.body, draft))
     model.backbone.to(device).eval()
     if verifier is not None:
         try:
@@ -270,7 +270,7 @@ def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device)
         batch_invariant=options.batch_invariant,
     )
     if adapted.drafter is not None:
-        model.backbone.attach(adapted.drafter)
+        attach(model.backbone, adapted.drafter)
     return model
 
 

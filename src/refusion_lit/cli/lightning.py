@@ -23,10 +23,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
 from refusion_lit.checkpoints.models import CheckpointMetadata, own_draft
-from refusion_lit.cli import run_directory
-from refusion_lit.cli.parser import OneLineParser, let_booleans_alone, located
+from refusion_lit.cli import resume, run_directory
+from refusion_lit.cli.given import PARSER_ERRORS, Given, is_yaml_file, options_given
+from refusion_lit.cli.parser import OneLineParser, let_booleans_alone
 from refusion_lit.cli.progress_bar import RunProgress
-from refusion_lit.cli.usage_errors import PARSER_ERRORS, Given, explained, is_yaml_file, nearest, options_given
+from refusion_lit.cli.usage_errors import explained, located, nearest
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.architecture import check_source, stored_config
 from refusion_lit.modeling.saving import HAS_DRAFTER
@@ -175,12 +176,12 @@ class RefusionCLI(LightningCLI):
         _check_trainer(config.trainer)
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
-            path = run_directory.last_checkpoint(config, str(self.subcommand))
+            path = resume.last_checkpoint(config, str(self.subcommand))
             if path is None:
                 sys.stderr.write(f"no checkpoint of {config.run_name} yet: training starts at the beginning\n")
             config.ckpt_path = None if path is None else str(path)
             if path is not None and self.subcommand == "fit":
-                self._first_step = run_directory.check_unfinished(path, config.trainer)
+                self._first_step = resume.check_unfinished(path, config.trainer)
         elif config.get("ckpt_path"):
             config.ckpt_path = model_source(config.ckpt_path)
         self._choose_directory(config)

@@ -1,17 +1,13 @@
-"""Warnings, log lines and errors on the terminal: one line each, without advertisements and without tracebacks."""
+"""Warnings and errors on the terminal: one line each, without advertisements and without tracebacks."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
-from pathlib import Path
 from signal import SIGPIPE
 
 from refusion_lit.utils.errors import NothingToDoError, place_in_own_code
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def show_warnings() -> None:
@@ -51,22 +47,3 @@ def tell_failure(error: ValueError | OSError | KeyboardInterrupt) -> int:
         message = f"{error.filename or 'standard output or a log file'}: {error.strerror or error}"
     print(f"refusion-lit: error: {message}", file=sys.stderr)
     return code
-
-
-def show_own_logs() -> None:
-    """Let through what this package logs with Lightning's loggers, and of Lightning's own lines only warnings."""
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logger = logging.getLogger(name)
-        logger.handlers = [_Lines()]
-        logger.propagate = False
-
-
-class _Lines(logging.Handler):
-    """Prints one line a record."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = " ".join(record.getMessage().split())
-        if record.levelno >= logging.WARNING:
-            print_warning(text)
-        elif record.pathname.startswith(_PACKAGE):
-            sys.stderr.write(f"{text}\n")

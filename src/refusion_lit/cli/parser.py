@@ -6,14 +6,15 @@ import json
 import re
 import sys
 from argparse import Action
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained, options_given
+from refusion_lit.cli.given import PARSER_ERRORS, options_given
+from refusion_lit.cli.usage_errors import explained, located
 from refusion_lit.decoding import Decoder, check_context  # registers the checkpoint formats of all families
 from refusion_lit.families.defaults import class_and_options
 from refusion_lit.modeling.formats import FORMATS
@@ -88,27 +89,6 @@ def let_booleans_alone(parser: ArgumentParser) -> None:
         hint = getattr(action, "_typehint", None)
         if bool in (hint, *get_args(hint)) and {hint, *get_args(hint)} <= {hint, bool, int, NoneType}:
             action.nargs, action.const = "?", True
-
-
-def located(error: ValueError, components: Mapping[str, Any]) -> str:
-    """Return the line of an error; begin it with the component whose own check has raised it, if one has.
-
-    Args:
-        error: The error, whose message may begin with an option of a component.
-        components: Class and options of each component, by the option that names it.
-    """
-    from lightning.pytorch.cli import instantiate_class  # takes seconds, which only an error may
-
-    message = brief(str(error))
-    option = message.partition(":")[0].rpartition(".")[2]
-    for name, component in components.items():
-        if component is not None and option in component.get("init_args", ()):
-            try:
-                instantiate_class((), component.as_dict())
-            except ValueError as again:
-                if str(again) == message:
-                    return f"{name}.{message.removeprefix('objective.')}"
-    return message
 
 
 def as_list(value: str | list[str]) -> list[str]:

@@ -14,8 +14,9 @@ from typing import Any, cast
 import yaml
 from jsonargparse import Namespace
 
+from refusion_lit.cli.given import PARSER_ERRORS
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.cli.usage_errors import PARSER_ERRORS, brief, explained
+from refusion_lit.cli.usage_errors import brief, explained
 from refusion_lit.reports.results import short, with_class
 from refusion_lit.sweeps.points import Sweep, plan
 from refusion_lit.sweeps.running import TableRow, describe

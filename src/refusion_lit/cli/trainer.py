@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -14,8 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI
-from refusion_lit.cli.messages import show_own_logs
+from refusion_lit.cli.messages import print_warning
+from refusion_lit.cli.resume import with_resume
 from refusion_lit.training.callbacks import last_checkpoint
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 # True, but nothing a user could act on.
 _EXPECTED = (
@@ -49,7 +53,7 @@ def run(command: str, args: list[str]) -> int:
     options = ""  # of a command that resumes: the run's config does not have them
     if found.resume is not None:
         options = "".join(f" {shlex.quote(arg)}" for arg in args)
-        args = run_directory.with_resume(command, args, found.resume)
+        args = with_resume(command, args, found.resume)
     show_own_logs()
     for pattern in _EXPECTED if command == "fit" else (*_EXPECTED, *_EXPECTED_WITHOUT_TRAINING):
         warnings.filterwarnings("ignore", message=pattern)
@@ -83,6 +87,25 @@ def run(command: str, args: list[str]) -> int:
             RefusionCLI.claim.release(failed=failed)
     _say_what_next(cli)
     return 0
+
+
+def show_own_logs() -> None:
+    """Let through what this package logs with Lightning's loggers, and of Lightning's own lines only warnings."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logger = logging.getLogger(name)
+        logger.handlers = [_Lines()]
+        logger.propagate = False
+
+
+class _Lines(logging.Handler):
+    """Prints one line a record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())
+        if record.levelno >= logging.WARNING:
+            print_warning(text)
+        elif record.pathname.startswith(_PACKAGE):
+            sys.stderr.write(f"{text}\n")
 
 
 def _fail(message: str, code: int) -> int:

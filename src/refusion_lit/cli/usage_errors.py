@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeGuard, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-import yaml
-
+from refusion_lit.cli.given import MODULE_ERRORS, Given, is_yaml_file, options_given
 from refusion_lit.utils.files import read_yaml
-
-_MODULE_ERRORS = (SyntaxError, ImportError, NameError)
-PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, *_MODULE_ERRORS)
-"""What a parser raises for wrong arguments and for modules that it imports; PyYAML lets conversion errors through."""
 
 _LEAST_SIMILAR = 0.75
 _WORDS = {
@@ -48,78 +42,6 @@ _NO_CLASS = re.compile(
     r"|Not a valid subclass of \w+\. Got value: (?P<value>.+)"
     r"|Import path (?P<other>.+) does not correspond to a subclass of (?P<base>\w+)"
 )
-
-
-@dataclass(frozen=True)
-class Given:
-    """An option that was given.
-
-    Attributes:
-        name: Its dotted name, without ``init_args``.
-        value: Its value.
-        file: The file that it stands in; empty on the command line.
-    """
-
-    name: str
-    value: Any
-    file: str = ""
-
-    @property
-    def where(self) -> str:
-        """Return how a message about it begins."""
-        return f"{self.file}: " if self.file else ""
-
-
-def options_given(args: Sequence[str]) -> list[Given]:
-    """Return the options of a command line and of its config files, those within others after them.
-
-    Raises:
-        ValueError: If a file cannot be read.
-    """
-    found: list[Given] = []
-    waiting = list(args)
-    while waiting:
-        name, equals, value = waiting.pop(0).partition("=")
-        if not name.startswith("-"):
-            continue
-        if not equals and waiting and not waiting[0].startswith("--"):
-            value = waiting.pop(0)
-        name = name.lstrip("-").removesuffix("+")
-        if not value:
-            continue  # a flag, or an option whose value is missing
-        if name in ("c", "config"):
-            for key, inner in read_yaml(Path(value), "config").items():
-                found += _within(key, inner, value)
-        else:
-            try:
-                found += _within(name, loaded(value), "")
-            except RecursionError:
-                raise ValueError(f"{name}: expected a value, got one that contains itself; write it out.") from None
-    return found
-
-
-def _within(name: str, value: object, file: str) -> Iterator[Given]:
-    """Yield an option and those within its value, or within the file that its value names."""
-    yield Given(name, value, file)
-    if is_yaml_file(value) and Path(value).is_file():
-        file = value
-        value = read_yaml(Path(value), name)
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from _within(name if key == "init_args" else f"{name}.{key}", inner, file)
-
-
-def is_yaml_file(value: object) -> TypeGuard[str]:
-    """Return whether a value is the name of a YAML file, which may be missing."""
-    return isinstance(value, str) and value.endswith((".yaml", ".yml"))
-
-
-def loaded(value: str) -> Any:  # noqa: ANN401 - any YAML
-    """Return what a value on the command line stands for; text if it is no YAML."""
-    try:
-        return yaml.safe_load(value) if value.strip() else value
-    except (yaml.YAMLError, *PARSER_ERRORS):
-        return value
 
 
 def explained(parser: Any, args: Sequence[str], error: Exception, command: str) -> ValueError:  # noqa: ANN401
@@ -155,7 +77,7 @@ def explained(parser: Any, args: Sequence[str], error: Exception, command: str) 
         return ValueError(refusal.of_a_class(found))
     if refusal.expected:
         return ValueError(refusal.of_a_value())
-    if isinstance(error, _MODULE_ERRORS):  # of a module that is imported: no fault of the options
+    if isinstance(error, MODULE_ERRORS):  # of a module that is imported: no fault of the options
         raise error
     if isinstance(error, ValueError):
         return ValueError(brief(message))
@@ -376,6 +298,27 @@ def removal_of(name: str) -> str | None:
 def removed() -> dict[str, str]:
     """Return what ``removed.yaml`` says of options and classes, by their names."""
     return read_yaml(Path(__file__).with_name("removed.yaml"), "removed")
+
+
+def located(error: ValueError, components: Mapping[str, Any]) -> str:
+    """Return the line of an error; begin it with the component whose own check has raised it, if one has.
+
+    Args:
+        error: The error, whose message may begin with an option of a component.
+        components: Class and options of each component, by the option that names it.
+    """
+    from lightning.pytorch.cli import instantiate_class  # takes seconds, which only an error may
+
+    message = brief(str(error))
+    option = message.partition(":")[0].rpartition(".")[2]
+    for name, component in components.items():
+        if component is not None and option in component.get("init_args", ()):
+            try:
+                instantiate_class((), component.as_dict())
+            except ValueError as again:
+                if str(again) == message:
+                    return f"{name}.{message.removeprefix('objective.')}"
+    return message
 
 
 def brief(message: str) -> str:

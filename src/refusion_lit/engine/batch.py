@@ -17,8 +17,7 @@ from torch import Tensor
 from refusion_lit.engine.requests import Forward
 from refusion_lit.modeling.devices import to_device
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.spans import Span
-from refusion_lit.modeling.visibility import Visibility
+from refusion_lit.modeling.visibility import Span, Visibility
 
 
 def shape_of(forward: Forward) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.checkpoints.models import load, pair
 from refusion_lit.data.evaluation import PromptBatch
@@ -181,7 +182,8 @@ class Evaluation(L.Callback):
         decoders = dict(list(self.decoders(model).items())[: None if trainer.testing else 1])
         allowed = self.options.allow_mismatch
         self.mismatches = {name: model.check_decoder(each, allow_mismatch=allowed) for name, each in decoders.items()}
-        gather(model.backbone)
+        if isinstance(model.backbone, FSDPModule):
+            gather(model.backbone)
         batch = PromptBatch(data.test_prompts())
         for decoder in decoders.values():
             check_prompts(

@@ -1,4 +1,4 @@
-"""Attention by ranges of keys, for training: masks of sdpa and flex attention, and sdpa in chunks on CPUs."""
+"""Attention by ranges of keys, for training: the mask of flex attention, and sdpa in chunks on CPUs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.modeling.devices import to_device
-from refusion_lit.modeling.spans import ranges_mask, spans_ranges
-from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, ranges_mask
 
 _BLOCK = 128
 """Queries and keys of a block of flex attention's mask."""
 
-_CHUNK = 128
+CHUNK = 128
 """Number of queries whose mask is in memory at once on CPUs."""
-
-
-def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> Tensor:
-    """Convert a mask for :func:`torch.nn.functional.scaled_dot_product_attention`, with an axis for heads.
-
-    Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix: flex attention, which is
-    fast there, needs none.
-    """
-    if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * _CHUNK:
-        return attention.as_subclass(RangeMask)
-    return as_mask(attention, device, num_keys)[:, None]
 
 
 def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> BlockMask:
@@ -43,7 +31,7 @@ def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) ->
         device: Device of the states.
     """
     if isinstance(attention, Visibility):
-        ranges = to_device(spans_ranges(attention.spans, attention.shape), device)
+        ranges = to_device(attention.ranges(), device)
         num_keys = attention.num_keys
     elif attention.ndim == 4:
         ranges = attention
@@ -101,7 +89,7 @@ def _attend(
 ) -> Float[Tensor, "batch head token dim"]:
     if attn_mask.shape[2] == 1 and (attn_mask == attn_mask[:, :1]).all():  # all tokens of a row see the same
         return _chunk(query, key, value, attn_mask[:, :1], options)
-    chunks = zip(query.split(_CHUNK, 2), attn_mask.split(_CHUNK, 1), strict=True)
+    chunks = zip(query.split(CHUNK, 2), attn_mask.split(CHUNK, 1), strict=True)
     return torch.cat([checkpoint(_chunk, q, key, value, own, options, use_reentrant=False) for q, own in chunks], 2)
 
 

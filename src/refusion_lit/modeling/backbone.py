@@ -6,7 +6,6 @@ It refuses models and options that this package would silently compute wrongly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.architecture import check_invariant, check_supported
-from refusion_lit.modeling.attention import block_mask, sdpa_mask
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, is_known
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
+from refusion_lit.modeling.library import library_states
 from refusion_lit.modeling.lora import Adapters
-from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
+from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
@@ -109,7 +108,7 @@ class Backbone(nn.Module, LanguageModel):
                 require(False, "batch_invariant", "decoding without autocast", "autocast", fix)
             if body is not None and not (torch.is_grad_enabled() or is_autocast):
                 return body(ids, positions, attention_mask, cache)
-            return self._library_states(ids, positions, attention_mask, cache)
+            return library_states(self.body, ids, positions, attention_mask, cache, self.special_tokens.draft_token_ids)
 
         return states
 
@@ -136,21 +135,6 @@ class Backbone(nn.Module, LanguageModel):
         That of accelerators is an assumption: there, reading the weights bounds a forward.
         """
         return 32.0 if self.device.type == "cpu" else 256.0
-
-    def attach(self, drafter: Drafter) -> None:
-        """Attach a drafter; its masks get the ids after the embedding's last row.
-
-        Raises:
-            ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
-        """
-        has_gate = self.fused_body and is_known(self.body)
-        expected = "a Llama, Qwen2 or Qwen3 model decoded with fused_body: true"
-        got = f"{type(self.body).__name__}, fused_body: {self.fused_body}"
-        require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
-        first = self.model.get_input_embeddings().weight.shape[0]
-        masks = tuple(range(first, first + drafter.origin.options.num_masks))
-        self.drafter = drafter
-        self.special_tokens = replace(self.special_tokens, draft_token_ids=masks)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Backbone:  # noqa: ANN401 - as torch has it
         # Moved or converted weights may reuse memory addresses of old ones.
@@ -181,14 +165,13 @@ class Backbone(nn.Module, LanguageModel):
         if torch.is_grad_enabled():
             # A training step follows, and fused optimizers change weights without raising torch's count of changes.
             self.packed = PackedWeights()
+        known = self.special_tokens.draft_token_ids
         if num_drafts:
             assert self.drafter is not None
             assert isinstance(attention_mask, Tensor)
             length = input_ids.shape[1] - num_drafts
-            mask = self._library_mask(attention_mask[:, length:], position_ids[:, length:], input_ids.shape[1])
-            first = self.special_tokens.draft_token_ids[0]
-            return draft_states(self.body, self.drafter, input_ids, position_ids, mask, length=length, first=first)
-        return self._library_states(input_ids, position_ids, attention_mask, None)
+            return draft_states(self.body, self.drafter, input_ids, position_ids, attention_mask, length, known[0])
+        return library_states(self.body, input_ids, position_ids, attention_mask, draft_token_ids=known)
 
     def make_fused_body(self) -> FusedBody | None:
         """Return the fused backbone on the weights as they are now; ``None`` if the library's forward decodes."""
@@ -200,50 +183,6 @@ class Backbone(nn.Module, LanguageModel):
                 self.device.type == "cpu", "batch_invariant", "a model on the CPU", str(self.device), "leave it out"
             )
         return FusedBody(body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
-
-    def _library_states(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: AttentionMask | None, cache: KVCache | None
-    ) -> Tensor:
-        # On a GPU the host would have to wait for this check.
-        if self.drafter is not None and input_ids.device.type == "cpu":
-            has_masks = bool((input_ids >= self.special_tokens.draft_token_ids[0]).any())
-            is_autocast = torch.is_autocast_enabled(input_ids.device.type)
-            got = "autocast" if is_autocast else f"a {type(self.body).__name__} that is wrapped, hooked or sharded"
-            fix = "set precision: 32-true" if is_autocast else "export the checkpoint, and decode the directory"
-            require(not has_masks, "drafter", "decoding by the fused backbone", got, fix)
-        output = self.body(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=self._library_mask(attention_mask, position_ids, input_ids.shape[1]),
-            past_key_values=None if cache is None else cache.past_key_values,
-            use_cache=cache is not None,
-        )
-        return output.last_hidden_state
-
-    def _library_mask(
-        self,
-        mask: AttentionMask | None,
-        position_ids: Int[Tensor, "batch token"],
-        num_keys: int,
-    ) -> Tensor | Any:  # noqa: ANN401
-        """Return an explicit mask in the form that the attention implementation takes.
-
-        Without mask and cache, transformers takes position ids that do not rise by one for packed sequences and
-        silently changes the attention. Two-dimensional ones keep its fast causal path.
-        """
-        implementation = self.config._attn_implementation
-        if mask is None:
-            return torch.ones_like(position_ids)
-        if implementation == "flex_attention":
-            return block_mask(mask, num_keys, position_ids.device)
-        if implementation == "sdpa" and isinstance(mask, Visibility):  # of a decode, which always needs the matrix
-            return as_mask(mask, position_ids.device)[:, None]
-        if implementation == "sdpa":
-            return sdpa_mask(mask, num_keys, position_ids.device)
-        raise ValueError(
-            f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
-            "use 'sdpa' or 'flex_attention'."
-        )
 
 
 def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it

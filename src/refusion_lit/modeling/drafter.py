@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from refusion_lit.modeling.library import library_mask
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import check_options, require
@@ -127,8 +128,7 @@ def draft_states(
     drafter: Drafter,
     input_ids: Int[Tensor, "batch token"],
     position_ids: Int[Tensor, "batch token"],
-    mask: Any,  # noqa: ANN401 - in the form that the attention implementation takes
-    *,
+    visible: Tensor,
     length: int,
     first: int,
 ) -> Float[Tensor, "batch token hidden"]:
@@ -139,7 +139,7 @@ def draft_states(
         drafter: Its drafter.
         input_ids: The text, then draft masks.
         position_ids: Position of each token.
-        mask: What the draft masks see.
+        visible: What each token sees, as a matrix or as ranges of tokens; only that of the draft masks is read.
         length: Number of tokens of the text.
         first: Id of the first draft mask.
     """
@@ -155,7 +155,7 @@ def draft_states(
         drafts = body(
             inputs_embeds=masks.to(next(body.parameters()).dtype),
             position_ids=position_ids[:, length:],
-            attention_mask=mask,
+            attention_mask=library_mask(body, visible[:, length:], position_ids[:, length:], input_ids.shape[1]),
             past_key_values=text.past_key_values,
             use_cache=True,
         )

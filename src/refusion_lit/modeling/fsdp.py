@@ -1,17 +1,35 @@
-"""FSDP2: shards a backbone's weights over processes, and gathers them for decoding."""
+"""FSDP2: shards a backbone's weights over processes, gathers them for decoding, and reads sharded checkpoints."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pickle
+import warnings
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from refusion_lit.modeling.backbone import Backbone
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+INDEX = ".metadata"
+"""File in the directory of a sharded checkpoint that says which piece holds what."""
+_PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+# Modules and names that torch writes into the index, which is a pickle; None allows all classes of a module.
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
+    "collections": {"OrderedDict"},
+}
 
 
 def shard(backbone: Backbone, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
@@ -36,13 +54,12 @@ def shard(backbone: Backbone, mesh: DeviceMesh, *, compute_dtype: torch.dtype | 
 
 @torch.no_grad()
 def gather(backbone: Backbone) -> None:
-    """Gather all weights on every process permanently; does nothing for a backbone that is not sharded.
+    """Gather all weights of a sharded backbone on every process permanently.
 
     Decoding needs it: processes decode different prompts in different numbers of forwards, so gathering weights in each
     forward would deadlock. All processes must call this function together.
     """
-    if not isinstance(backbone, FSDPModule):
-        return
+    assert isinstance(backbone, FSDPModule)
     backbone.set_reshard_after_forward(False)
     start = torch.zeros(1, 1, dtype=torch.long, device=backbone.device)
     backbone(start, start)  # one forward gathers all layers, and none is freed afterwards
@@ -62,3 +79,64 @@ def _layers(backbone: Backbone) -> nn.ModuleList:
         f"trainer.strategy: {type(backbone.model).__name__} has no ModuleList of its {count} layers, so it cannot "
         "be sharded; use the strategy ddp."
     )
+
+
+def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
+    """Load a sharded checkpoint into tensors in place, in this process alone.
+
+    Args:
+        path: The checkpoint's directory.
+        tensors: Tensors to fill, by their names in the module that was saved.
+
+    Raises:
+        ValueError: If the index is unsafe, or a tensor is missing or has another shape.
+    """
+    check_index(Path(path) / INDEX)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+            distributed_checkpoint.load({"state_dict": tensors}, checkpoint_id=str(path), no_dist=True)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # torch lists processes first
+        raise ValueError(
+            f"ckpt_path: the pieces in {path} cannot be put together ({reason}); give an older one."
+        ) from error
+
+
+def _member(owner: type[Enum], name: str) -> Enum:
+    """Return a member of an enumeration: what an index has ``getattr`` for if an early Python 3.11 wrote it."""
+    if not (isinstance(owner, type) and issubclass(owner, Enum)):
+        raise pickle.UnpicklingError(f"it reads {name} of {owner!r}")
+    return owner[name]
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Refuses names outside ``_ALLOWED``; types of torch pass."""
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - pickle's signature
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        names = _ALLOWED.get(module, set())
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
+        if is_type or name in (names or ()):
+            return super().find_class(module, name)
+        if names is None and "." not in name:  # a dotted name reaches what the module imports
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def check_index(path: Path) -> None:
+    """Unpickle a directory's index once with the restricted unpickler, before torch does it without restriction.
+
+    Raises:
+        ValueError: If it names anything else than torch's own types, or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            _IndexUnpickler(file).load()
+    except Exception as error:
+        raise ValueError(
+            f"ckpt_path: the index {path} cannot be read safely ({error}). Do not use a checkpoint of unknown origin."
+        ) from error

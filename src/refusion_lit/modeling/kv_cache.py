@@ -8,13 +8,10 @@ are written to; the attention mask says which entries a query sees.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from weakref import ref
 
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, DynamicLayer
 
 from refusion_lit.modeling.devices import to_device
 
@@ -32,7 +29,6 @@ class KVCache:
             that is more.
 
     Attributes:
-        past_key_values: The cache as transformers takes it.
         sequences: Storage row of each sequence of the forward that was prepared.
         rows: The same as a tensor; ``slice(None)`` if the sequences are all rows in order.
         num_keys: Number of leading entries that may be attended to.
@@ -41,11 +37,11 @@ class KVCache:
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
+        self.num_layers = num_layers
         self.num_rows = num_rows
         self.capacity = capacity
         self._chunk = max(capacity, CHUNK)
         self._stored: list[list[Tensor]] = [[] for _ in range(num_layers)]  # keys and values of each layer, once known
-        self.past_key_values = Cache(layers=[_LibraryLayer(self, number) for number in range(num_layers)])
 
     def prepare(
         self,
@@ -118,33 +114,3 @@ class KVCache:
             if index is None or index.device != states.device:  # layers may be on several devices
                 index = to_device(indices[start:], states.device)
             states[row, num_leading + start : num_leading + len(indices)] = states[row, index]
-
-
-class _LibraryLayer(DynamicLayer):
-    """One layer of a cache as transformers takes it."""
-
-    def __init__(self, owner: KVCache, number: int) -> None:
-        super().__init__()
-        self._owner = ref(owner)  # a weak reference: without a cycle, storage is freed together with the cache
-        self._number = number
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
-        **kwargs: Any,  # noqa: ANN401, ARG002
-    ) -> tuple[Tensor, Tensor]:
-        """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
-        owner = self._owner()
-        assert owner is not None, "the cache must outlive its past_key_values"
-        flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
-        if owner.source_index is not None:
-            flat = [states[owner.source_index] for states in flat]
-        keys, values = owner.store(self._number, *flat)
-        seen = owner.rows, slice(owner.num_keys)
-        return keys[seen].transpose(1, 2), values[seen].transpose(1, 2)
-
-    def get_seq_length(self) -> int:
-        """Return 0: masks and positions are always explicit, so transformers must not derive them from a length."""
-        return 0

@@ -20,6 +20,7 @@ from refusion_lit.modeling.architecture import config_of_source, config_of_type
 from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.formats import CheckpointFormat
+from refusion_lit.modeling.fused.body import is_known
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -141,7 +142,7 @@ class BackboneConfig:
         decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
         backbone = Backbone(model, traits, SpecialTokens.of(tokenizer), **decoding)
         if drafter is not None:
-            backbone.attach(drafter)
+            attach(backbone, drafter)
         if self.lora is not None:
             backbone.adapters = Adapters(
                 options=self.lora,
@@ -214,6 +215,22 @@ class BackboneConfig:
                 f"{len(extra) - 1} more in {self.source!r}. Take the config that they were trained with."
             )
         return model
+
+
+def attach(backbone: Backbone, drafter: Drafter) -> None:
+    """Let a backbone draft with a drafter; its masks get the ids after the embedding's last row.
+
+    Raises:
+        ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
+    """
+    has_gate = backbone.fused_body and is_known(backbone.body)
+    expected = "a Llama, Qwen2 or Qwen3 model decoded with fused_body: true"
+    got = f"{type(backbone.body).__name__}, fused_body: {backbone.fused_body}"
+    require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
+    first = backbone.model.get_input_embeddings().weight.shape[0]
+    masks = tuple(range(first, first + drafter.origin.options.num_masks))
+    backbone.drafter = drafter
+    backbone.special_tokens = replace(backbone.special_tokens, draft_token_ids=masks)
 
 
 def default_device() -> str:

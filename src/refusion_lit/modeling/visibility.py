@@ -1,6 +1,7 @@
-"""Visibility: which keys each token of a batch sees, as spans or, for kernels that need one, as a matrix.
+"""Which keys each token of a batch sees: as spans, as ranges or, for kernels that need one, as a matrix.
 
-For accelerators the matrix is built on the device from ranges.
+The size of ranges does not grow with the cache; a matrix [sequence, token, key] grows with the square of a prompt and
+rules out the fast attention kernels. It is built on the device, from ranges.
 """
 
 from __future__ import annotations
@@ -10,14 +11,46 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from refusion_lit.modeling.devices import to_device
-from refusion_lit.modeling.spans import Span, ranges_mask, spans_ranges
 
-_TRIANGLE = np.tri(128, dtype=bool)
-"""Causal matrices of short spans are views of it."""
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of a sequence that share a context.
+
+    Attributes:
+        sequence: Their sequence of the batch.
+        offset: Place of the first one in it.
+        length: Number of tokens.
+        first_key: Key of the first one; the keys of the others follow.
+        context: Ranges ``(start, stop)`` of keys that all of them see; may be empty, overlap and be unsorted.
+        order: A token also sees the span's tokens of the same or a lower order. It never falls. ``None``: causal.
+    """
+
+    sequence: int
+    offset: int
+    length: int
+    first_key: int
+    context: tuple[tuple[int, int], ...] = ()
+    order: Sequence[int] | None = None
+
+    def own_stops(self) -> Int[np.ndarray, " token"]:
+        """Return how many of the span's first tokens each of them sees."""
+        if self.order is None:
+            return np.arange(1, self.length + 1)
+        orders = np.asarray(self.order)
+        assert (np.diff(orders) >= 0).all(), "the order of a branch falls: feed tokens of a lower order first"
+        return np.searchsorted(orders, orders, side="right")
+
+    def ranges(self) -> Int[np.ndarray, "token range 2"]:
+        """Return ranges of keys; each token sees the union of its ranges, some of which may be empty."""
+        stops = self.own_stops() + self.first_key
+        own = np.stack([np.full_like(stops, self.first_key), stops], -1)[:, None]
+        context = np.array(self.context, dtype=np.int64).reshape(-1, 2)
+        return np.concatenate([np.broadcast_to(context, (self.length, *context.shape)), own], 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +67,17 @@ class Visibility:
     shape: tuple[int, int]
     num_keys: int
 
-    def additive_mask(self) -> Float[Tensor, "sequence token key"]:
-        """Return the matrix on the host as what is added to scores, in float32: 0 for keys that are seen, else -inf.
-
-        Padding sees the first key of its sequence: a query without keys gives NaN.
-        """
-        matrix = np.full((*self.shape, self.num_keys), -np.inf, np.float32)
-        is_padded = sum(span.length for span in self.spans) < self.shape[0] * self.shape[1]
-        for span in self.spans:
-            if is_padded and span.offset == 0:
-                matrix[span.sequence, :, span.first_key] = 0  # what padding sees
-            tokens = matrix[span.sequence, span.offset : span.offset + span.length]
-            if is_padded:
-                tokens[:] = -np.inf
-            for start, stop in span.context:
-                tokens[:, start:stop] = 0
-            own = tokens[:, span.first_key : span.first_key + span.length]
-            np.copyto(own, 0, where=_own_mask(span.order, span.length))
-        return torch.from_numpy(matrix)
+    def ranges(self) -> Int[Tensor, "sequence token range 2"]:
+        """Return ranges of keys on the host; each token sees the union of its ranges, and unused ranges are empty."""
+        found = [span.ranges() for span in self.spans]
+        ranges = np.zeros((*self.shape, max(own.shape[1] for own in found), 2), dtype=np.int64)
+        for span, own in zip(self.spans, found, strict=True):
+            if span.offset == 0:
+                ranges[span.sequence, :, 0] = span.first_key, span.first_key + 1  # what padding sees
+            place = ranges[span.sequence, span.offset : span.offset + span.length]
+            place[:] = 0
+            place[:, : own.shape[1]] = own
+        return torch.from_numpy(ranges)
 
 
 AttentionMask = Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"]
@@ -69,14 +95,12 @@ def as_mask(
         num_keys: Number of keys, for ranges without spans; by default the number of tokens.
     """
     if isinstance(attention, Visibility):
-        if device.type == "cpu":
-            return attention.additive_mask() == 0
-        return ranges_mask(to_device(spans_ranges(attention.spans, attention.shape), device), attention.num_keys)
+        num_keys = attention.num_keys
+        attention = to_device(attention.ranges(), device)
     return attention if attention.ndim == 3 else ranges_mask(attention, num_keys or attention.shape[1])
 
 
-def _own_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:
-    if order is None:
-        return _TRIANGLE[:length, :length] if length <= len(_TRIANGLE) else np.tri(length, dtype=bool)
-    orders = np.asarray(order)
-    return orders[None, :] <= orders[:, None]
+def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bool[Tensor, "batch token key"]:
+    """Return the mask matrix of ranges; each token sees the union of its ranges ``(start, stop)`` of keys."""
+    keys = torch.arange(num_keys, device=ranges.device)
+    return ((keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])).any(-2)

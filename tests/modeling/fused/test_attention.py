@@ -15,8 +15,7 @@ from refusion_lit.modeling.fused import segments
 from refusion_lit.modeling.fused.attention import Call, RowAttention, Rows, attend_rows, padded_call
 from refusion_lit.modeling.fused.segments import attention_for, segmented
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.spans import Span
-from refusion_lit.modeling.visibility import Visibility, as_mask
+from refusion_lit.modeling.visibility import Span, Visibility, as_mask
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
 LIKE = torch.empty(0, dtype=torch.float64)

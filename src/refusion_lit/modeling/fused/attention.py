@@ -16,16 +16,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.modeling.attention import RangeMask, sdpa_mask
+from refusion_lit.modeling.attention import RangeMask
 from refusion_lit.modeling.fused.linear import NUM_ROWS
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.library import sdpa_mask
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
+
+_TRIANGLE = np.tri(128, dtype=bool)
+"""Causal matrices of short spans are views of it."""
 
 NUM_KEYS = 512
 """Keys that torch's attention on CPUs takes at a time."""
@@ -216,8 +221,35 @@ def _additive(
 ) -> Float[Tensor, "batch 1 token key"]:
     """Convert a mask to what is added to attention scores: 0 or -inf."""
     if isinstance(attention, Visibility) and device.type == "cpu":
-        return attention.additive_mask().to(dtype)[:, None]
+        return additive_mask(attention, dtype)
     return torch.where(as_mask(attention, device, num_keys), 0.0, -torch.inf).to(dtype)[:, None]
+
+
+def additive_mask(visibility: Visibility, dtype: torch.dtype) -> Float[Tensor, "batch 1 token key"]:
+    """Return on the host what is added to scores: 0 for keys that are seen, else -inf.
+
+    Padding sees the first key of its sequence: a query without keys gives NaN.
+    """
+    matrix = np.full((*visibility.shape, visibility.num_keys), -np.inf, np.float32)
+    is_padded = sum(span.length for span in visibility.spans) < visibility.shape[0] * visibility.shape[1]
+    for span in visibility.spans:
+        if is_padded and span.offset == 0:
+            matrix[span.sequence, :, span.first_key] = 0  # what padding sees
+        tokens = matrix[span.sequence, span.offset : span.offset + span.length]
+        if is_padded:
+            tokens[:] = -np.inf
+        for start, stop in span.context:
+            tokens[:, start:stop] = 0
+        own = tokens[:, span.first_key : span.first_key + span.length]
+        np.copyto(own, 0, where=_own_mask(span.order, span.length))
+    return torch.from_numpy(matrix).to(dtype)[:, None]
+
+
+def _own_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:
+    if order is None:
+        return _TRIANGLE[:length, :length] if length <= len(_TRIANGLE) else np.tri(length, dtype=bool)
+    orders = np.asarray(order)
+    return orders[None, :] <= orders[:, None]
 
 
 def invariant_attention(

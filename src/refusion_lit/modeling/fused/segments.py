@@ -27,13 +27,19 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.modeling.fused.attention import Call, RowAttention, Rows, invariant_attention, padded_call
+from refusion_lit.modeling.fused.attention import (
+    Call,
+    RowAttention,
+    Rows,
+    additive_mask,
+    invariant_attention,
+    padded_call,
+)
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.spans import Span
-from refusion_lit.modeling.visibility import AttentionMask, Visibility
+from refusion_lit.modeling.visibility import AttentionMask, Span, Visibility
 
 _CALL = 1 << 17
 """Cost of one more call of attention on a CPU thread, in multiply-adds of queries and keys that take the same time.
@@ -104,15 +110,36 @@ def segmented(visibility: Visibility, cache: KVCache | None, dtype: torch.dtype,
     return calls
 
 
+def interval_of(span: Span) -> tuple[int, range | Int[np.ndarray, " token"]] | None:
+    """Return the interval of keys that each token sees, as a common start and a stop for each token.
+
+    Returns:
+        ``None`` if the keys of some token are not a single interval from the common start. The stops are a ``range`` if
+        each token sees one key more than the token before it.
+    """
+    first = span.first_key
+    if span.order is None and len(span.context) < 2:  # most spans, without any array
+        start, stop = span.context[0] if span.context else (first, first)
+        if start >= stop or (stop == first and start < first):
+            return min(start, first) if start < stop else first, range(first + 1, first + span.length + 1)
+    stops = span.own_stops() + first
+    (start, end), *others = sorted((low, high) for low, high in (*span.context, (first, int(stops[0]))) if low < high)
+    for low, high in others:
+        if low > end:
+            return None
+        end = max(end, high)
+    return start, np.maximum(stops, end)
+
+
 def _work(span: Span) -> int:
     """Return a span's pairs of a query and a key; 0 if its keys are not intervals, so that it needs a mask anyway."""
-    interval = span.interval()
+    interval = interval_of(span)
     return 0 if interval is None else span.length * int(interval[1][-1] - interval[0])
 
 
 def _span_calls(span: Span, storage: Sequence[int], dtype: torch.dtype) -> Iterator[Call]:
     """Yield the calls of one span."""
-    interval = span.interval()
+    interval = interval_of(span)
     if interval is None:
         yield _masked_call([span], storage, dtype)
         return
@@ -174,7 +201,7 @@ def _masked_call(spans: Sequence[Span], storage: Sequence[int], dtype: torch.dty
     last = max(span.offset + span.length for span in spans)
     num_keys = max(max(span.first_key + span.length, *(stop for _, stop in span.context), 0) for span in spans)
     moved = [replace(span, sequence=sequences[span.sequence], offset=span.offset - first) for span in spans]
-    mask = Visibility(moved, (len(sequences), last - first), num_keys).additive_mask().to(dtype)[:, None]
+    mask = additive_mask(Visibility(moved, (len(sequences), last - first), num_keys), dtype)
     rows = _index(np.array([storage[sequence] for sequence in sequences]))
     return Call(_index(np.array([*sequences])), rows, slice(first, last), slice(num_keys), mask)
 

@@ -1,0 +1,105 @@
+"""Resumes an interrupted run: the arguments of its command, and the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import Namespace
+
+from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
+from refusion_lit.cli.given import options_given
+from refusion_lit.cli.run_directory import PLACE
+from refusion_lit.reports.results import CONFIG
+from refusion_lit.utils.errors import NothingToDoError
+from refusion_lit.utils.files import read_yaml
+from refusion_lit.utils.require import require
+
+
+def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
+    """Return the arguments of a command that resumes a run.
+
+    Args:
+        command: ``fit``, ``test`` or ``predict``.
+        args: The other arguments.
+        resume: The run's directory, or its version, or nothing for the newest run of the name.
+
+    Raises:
+        ValueError: If the command cannot be resumed, or ``resume`` is neither a run nor a version.
+    """
+    require(command != "validate", "resume", "fit, test or predict", command, "leave it out")
+    goes_on = ["--ckpt_path=last"] if command == "fit" else ["--model.resume=true"]
+    directory = Path(resume)
+    if resume and (directory / CONFIG).is_file():
+        found = _command_of(directory / CONFIG)
+        instead = f"{command} with --config {directory / CONFIG} --ckpt_path {directory}"
+        fix = instead if found == "fit" else f"name a run of {command}"
+        require(found == command, "resume", f"a run of {command}", f"{directory}, which is one of {found}", fix)
+        directory = Path(os.path.abspath(directory))  # its name and its parents' are needed, of . or .. too
+        config = [] if any(arg.partition("=")[0] in ("--config", "-c") for arg in args) else [directory / CONFIG]
+        place = (directory.parent.parent, directory.parent.name, directory.name)
+        named = [f"--{option}={value}" for option, value in zip(PLACE, place, strict=True)]
+        return [*(f"--config={path}" for path in config), *args, *named, *goes_on]
+    fix = "give one of them, as in fit --resume runs/NAME/VERSION"
+    require(bool(resume or args), "resume", "a run's directory, or --config FILE", "neither", fix)
+    known = {each.name: str(each.value) for each in options_given(args) if each.value is not None}
+    folder = Path(known.get("runs_dir") or "runs") / (known.get("run_name") or "default")
+    version = resume or known.get("run_version")
+    is_version = not resume or (directory.name == resume and (folder / resume).is_dir())
+    newest = None if version and is_version else _newest_run(folder if is_version else directory, command)
+    fix = f"give its newest one, {newest}" if newest else "give one that exists"
+    require(is_version, "resume", f"a run's directory (with {CONFIG}) or a version in {folder}", resume, fix)
+    version = newest.name if newest else version
+    return [*args, *([] if version is None else [f"--run_version={version}"]), *goes_on]
+
+
+def _newest_run(folder: Path, command: str) -> Path | None:
+    """Return the directory of the newest run of a command in a folder of runs."""
+    runs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
+    return next((path.parent for path in runs if _command_of(path) == command), None)
+
+
+def _command_of(config: Path) -> str:
+    """Return the command that wrote a run's config: a validation's is as a test's, which logs no validation loss."""
+    values = read_yaml(config, "resume")
+    if "return_predictions" in values:
+        return "predict"
+    if "verbose" not in values:
+        return "fit"
+    metrics = config.with_name("metrics.csv")
+    return "validate" if metrics.is_file() and ",val/" in metrics.read_text(encoding="utf-8") else "test"
+
+
+def last_checkpoint(config: Namespace, command: str) -> Path | None:
+    """Return the newest checkpoint of the run's name; for ``fit``, of the run's version if one is named.
+
+    Raises:
+        ValueError: If there is none, except for ``fit``.
+    """
+    folder = Path(config.runs_dir) / config.run_name
+    folders = [folder / config.run_version if config.run_version and command == "fit" else folder]
+    for callback in config.trainer.callbacks or []:
+        dirpath = callback.get("init_args", Namespace()).get("dirpath")
+        folders += [Path(dirpath)] if dirpath else []
+    path = newest_checkpoint(folders, resumable=command == "fit")
+    if path is None and command != "fit":
+        raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folders[0]}, found none; give its path.")
+    return path
+
+
+def check_unfinished(path: Path, trainer: Namespace) -> int:
+    """Return the number of steps after which a checkpoint was saved, if the trainer's options ask for more.
+
+    Raises:
+        NothingToDoError: If all steps or epochs are done.
+    """
+    checkpoint = read_checkpoint(path, mmap=True)
+    loop = checkpoint["loops"]["fit_loop"]
+    num_epochs = loop["epoch_progress"]["current"]["ready"] - (not loop["epoch_loop.batch_progress"]["is_last_batch"])
+    for unit, number in (("steps", checkpoint["global_step"]), ("epochs", num_epochs)):
+        limit = trainer[f"max_{unit}"]
+        if limit is not None and 0 <= limit <= number:
+            done = f"{path.parent.parent} is complete: {number} of {limit} {unit}"
+            raise NothingToDoError(f"{done}; raise trainer.max_{unit} to train longer")
+    return int(checkpoint["global_step"])

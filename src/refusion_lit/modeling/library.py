@@ -1,0 +1,119 @@
+"""The forward of transformers: with gradients in training, and for decoding where the fused body cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from refusion_lit.modeling.attention import CHUNK, RangeMask, block_mask
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.visibility import AttentionMask, as_mask
+from refusion_lit.utils.require import require
+
+
+def library_states(
+    body: nn.Module,
+    input_ids: Int[Tensor, "batch token"],
+    position_ids: Int[Tensor, "batch token"],
+    attention_mask: AttentionMask | None,
+    cache: KVCache | None = None,
+    draft_token_ids: Sequence[int] = (),
+) -> Float[Tensor, "batch token hidden"]:
+    """Run a transformer without its head; for arguments see :meth:`LanguageModel.hidden_states`.
+
+    Raises:
+        ValueError: If one of ``draft_token_ids``, a drafter's masks, is among the tokens, or the attention
+            implementation takes no such mask.
+    """
+    # On a GPU the host would have to wait for this check.
+    if draft_token_ids and input_ids.device.type == "cpu":
+        has_masks = bool((input_ids >= draft_token_ids[0]).any())
+        is_autocast = torch.is_autocast_enabled(input_ids.device.type)
+        got = "autocast" if is_autocast else f"a {type(body).__name__} that is wrapped, hooked or sharded"
+        fix = "set precision: 32-true" if is_autocast else "export the checkpoint, and decode the directory"
+        require(not has_masks, "drafter", "decoding by the fused backbone", got, fix)
+    output = body(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=library_mask(body, attention_mask, position_ids, input_ids.shape[1]),
+        past_key_values=None if cache is None else library_cache(cache),
+        use_cache=cache is not None,
+    )
+    return output.last_hidden_state
+
+
+def library_mask(
+    body: Any,  # noqa: ANN401 - a transformer of transformers
+    mask: AttentionMask | None,
+    position_ids: Int[Tensor, "batch token"],
+    num_keys: int,
+) -> Any:  # noqa: ANN401 - a tensor or a BlockMask
+    """Return an explicit mask in the form that the attention implementation takes.
+
+    Without mask and cache, transformers takes position ids that do not rise by one for packed sequences and silently
+    changes the attention. Two-dimensional ones keep its fast causal path.
+
+    Raises:
+        ValueError: If the attention implementation takes no such mask.
+    """
+    implementation = body.config._attn_implementation
+    if mask is None:
+        return torch.ones_like(position_ids)
+    if implementation == "flex_attention":
+        return block_mask(mask, num_keys, position_ids.device)
+    if implementation == "sdpa":
+        return sdpa_mask(mask, num_keys, position_ids.device)
+    raise ValueError(
+        f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
+        "use 'sdpa' or 'flex_attention'."
+    )
+
+
+def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> Tensor:
+    """Convert a mask for :func:`torch.nn.functional.scaled_dot_product_attention`, with an axis for heads.
+
+    Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix: flex attention, which is
+    fast there, needs none.
+    """
+    if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * CHUNK:
+        return attention.as_subclass(RangeMask)
+    return as_mask(attention, device, num_keys)[:, None]
+
+
+def library_cache(cache: KVCache) -> Cache:
+    """Return a cache as the forward of transformers takes it; it writes to and reads from our storage."""
+    return Cache(layers=[_LibraryLayer(cache, number) for number in range(cache.num_layers)])
+
+
+class _LibraryLayer(DynamicLayer):
+    """One layer of a cache as transformers takes it."""
+
+    def __init__(self, owner: KVCache, number: int) -> None:
+        super().__init__()
+        self._owner = owner
+        self._number = number
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
+        owner = self._owner
+        flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
+        if owner.source_index is not None:
+            flat = [states[owner.source_index] for states in flat]
+        keys, values = owner.store(self._number, *flat)
+        seen = owner.rows, slice(owner.num_keys)
+        return keys[seen].transpose(1, 2), values[seen].transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        """Return 0: masks and positions are always explicit, so transformers must not derive them from a length."""
+        return 0
