@@ -42,6 +42,7 @@ class TrainingProgress:
     def start(self, device: torch.device) -> None:
         """Start or resume training, between two steps."""
         self.num_positions = self.num_positions.to(device)
+        self.sample_ids = []
         self._positions_before = float(self.num_positions)
         self._since = 0.0
 

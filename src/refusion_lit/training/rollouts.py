@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import lightning as L
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -44,8 +45,8 @@ class _Answer:
     advantage: float
 
 
-class Rollouts:
-    """Decodes groups of answers, rewards them, and keeps what the updates on them need.
+class Rollouts(L.Callback):
+    """Decodes groups of answers, rewards them, and keeps what the updates on them need, in checkpoints, too.
 
     Roll-outs are a function of weights, seed, step and prompt alone: a resumed run decodes the same.
 
@@ -248,15 +249,15 @@ class Rollouts:
             "tokens_per_forward": num_tokens / sum(row.num_forwards for row in rows),
         }
 
-    def save(self, checkpoint: dict[str, Any], num_processes: int) -> None:
-        """Add what resuming between two updates on the same answers needs, of all processes, to a checkpoint."""
+    def on_save_checkpoint(self, trainer: L.Trainer, _: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what resuming between two updates on the same answers needs, of all processes."""
         own = [[vars(batch) for batch in update] for update in self.pending]
-        states: list[Any] = [own] * num_processes
-        if num_processes > 1:
+        states: list[Any] = [own] * trainer.world_size
+        if trainer.world_size > 1:
             torch.distributed.all_gather_object(states, own)
         checkpoint[_STATE] = {"pending": states, "rewards": self._described}
 
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
+    def on_load_checkpoint(self, _: L.Trainer, __: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the state over, which :meth:`start` restores."""
         self._restored = checkpoint.get(_STATE)
 
