@@ -24,6 +24,7 @@ from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.evaluation.predictions import described
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.policy.likelihood import Answers, LaidOut
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
 from refusion_lit.tasks.base import Task, examples_of
 from refusion_lit.tasks.code import CodeTask
@@ -62,7 +63,7 @@ class Rollouts(L.Callback):
 
     def __init__(self, objective: GroupPolicy, evaluation: Evaluation, seed: int) -> None:
         self.objective = objective
-        self.pending: list[list[CorruptedBatch]] = []
+        self.pending: list[list[LaidOut]] = []
         self.figures: dict[str, float] = {}
         self._evaluation = evaluation
         self._seed = seed
@@ -128,7 +129,7 @@ class Rollouts(L.Callback):
 
     def next_update(
         self, step: Sequence[ResponseBatch], number: int, corrupt: Callable[[ResponseBatch], CorruptedBatch]
-    ) -> list[CorruptedBatch]:
+    ) -> list[LaidOut]:
         """Return the answers of an update: those that the last roll-out left, or new ones to a step's prompts.
 
         Args:
@@ -147,8 +148,9 @@ class Rollouts(L.Callback):
                 self.pending.append([self._with_fixed_terms(corrupt(each)) for each in keyed])
         return [each.to(device) for each in self.pending.pop(0)]
 
-    def _with_fixed_terms(self, corrupted: CorruptedBatch) -> CorruptedBatch:
+    def _with_fixed_terms(self, corrupted: CorruptedBatch) -> LaidOut:
         """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
+        assert isinstance(corrupted, LaidOut)
         model = self._model.backbone
         passes: dict[str, AbstractContextManager[None]] = {}
         if self.objective.num_updates > 1:
@@ -162,7 +164,7 @@ class Rollouts(L.Callback):
             corrupted = replace(corrupted, **{name: values})
         return corrupted
 
-    def _answers(self, step: Sequence[ResponseBatch], number: int) -> list[ResponseBatch]:
+    def _answers(self, step: Sequence[ResponseBatch], number: int) -> list[Answers]:
         """Decode and reward a group of answers for each prompt; return those of each micro-batch."""
         started = time.perf_counter()
         update_seconds = started - self._finished if self._finished else 0.0
@@ -221,7 +223,7 @@ class Rollouts(L.Callback):
         self._examples = self._examples or {example.id: example for example in examples}
         return self._examples[name]
 
-    def _batch(self, groups: Sequence[Sequence[_Answer]]) -> ResponseBatch:
+    def _batch(self, groups: Sequence[Sequence[_Answer]]) -> Answers:
         answers = [answer for group in groups for answer in group]
         samples = [EncodedExample(a.row.id, a.trajectory.prompt_ids.tolist(), a.row.token_ids) for a in answers]
         batch = collate_responses(samples, self._model.backbone.special_tokens.pad_token_id)
@@ -230,7 +232,8 @@ class Rollouts(L.Callback):
             for position, value in engine_log_probabilities(answer.row, answer.trajectory).items():
                 engine[row, position] = value
         advantages = torch.tensor([answer.advantage for answer in answers], dtype=torch.float64)
-        return replace(batch, advantages=advantages, engine=engine, trajectories=[a.trajectory for a in answers])
+        trajectories = [answer.trajectory for answer in answers]
+        return Answers(**vars(batch), advantages=advantages, engine=engine, trajectories=trajectories)
 
     def _figures(self, groups: Sequence[Sequence[_Answer]]) -> dict[str, float]:
         """Return what a roll-out showed."""
@@ -269,7 +272,7 @@ class Rollouts(L.Callback):
         fits = rank < len(pending) or not pending[0]
         fix = "resume with as many processes as before, or set num_updates to 1"
         require(fits, "trainer.devices", f"{len(pending)} processes", f"process {rank + 1}", fix)
-        self.pending = [[CorruptedBatch(**values) for values in update] for update in pending[rank % len(pending)]]
+        self.pending = [[LaidOut(**values) for values in update] for update in pending[rank % len(pending)]]
         self._restored = None
 
 
