@@ -160,9 +160,7 @@ class InstructionDataModule(L.LightningDataModule):
         """Return a loader of the test split's prompts."""
         return self._evaluation_loader(self.test_prompts(), PromptBatch)
 
-    def predict_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
-        """Return a loader of the test split's prompts."""
-        return self.test_dataloader()
+    predict_dataloader = test_dataloader
 
     def test_prompts(self) -> list[tuple[Prompt, Example]]:
         """Return the prompts of the test split with their examples; see :func:`encoded_prompts`."""

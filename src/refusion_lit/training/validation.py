@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import lightning as L
@@ -25,7 +26,7 @@ class Validation(L.Callback):
 
     Args:
         objective: The training objective.
-        progress: Its clock stops meanwhile.
+        progress: Leaves the time out.
 
     Attributes:
         means: The losses so far.
@@ -37,8 +38,8 @@ class Validation(L.Callback):
         self._progress = progress
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Stop the clock of training."""
-        self._progress.pause()
+        """Forget the losses of an earlier validation."""
+        self._started = time.perf_counter()
         self.means.to(pl_module.device).reset()
 
     def corrupted(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch | None:
@@ -64,8 +65,8 @@ class Validation(L.Callback):
             pl_module.log(f"val/{name}", mean.float())
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Restart the clock of training."""
-        self._progress.resume()
+        """Leave the time out of training's."""
+        self._progress.leave_out(time.perf_counter() - self._started)
 
 
 class TermMeans(Metric):
