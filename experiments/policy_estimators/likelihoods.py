@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative, Trajectory
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.families.llada.objective import all_of
-from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import Head, required_mask_id
 from refusion_lit.learning.text_order import extend_responses, random_subset
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood
-from refusion_lit.policy.likelihood import laid_out
+from refusion_lit.policy.likelihood import Answers, LaidOut, laid_out
 from refusion_lit.refusion.objective import next_in_slot
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
@@ -54,7 +54,7 @@ class MaskedBound(Likelihood):
         """Two per sample."""
         return 2 * self.num_samples
 
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:
         """Lay out a view for each set of masks; see :meth:`Likelihood.layout`."""
         positions, in_response = batch.positions, batch.in_response
         is_masked, weights = self.drawn(noise, in_response)
@@ -123,7 +123,7 @@ class BlockBound(Likelihood):
             return "BlockBound reads each mask at its own place, BlockDiffusion with shifted at the one before"
         return super().refusal(decoder)
 
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:
         """Lay out a view for each noise level; see :meth:`Likelihood.layout`."""
         mask, size, num_views = required_mask_id(self, special_tokens), self.block_size, self.num_samples
         ends = batch.ends
@@ -173,7 +173,7 @@ class SlotBound(MaskedBound):
         super().__post_init__()
         require_at_least("objective.likelihood.slot_size", self.slot_size, 1)
 
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:
         """Lay out a view for each set of masked slots; see :meth:`Likelihood.layout`."""
         num_slots = -(-batch.input_ids.shape[1] // self.slot_size)
         starts = torch.arange(num_slots, device=batch.input_ids.device) * self.slot_size
@@ -192,7 +192,7 @@ class MeanField(LeftToRight):
 
     is_exact = False
 
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:  # noqa: ARG002
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:  # noqa: ARG002
         """Mask all slots; see :meth:`Likelihood.layout`."""
         num_slots = -(-batch.input_ids.shape[1] // self.slot_size)
         order = torch.arange(num_slots, device=batch.input_ids.device).expand(len(batch.input_ids), -1)
@@ -210,7 +210,7 @@ def slots_apart(
     is_masked: Bool[Tensor, "row slot"],
     weights: Float[Tensor, " row"],
     order: Int[Tensor, "row slot"],
-) -> CorruptedBatch:
+) -> LaidOut:
     """Lay out prompts, visible slots by ``order``, masked slots, and the mask of each masked slot's first place.
 
     A masked slot sees the prompt, the visible slots and itself.
@@ -292,9 +292,9 @@ class Rounds(LeftToRight):
             return "ReFusion with infill: bonus has no recorded plans; set infill to mask"
         return super().refusal(decoder)
 
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:
         """Append the masks of each plan to the decoded text; see :meth:`Likelihood.layout`."""
-        if not batch.trajectories:
+        if not (isinstance(batch, Answers) and batch.trajectories):
             return replace(super().layout(batch, noise, special_tokens), places=None)
         mask = required_mask_id(self, special_tokens)
         rows = [np.array(list(_entries(each, self.slot_size, mask))) for each in batch.trajectories]
@@ -341,7 +341,7 @@ class LinearPolicy(GroupPolicy):
         require(self.unit == "sequence", "objective.unit", "sequence with LinearPolicy", self.unit, "leave it out")
         require(self.kl_weight == 0, "objective.kl_weight", "0 with LinearPolicy", self.kl_weight, "leave it out")
 
-    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: LaidOut) -> LossOutput:
         """Compute the loss of the samples whose views are in the batch; see :meth:`Objective.loss`."""
         lengths, advantages = corrupted.lengths, corrupted.advantages
         if lengths is None or advantages is None:

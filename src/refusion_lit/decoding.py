@@ -23,9 +23,9 @@ from refusion_lit.families.set_diffusion import SetDiffusion
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.refusion.decoder import ReFusion
-from refusion_lit.refusion.first_hitting import FirstHitting
 from refusion_lit.refusion.recompute import RecomputeKV
 from refusion_lit.refusion.search import SlotSearch
+from refusion_lit.refusion.zarya import FirstHitting
 
 __all__ = [
     "APD",

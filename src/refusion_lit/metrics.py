@@ -1,4 +1,4 @@
-"""Metrics: validation losses and decoding figures, exact over several processes."""
+"""The figures of decoding, exact over several processes."""
 
 from __future__ import annotations
 
@@ -11,72 +11,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from refusion_lit.decoding import DecodingOutput
-from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.drafts import NUM_OFFSETS, draft_figures
-from refusion_lit.learning.objective import Objective, corrupt_checked
-from refusion_lit.noise import KeyedNoise
-from refusion_lit.types import SpecialTokens
 from refusion_lit.utils.require import require
 
 _COUNTS = ("num_prompts", "num_tokens", "num_forwards", "num_positions", "num_calls", "num_unfinished", "num_batches")
 _TOTALS = (*_COUNTS, "score", "seconds", "num_rounds", "round_ratios")
-_NUM_STRATA = 16
 _NUM_BINS = 512
 _FIRST_BIN = 1e-5  # seconds
 _LOG_BIN_WIDTH = 0.045  # each bin is 4.6 % wide; the last one ends at about 28 hours
-
-
-def corrupt_evenly(objective: Objective, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch:
-    """Corrupt a batch with noise and mask ratios that depend on its samples only.
-
-    Args:
-        objective: The training objective.
-        batch: Samples; each gets one of 16 mask ratios, evenly spaced in (0, 1).
-        special_tokens: Ids of the tokenizer's special tokens.
-    """
-    strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
-    ratio = (strata.double() + 0.5) / _NUM_STRATA
-    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
-    return corrupt_checked(objective, batch, noise, special_tokens, mask_ratio=ratio)
-
-
-class TermMeans(Metric):
-    """Mean of every term of a loss: the total of the sums over the total of the counts, not a mean of batch means.
-
-    Several processes get the means of one process over all samples, however the samples are distributed.
-
-    Args:
-        terms: Coefficient of each term in ``total``, by the term's name, as in :attr:`LossOutput.terms`.
-    """
-
-    full_state_update = False
-    sums: Float[Tensor, " term"]
-    counts: Float[Tensor, " term"]
-    draft_counts: Float[Tensor, "offset figure"]
-
-    def __init__(self, terms: Mapping[str, float]) -> None:
-        super().__init__()
-        self.terms = dict(terms)
-        for name in ("sums", "counts"):
-            self.add_state(name, torch.zeros(len(self.terms), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("draft_counts", torch.zeros(NUM_OFFSETS, 4, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, loss: LossOutput | None) -> None:
-        """Add a batch; ``None`` on a process that has no sample in it."""
-        if loss is not None:
-            self.sums += loss.sums.detach()
-            self.counts += loss.counts.detach()
-            if loss.draft_counts is not None:
-                self.draft_counts += loss.draft_counts
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return the mean of every term and their weighted ``total``, in nats; zero for a term without targets.
-
-        With objectives that train slots, also the figures of :func:`~refusion_lit.learning.drafts.draft_figures`.
-        """
-        loss = LossOutput(sums=self.sums, counts=self.counts, terms=self.terms)
-        drafts = draft_figures(self.draft_counts) if self.draft_counts.any() else {}
-        return {**loss.named_means(), **drafts, "total": loss.total}
 
 
 class DecodingMetrics(Metric):

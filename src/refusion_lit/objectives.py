@@ -1,7 +1,7 @@
 """Training objectives: how responses are corrupted, and the loss. One file each."""
 
 from refusion_lit.families.autoregressive.objective import Autoregressive
-from refusion_lit.families.block_diffusion.diffusion_forcing import DiffusionForcing
+from refusion_lit.families.block_diffusion.d2f import DiffusionForcing
 from refusion_lit.families.block_diffusion.objective import BlockMasked, EditableBlockMasked
 from refusion_lit.families.card import SoftTail
 from refusion_lit.families.llada.objective import R2FT, Masked

@@ -9,8 +9,9 @@ import torch
 
 from refusion_lit.decoding import DecodingOutput, Generation
 from refusion_lit.learning.batch import LossOutput
-from refusion_lit.metrics import DecodingMetrics, TermMeans
+from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.reports.tables import PRINTED, decoder_table
+from refusion_lit.training.validation import TermMeans
 
 TERMS = {"ar": 1.0, "mdm": 0.5}
 

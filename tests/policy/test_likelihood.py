@@ -25,21 +25,22 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.engine.trajectory import Trajectory
-from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood, NextToken
+from refusion_lit.policy.likelihood import Answers, LaidOut
 from refusion_lit.training.rollouts import engine_log_probabilities
 from refusion_lit.types import Prompt, SamplingParams
 
 PROMPT = (3, 4, 5)
 
 
-def batch_of(responses: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]] | None = None) -> ResponseBatch:
+def batch_of(responses: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]] | None = None) -> Answers:
     prompts = prompts or [PROMPT] * len(responses)
     rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
     width = max(map(len, rows))
-    return ResponseBatch(
+    return Answers(
         input_ids=torch.tensor([row + [PAD] * (width - len(row)) for row in rows]),
         prompt_lengths=torch.tensor([len(p) for p in prompts]),
         response_lengths=torch.tensor([len(r) for r in responses]),
@@ -47,12 +48,12 @@ def batch_of(responses: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]
     )
 
 
-def laid(model: Backbone, objective: GroupPolicy, batch: ResponseBatch, epoch: int = 0) -> CorruptedBatch:
+def laid(model: Backbone, objective: GroupPolicy, batch: ResponseBatch, epoch: int = 0) -> LaidOut:
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=epoch)
     return objective.corrupt(batch, noise, model.special_tokens)
 
 
-def token_values(model: Backbone, objective: GroupPolicy, corrupted: CorruptedBatch) -> Tensor:
+def token_values(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> Tensor:
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     return objective.log_probabilities(hidden, model.head, corrupted)[0]
 

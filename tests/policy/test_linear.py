@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fakes import tiny_backbone
 from policy.test_objective import ADVANTAGES, answered, gradient, loss_of
-from refusion_lit.learning.batch import CorruptedBatch
 from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood
+from refusion_lit.policy.likelihood import LaidOut
 
 BOUNDS = [MaskedBound(num_samples=3), SlotBound(slot_size=2, num_samples=2), BlockBound(block_size=4, num_samples=3)]
 
 
-def drifted(values: Tensor, corrupted: CorruptedBatch, seed: int, size: float = 1.0) -> Tensor:
+def drifted(values: Tensor, corrupted: LaidOut, seed: int, size: float = 1.0) -> Tensor:
     """Return old log-probabilities at random distances from today's."""
     noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(seed), dtype=values.dtype)
     return (values.detach() + size * noise).where(corrupted.labels >= 0, 0.0)
@@ -63,7 +63,7 @@ def test_it_is_never_above_the_gain_without_clipping(sign: float, num_samples: i
             assert is_equal or bound < gain
 
 
-def of_sample(corrupted: CorruptedBatch, num_samples: int, number: int) -> CorruptedBatch:
+def of_sample(corrupted: LaidOut, num_samples: int, number: int) -> LaidOut:
     """Return the rows of one sample: one view of each answer, or two that are coupled."""
     rows = torch.arange(len(corrupted.labels)).view(-1, num_samples, len(ADVANTAGES))[:, number].flatten()
     per_row = {

@@ -19,9 +19,10 @@ from fakes import EOS, tiny_backbone
 from modeling.fused.test_invariant import backbone
 from policy.test_likelihood import answers, batch_of, every_answer, laid, small
 from refusion_lit.decoding import Autoregressive, ReFusion, SelfSpeculative, TrajectoryRecorder, decode
-from refusion_lit.learning.batch import CorruptedBatch, LossOutput
+from refusion_lit.learning.batch import LossOutput
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.policy import GroupPolicy, LeftToRight, NextToken
+from refusion_lit.policy.likelihood import LaidOut
 from refusion_lit.policy.objective import group_advantages
 from refusion_lit.training.rollouts import engine_log_probabilities
 from refusion_lit.types import Prompt, SamplingParams
@@ -34,16 +35,16 @@ def hybrid() -> Backbone:
     return tiny_backbone(LeftToRight().traits)
 
 
-def loss_of(model: Backbone, objective: GroupPolicy, corrupted: CorruptedBatch) -> LossOutput:
+def loss_of(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> LossOutput:
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     return objective.loss(hidden, model.head, corrupted)
 
 
-def answered(model: Backbone, objective: GroupPolicy, advantages: Tensor = ADVANTAGES) -> CorruptedBatch:
+def answered(model: Backbone, objective: GroupPolicy, advantages: Tensor = ADVANTAGES) -> LaidOut:
     return laid(model, objective, replace(batch_of(TEXTS), advantages=advantages))
 
 
-def log_probabilities(model: Backbone, objective: GroupPolicy, corrupted: CorruptedBatch) -> Tensor:
+def log_probabilities(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> Tensor:
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     return objective.log_probabilities(hidden, model.head, corrupted)[0]
 

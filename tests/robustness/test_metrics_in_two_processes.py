@@ -13,7 +13,8 @@ from torch import distributed, multiprocessing
 
 from refusion_lit.decoding import DecodingOutput, Generation
 from refusion_lit.learning.batch import LossOutput
-from refusion_lit.metrics import DecodingMetrics, TermMeans
+from refusion_lit.metrics import DecodingMetrics
+from refusion_lit.training.validation import TermMeans
 
 NUM_BATCHES = 7
 TERMS = {"ar": 1.0, "mdm": 0.5}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import lightning as L
 import pytest
 import torch
 
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput
+from refusion_lit.objectives import Hybrid
 from refusion_lit.training import progress as training
 from refusion_lit.training.progress import TrainingProgress
+from refusion_lit.training.validation import Validation
 
 LOSS = LossOutput(sums=torch.tensor([6.0, 1.0]), counts=torch.tensor([9.0, 9.0]), terms={"ar": 1.0, "mdm": 0.5})
 
@@ -45,9 +48,11 @@ def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest
     assert (float(figures["ar"]), float(figures["mdm"])) == (2.0, 0.5)
     assert float(figures["loss"]) == pytest.approx(2.25)
     now += 2
-    progress.pause()
+    validation = Validation(Hybrid(), progress)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    validation.on_validation_start(trainer, L.LightningModule())
     now += 1000
-    progress.resume()
+    validation.on_validation_end(trainer, L.LightningModule())
     _one_step(progress)
     now += 3
     _one_step(progress)

@@ -21,7 +21,7 @@ from refusion_lit.checkpoints.files import (
     model_source,
     read_checkpoint,
 )
-from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_from_files
+from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder
 from refusion_lit.modeling.architecture import check_source, config_of_source, stored_config
 from refusion_lit.modeling.backbone import Backbone
@@ -63,6 +63,19 @@ class CheckpointMetadata:
     prompt_template: str = "{query}"
     adapters: Adapters | None = None
     drafter: DrafterOrigin | None = None
+
+    @classmethod
+    def of(cls, model: TextModel) -> CheckpointMetadata:
+        """Return the description of a model."""
+        backbone = model.backbone
+        return cls(
+            architecture=backbone.config.to_dict(),
+            traits=backbone.traits,
+            tokenizer_files=tokenizer_files(model.tokenizer),
+            prompt_template=model.prompt_template,
+            adapters=backbone.adapters,
+            drafter=None if backbone.drafter is None else backbone.drafter.origin,
+        )
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the value to store under ``METADATA_KEY``."""

@@ -1,9 +1,9 @@
-"""Training batches: encoded examples, which of them form a batch or a row, and the loader of optimizer steps."""
+"""Training batches: encoded examples, which of them form a batch, and the loader of optimizer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -14,12 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from refusion_lit.learning.batch import MicroBatch, ResponseBatch
-from refusion_lit.types import Example
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
-
-Encode = Callable[[Example], tuple[list[int], list[int]]]
-"""Returns an example's prompt and response as token ids; raises a ``ValueError`` for a malformed example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +29,6 @@ class EncodedExample:
     def __len__(self) -> int:
         """Return the number of tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
-
-
-class EncodedOnRead(Dataset[EncodedExample]):
-    """A dataset that generates and encodes each example when it is read.
-
-    Args:
-        examples: The examples of a generated task.
-        encode: Encodes an example.
-        max_length: Maximum number of tokens of an example; a longer one raises a ``ValueError`` when it is read.
-    """
-
-    def __init__(self, examples: Sequence[Example], encode: Encode, max_length: int) -> None:
-        self._examples = examples
-        self._encode = encode
-        self.max_length = max_length
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> EncodedExample:
-        """Return an encoded example."""
-        example = self._examples[index]
-        sample = EncodedExample(example.id, *self._encode(example))
-        expected = f"at most {self.max_length} tokens in the sample {example.id}"
-        fix = "raise it, or make the task's examples shorter"
-        require(len(sample) <= self.max_length, "data.max_length", expected, len(sample), fix)
-        return sample
-
-    def length(self, index: int) -> int:
-        """Return a number that grows with the example's tokens, without encoding it."""
-        example = self._examples[index]
-        return len(example.query) + len(example.response)
 
 
 class BatchDataset(Dataset[Any]):
@@ -242,14 +205,3 @@ def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> R
         sample_keys=torch.tensor([stable_key(sample.id) for sample in samples], dtype=torch.long),
         ids=[sample.id for sample in samples],
     )
-
-
-def collate_packed(rows: Sequence[Sequence[EncodedExample]], pad_token_id: int) -> ResponseBatch:
-    """Return the batch of the samples of rows.
-
-    Args:
-        rows: Each row's samples.
-        pad_token_id: The padding token.
-    """
-    batch = collate_responses([sample for row in rows for sample in row], pad_token_id)
-    return replace(batch, rows=torch.tensor([number for number, row in enumerate(rows) for _ in row]))

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.tokenizers import unknown_text
-from refusion_lit.types import Example, SpecialTokens
+from refusion_lit.types import EOS_IDS, Example
 from refusion_lit.utils.require import require
 
 
@@ -125,13 +125,12 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool 
         raise ValueError(message) from error
     finally:
         backend.encode_special_tokens = before
-    known = SpecialTokens.of(tokenizer)
+    known: Any = tokenizer  # of whose ids the library says that they may be lists
     # What stands for text without a token; a template may name it, and then means it.
-    unknown: Any = tokenizer.unk_token_id
-    fillers = {known.pad_token_id: tokenizer.pad_token, unknown: tokenizer.unk_token}
+    fillers = {known.pad_token_id: known.pad_token, known.unk_token_id: known.unk_token}
     found = {token for token, name in fillers.items() if ids.count(token) > (text.count(str(name)) if special else 0)}
     if not special:
-        found |= {known.mask_token_id, *known.eos_token_ids}.intersection(ids)
+        found |= {known.mask_token_id, known.eos_token_id, *known.init_kwargs.get(EOS_IDS, ())}.intersection(ids)
     if found:
         raise unknown_text(backend, text, found.pop())
     return ids

@@ -14,19 +14,16 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import (
     BatchDataset,
-    Encode,
     EncodedExample,
-    EncodedOnRead,
     LengthGroupedBatches,
     TrainingLoader,
-    collate_packed,
     collate_responses,
 )
+from refusion_lit.data.datasets import Encode, EncodedOnRead, collate_packed, packed_rows
 from refusion_lit.data.encoding import encode_example
 from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encoded_prompts
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
-from refusion_lit.learning.packing import pack_samples
 from refusion_lit.tasks.base import Split, Task, examples_of
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require, require_at_least
@@ -143,7 +140,7 @@ class InstructionDataModule(L.LightningDataModule):
             length_of = data.length if isinstance(data, EncodedOnRead) else lambda index: len(data[index])
             if self.pack_length is not None:
                 assert not isinstance(data, EncodedOnRead), "samples are encoded beforehand where they are packed"
-                samples, length_of = self._packed(data, self.pack_length), None
+                samples, length_of = packed_rows(data, self.pack_length, seed=self.seed), None
                 collate = partial(collate_packed, **self._collate.keywords)
             order = LengthGroupedBatches(
                 len(samples), self.batch_size, length_of, seed=self.seed, pack_length=self.pack_length, **share
@@ -152,14 +149,6 @@ class InstructionDataModule(L.LightningDataModule):
             loader = TrainingLoader(BatchDataset(samples, collate), sampler=order, batch_size=None, **workers)
         loader.trainer = self.trainer
         return loader
-
-    def _packed(self, data: list[EncodedExample], pack_length: int) -> list[list[EncodedExample]]:
-        """Return each row's samples."""
-        lengths = list(map(len, data))
-        rows = pack_samples(lengths, pack_length, seed=self.seed)
-        padding = 1 - sum(lengths) / (len(rows) * pack_length)
-        rank_zero_info(f"train: {len(lengths)} samples packed in {len(rows)} rows, {padding:.1%} padding")
-        return [[data[index] for index in row] for row in rows]
 
     # --- evaluation ------------------------------------------------------------------------------------------
 
@@ -171,9 +160,7 @@ class InstructionDataModule(L.LightningDataModule):
         """Return a loader of the test split's prompts."""
         return self._evaluation_loader(self.test_prompts(), PromptBatch)
 
-    def predict_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
-        """Return a loader of the test split's prompts."""
-        return self.test_dataloader()
+    predict_dataloader = test_dataloader
 
     def test_prompts(self) -> list[tuple[Prompt, Example]]:
         """Return the prompts of the test split with their examples; see :func:`encoded_prompts`."""

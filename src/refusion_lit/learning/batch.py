@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,9 +36,6 @@ class ResponseBatch(_Movable):
         sample_keys: 64-bit hash of each sample's id; keys the sample's noise.
         ids: The samples' ids.
         rows: For packing: index of the row that each sample goes to, from 0 without gaps. ``None``: one sample per row.
-        advantages: Of answers that were rolled out: how much better their rewards are than those of their groups.
-        engine: Log-probability that the engine gave each response token; NaN elsewhere.
-        trajectories: How the answers were decoded (:class:`~refusion_lit.decoding.Trajectory`).
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -47,9 +44,6 @@ class ResponseBatch(_Movable):
     sample_keys: Int[Tensor, " batch"]
     ids: list[str] = field(default_factory=list)
     rows: Int[Tensor, " batch"] | None = None
-    advantages: Float[Tensor, " batch"] | None = None
-    engine: Float[Tensor, "batch token"] | None = None
-    trajectories: list[Any] = field(default_factory=list)
 
     @property
     def positions(self) -> Int[Tensor, " token"]:
@@ -127,14 +121,6 @@ class CorruptedBatch(_Movable):
             drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
         draft_offsets: Offset of each mask in the slot that a decoder drafts at once, -1 at other tokens. A slot's masks
             stand one after the other. ``None``: the objective trains no such slots.
-        places: Place in the response of each labelled position's target, else -1; for policy optimisation, as all that
-            follow.
-        lengths: Number of response tokens of each sample.
-        allowed: Which ids of the vocabulary a decoder draws.
-        advantages: Of each sample; ``None``: the samples are texts, not answers that were rolled out.
-        engine: Log-probability that the engine gave to each target when it was drawn; NaN where unknown.
-        old: Log-probability of each target before the first update on these answers; ``None``: this is the first.
-        reference: Log-probability of each target under the frozen reference.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -150,13 +136,6 @@ class CorruptedBatch(_Movable):
     rejected: Int[Tensor, "batch token"] | None = None
     num_drafts: int = 0
     draft_offsets: Int[Tensor, "batch token"] | None = None
-    places: Int[Tensor, "batch token"] | None = None
-    lengths: Int[Tensor, " sample"] | None = None
-    allowed: Bool[Tensor, " vocab"] | None = None
-    advantages: Float[Tensor, " sample"] | None = None
-    engine: Float[Tensor, "batch token"] | None = None
-    old: Float[Tensor, "batch token"] | None = None
-    reference: Float[Tensor, "batch token"] | None = None
 
 
 @dataclass(kw_only=True)

@@ -1,12 +1,9 @@
-"""Packing: which samples share a row, and the corrupted samples of a row, invisible to one another."""
+"""Packing: the corrupted samples of a row one after the other, invisible to one another."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from einops import rearrange, repeat
 from jaxtyping import Bool, Int
@@ -14,35 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch
-from refusion_lit.utils.keys import stable_key
-
-_PACKED_TOGETHER = 4096
-"""Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
-
-
-def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list[list[int]]:
-    """Distribute samples over rows: best fit, longest first, within random groups of samples.
-
-    Args:
-        lengths: Number of tokens of each sample, none above ``pack_length``.
-        pack_length: Maximum number of tokens in a row.
-        seed: Seeds the groups; the rows are the same in every epoch.
-
-    Returns:
-        The indices of each row's samples; every sample is in one row.
-    """
-    order = np.random.default_rng(stable_key("packing", seed) & (1 << 63) - 1).permutation(len(lengths)).tolist()
-    rows: list[list[int]] = []
-    for first in range(0, len(order), _PACKED_TOGETHER):
-        room: list[tuple[int, int]] = []  # (free tokens, index of the row), sorted
-        for sample in sorted(order[first : first + _PACKED_TOGETHER], key=lambda i: -lengths[i]):
-            best = bisect_left(room, (lengths[sample], -1))
-            free, row = room.pop(best) if best < len(room) else (pack_length, len(rows))
-            if row == len(rows):
-                rows.append([])
-            rows[row].append(sample)
-            insort(room, (free - lengths[sample], row))
-    return rows
 
 
 def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_id: int) -> CorruptedBatch:

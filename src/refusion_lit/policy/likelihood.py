@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +22,44 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.refusion.objective import Hybrid, next_in_slot
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require_at_least
+
+
+@dataclass(kw_only=True)
+class Answers(ResponseBatch):
+    """Prompts with answers that were rolled out.
+
+    Attributes:
+        advantages: How much better each answer's reward is than those of its group.
+        engine: Log-probability that the engine gave each response token; NaN elsewhere.
+        trajectories: How the answers were decoded (:class:`~refusion_lit.decoding.Trajectory`).
+    """
+
+    advantages: Float[Tensor, " batch"] | None = None
+    engine: Float[Tensor, "batch token"] | None = None
+    trajectories: list[Any] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class LaidOut(CorruptedBatch):
+    """Answers, or other texts, laid out for their likelihood.
+
+    Attributes:
+        places: Place in the response of each labelled position's target, else -1.
+        lengths: Number of response tokens of each sample.
+        allowed: Which ids of the vocabulary a decoder draws.
+        advantages: Of each sample; ``None``: the samples are texts, not answers that were rolled out.
+        engine: Log-probability that the engine gave to each target when it was drawn; NaN where unknown.
+        old: Log-probability of each target before the first update on these answers; ``None``: this is the first.
+        reference: Log-probability of each target under the frozen reference.
+    """
+
+    places: Int[Tensor, "batch token"] | None = None
+    lengths: Int[Tensor, " sample"] | None = None
+    allowed: Bool[Tensor, " vocab"] | None = None
+    advantages: Float[Tensor, " sample"] | None = None
+    engine: Float[Tensor, "batch token"] | None = None
+    old: Float[Tensor, "batch token"] | None = None
+    reference: Float[Tensor, "batch token"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +87,7 @@ class Likelihood(ABC):
         return None if sizes[0] == sizes[1] else f"{name} has slot_size {sizes[0]}, {type(self).__name__} {sizes[1]}"
 
     @abstractmethod
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:
         """Lay answers out for a training forward.
 
         Returns:
@@ -59,11 +97,11 @@ class Likelihood(ABC):
         """
 
 
-def laid_out(labels: Int[Tensor, "batch token"], **fields: object) -> CorruptedBatch:
+def laid_out(labels: Int[Tensor, "batch token"], **fields: object) -> LaidOut:
     """Return a batch with weight 1 for every label, unless ``weights`` says otherwise."""
     fields.setdefault("weights", (labels != IGNORE_INDEX).float())
     counts = torch.zeros(1, device=labels.device)
-    return CorruptedBatch(labels=labels, terms=torch.zeros_like(labels), counts=counts, **fields)  # type: ignore[arg-type]
+    return LaidOut(labels=labels, terms=torch.zeros_like(labels), counts=counts, **fields)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +115,11 @@ class NextToken(Likelihood):
     is_exact = True
     decoders = (Autoregressive, SelfSpeculative)
 
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:
         """Label each token with the next one; see :meth:`Likelihood.layout`."""
         corrupted = autoregressive.Autoregressive().corrupt(batch, noise, special_tokens)
         places = corrupted.position_ids + 1 - batch.prompt_lengths[:, None]
-        return replace(corrupted, places=places.where(corrupted.labels != IGNORE_INDEX, -1))
+        return LaidOut(**vars(corrupted), places=places.where(corrupted.labels != IGNORE_INDEX, -1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +144,7 @@ class LeftToRight(Likelihood):
         """Check the options."""
         require_at_least("objective.likelihood.slot_size", self.slot_size, 1)
 
-    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> CorruptedBatch:  # noqa: ARG002
+    def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:  # noqa: ARG002
         """Append the masks of the slots' first places; see :meth:`Likelihood.layout`."""
         size = self.slot_size
         num_samples, num_tokens = batch.input_ids.shape

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refusion_lit.engine.decoder import Decoder
-from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import Head, MaskRatio, Objective, in_chunks
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.policy.likelihood import Likelihood, NextToken
+from refusion_lit.policy.likelihood import Answers, LaidOut, Likelihood, NextToken
 from refusion_lit.types import Example, ModelTraits, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_number
 
@@ -137,7 +137,7 @@ class GroupPolicy(Objective):
 
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
-    ) -> CorruptedBatch:
+    ) -> LaidOut:
         """Lay answers out for their likelihood; see :meth:`Objective.corrupt`. Mask ratios have no effect."""
         del mask_ratio  # likelihoods draw their own masks
         laid = self.likelihood.layout(batch, noise, special_tokens)
@@ -145,8 +145,9 @@ class GroupPolicy(Objective):
         allowed = torch.ones(special_tokens.vocab_size, dtype=torch.bool, device=laid.labels.device)
         for token in special_tokens.banned_token_ids:  # a list as an index would be sent to the device, and waited for
             allowed[token] = False
+        advantages = batch.advantages if isinstance(batch, Answers) else None
         engine = None
-        if batch.engine is not None and laid.places is not None:
+        if isinstance(batch, Answers) and batch.engine is not None and laid.places is not None:
             index = (batch.prompt_lengths[:, None] + laid.places).clamp(0, batch.engine.shape[1] - 1)
             engine = batch.engine.gather(1, index).where(is_labelled, torch.nan)
         num_labels = is_labelled.sum().float()
@@ -154,10 +155,10 @@ class GroupPolicy(Objective):
         num_units = num_samples if self.unit == "sequence" else num_labels
         num_drawn = torch.zeros_like(num_labels) if engine is None else engine.isfinite().sum().float()
         counts = torch.stack((num_samples, num_samples, num_units, num_units, num_labels, num_drawn))
-        own = {"lengths": batch.response_lengths, "advantages": batch.advantages, "engine": engine}
+        own = {"lengths": batch.response_lengths, "advantages": advantages, "engine": engine}
         return replace(laid, counts=counts, allowed=allowed, **own)
 
-    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: LaidOut) -> LossOutput:
         """Compute the loss; see :meth:`Objective.loss`."""
         values, plain, entropy = self.log_probabilities(hidden, head, corrupted)
         sums = dict.fromkeys(self.terms, values.new_zeros(()))
@@ -186,7 +187,7 @@ class GroupPolicy(Objective):
         return LossOutput(sums=joined, counts=corrupted.counts.to(joined.dtype), terms=self.terms)
 
     def log_probabilities(
-        self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch
+        self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: LaidOut
     ) -> tuple[Float[Tensor, "batch token"], Float[Tensor, "batch token"], Float[Tensor, "batch token"]]:
         """Compute the log-probability of every label, in chunks; zero where there is no label.
 
@@ -214,7 +215,7 @@ class GroupPolicy(Objective):
         return spread[0], spread[1].detach(), spread[2].detach()
 
     def _units(
-        self, values: Float[Tensor, "batch token"], corrupted: CorruptedBatch, unit: str | None = None
+        self, values: Float[Tensor, "batch token"], corrupted: LaidOut, unit: str | None = None
     ) -> Float[Tensor, "sample unit"]:
         """Weigh values of labels and return those of each unit; a sequence's are added up and divided by its length."""
         weighted = corrupted.weights.to(values.dtype) * values

@@ -1,4 +1,4 @@
-"""Instruction data: rows of files or of a Hugging Face hub data set, and the examples that they become."""
+"""Instruction data: rows of files, and the examples that they become."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from refusion_lit.tasks.base import Split, Task
+from refusion_lit.tasks.base import Split
+from refusion_lit.tasks.hub import HubTask
 from refusion_lit.types import Example
-from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_number
 
@@ -180,18 +179,8 @@ def _row(file: str, number: int, values: object) -> Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileTask(Task):
-    """A task whose examples are rows of files or of a hub data set.
-
-    Attributes:
-        dataset: Id of a hub data set to use instead of files (``pip install datasets``).
-        dataset_name: Configuration of the data set.
-        dataset_revision: Revision of the data set.
-    """
-
-    dataset: str | None = None
-    dataset_name: str | None = None
-    dataset_revision: str | None = None
+class FileTask(HubTask):
+    """A task whose examples are rows of files or of a hub data set."""
 
     def rows(self, source: str) -> Iterator[Row]:
         """Return the rows of a file or, with ``dataset``, of one of its splits.
@@ -201,31 +190,8 @@ class FileTask(Task):
         """
         if self.dataset is None:
             return read_rows(source)
-        known = ", ".join(self.hub_splits)
-        fix = f"it has {known}: choose from these in task.train, task.validation and task.test"
-        require(source in self.hub_splits, "task.dataset", f"a split of {self.dataset}", source, fix)
-        loaded = self._from_hub("load_dataset", split=source)
+        loaded = self.hub_rows(source)
         return (Row(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
-
-    @cached_property
-    def hub_splits(self) -> list[str]:
-        """The splits of ``dataset``; none without one."""
-        return [] if self.dataset is None else self._from_hub("get_dataset_split_names")
-
-    def _from_hub(self, function: str, **options: str) -> Any:  # noqa: ANN401
-        """Call a function of the package ``datasets`` for the data set; its errors become a one-line ``ValueError``."""
-        try:
-            import datasets  # pyright: ignore[reportMissingImports] - an extra
-        except ImportError as error:
-            raise ValueError("task.dataset: needs the package datasets; run pip install datasets.") from error
-        try:
-            call = getattr(datasets, function)
-            return call(self.dataset, self.dataset_name, revision=self.dataset_revision, **options)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"task.dataset: the hub data set {self.dataset!r} cannot be loaded ({reason_of(error)}). "
-                "Check task.dataset, task.dataset_name and task.dataset_revision, and the network."
-            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +267,7 @@ class InstructionFiles(FileTask):
         """Return the files (or the data set's splits) of a split; ``None`` if it has none."""
         files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
         if files is None:
-            return [split] if split in self.hub_splits else None
+            return [split] if self.dataset is not None and split in self.hub_splits else None
         return [files] if isinstance(files, str) else files
 
     def _is_held_out(self, example: Example) -> bool:

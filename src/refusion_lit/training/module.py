@@ -1,4 +1,4 @@
-"""The LightningModule: model and training; validation and evaluation are objects of their own."""
+"""The LightningModule: model and training; validation, evaluation and roll-outs are callbacks of their own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from refusion_lit.checkpoints.files import check_weights
 from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, merged_weights
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.tokenizers import check_vocabulary, tokenizer_files
+from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
 from refusion_lit.learning.objective import corrupt_checked
 from refusion_lit.learning.packing import pack
-from refusion_lit.metrics import TermMeans, corrupt_evenly
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
@@ -35,6 +34,7 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.rollouts import Rollouts
+from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
@@ -63,6 +63,7 @@ class SlotDiffusionModule(L.LightningModule):
 
     Attributes:
         evaluation: Tests and predicts; its ``results`` are the figures of the last test by decoder name.
+        progress: The state of training between two batches.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class SlotDiffusionModule(L.LightningModule):
         self.seed = seed
         self.prompt_template = prompt_template or "{query}"
         self.evaluation = Evaluation(decoders or {}, sampling, decoding, seed=seed, resume=resume)
-        self._validation_means = TermMeans(objective.terms)
         self.backbone: Backbone | None = None
-        self._progress = TrainingProgress()
+        self.progress = TrainingProgress()
+        self.validation = Validation(objective, self.progress)
         self.rollouts = Rollouts(objective, self.evaluation, seed) if isinstance(objective, GroupPolicy) else None
 
     # --- model -----------------------------------------------------------------------------------------------
@@ -123,19 +124,8 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store what generation from the checkpoint alone needs. Test-time options are not stored."""
-        assert self.tokenizer is not None
-        metadata = CheckpointMetadata(
-            architecture=self.model.config.to_dict(),
-            traits=self.model.traits,
-            tokenizer_files=tokenizer_files(self.tokenizer),
-            prompt_template=self.prompt_template,
-            adapters=self.model.adapters,
-            drafter=None if self.model.drafter is None else self.model.drafter.origin,
-        )
-        checkpoint[METADATA_KEY] = metadata.to_checkpoint()
-        checkpoint[_NUM_POSITIONS] = int(self._progress.num_positions)
-        if self.rollouts is not None and self._trainer is not None:
-            self.rollouts.save(checkpoint, self._trainer.world_size)
+        checkpoint[METADATA_KEY] = CheckpointMetadata.of(self.text_model()).to_checkpoint()
+        checkpoint[_NUM_POSITIONS] = int(self.progress.num_positions)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what the weights were trained for; refuse the weights of another model."""
@@ -149,9 +139,7 @@ class SlotDiffusionModule(L.LightningModule):
                 checkpoint["state_dict"] = merged_weights(checkpoint["state_dict"], metadata)
         if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict())
-        self._progress = TrainingProgress(checkpoint.get(_NUM_POSITIONS, 0))
-        if self.rollouts is not None:
-            self.rollouts.load(checkpoint)
+        self.progress.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
     # --- training --------------------------------------------------------------------------------------------
 
@@ -167,7 +155,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.model.traits = self.objective.traits
         self._warn_of_misfits()
         self.model.train()
-        self._progress.start(self.device)
+        self.progress.start(self.device)
 
     def _check_mask(self, prompt: Sequence[int]) -> None:
         """Refuse to train masks whose token also means something else, or is part of the template."""
@@ -192,7 +180,7 @@ class SlotDiffusionModule(L.LightningModule):
     def on_fit_end(self) -> None:
         """Refuse to call a training without any batch a success."""
         fix = "raise trainer.max_time, or trainer.limit_train_batches"
-        has_trained = bool(self._progress.sample_ids)
+        has_trained = bool(self.progress.sample_ids)
         require(has_trained, "fit", "time and batches for a step", "none, and no step was done", fix)
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
@@ -243,25 +231,21 @@ class SlotDiffusionModule(L.LightningModule):
             batch = MicroBatch((batch,), 0)
         if batch.index == 0:
             sample_ids = [name for each in batch.step for name in each.ids]
-            rollouts = self.rollouts
-            own = self._rolled_out(rollouts, batch.step) if rollouts else [self.corrupt(each) for each in batch.step]
-            self._progress.begin_step(own, sample_ids)
-        loss = self.loss(self._progress.next_micro_batch())
-        self._progress.add(loss)
+            if self.rollouts is None:
+                own = [self.corrupt(each) for each in batch.step]
+            else:
+                own = self.rollouts.next_update(batch.step, self.global_step, self.corrupt)
+            self.progress.begin_step(own, sample_ids)
+        loss = self.loss(self.progress.next_micro_batch())
+        self.progress.add(loss)
         if batch.is_last and self._logs_now():
-            for name, value in self._progress.figures().items():
-                self.log(f"train/{name}", value, prog_bar=name == "loss")
+            rolled_out = {} if self.rollouts is None else self.rollouts.figures  # of this process alone
+            for name, value in (rolled_out | self.progress.figures()).items():
+                shown = name in ("loss", "reward", "rollout_seconds", "update_seconds")
+                is_own = name in rolled_out and self.trainer.world_size > 1
+                self.log(f"train/{name}", value, prog_bar=shown, sync_dist=is_own)
         # Lightning divides by the number of micro-batches, and gradients are averaged over processes.
         return loss.total * (num_accumulated * self.trainer.world_size)
-
-    def _rolled_out(self, rollouts: Rollouts, step: Sequence[ResponseBatch]) -> list[CorruptedBatch]:
-        """Return the answers of the next update; log what the last roll-out showed."""
-        found = rollouts.next_update(step, self.global_step, self.corrupt)
-        if self._logs_now():
-            for name, value in rollouts.figures.items():
-                shown = name in ("reward", "rollout_seconds", "update_seconds")
-                self.log(f"train/{name}", value, prog_bar=shown, sync_dist=self.trainer.world_size > 1)
-        return found
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping; stop if it or the loss is not finite.
@@ -270,7 +254,7 @@ class SlotDiffusionModule(L.LightningModule):
             ValueError: Naming step, samples and the last checkpoint.
         """
         norm = gradient_norm(optimizer)
-        check_finite(self.trainer, self._progress.loss, norm, self._progress.sample_ids)
+        check_finite(self.trainer, self.progress.loss, norm, self.progress.sample_ids)
         if self._logs_now():
             self.log("train/gradient_norm", norm)
 
@@ -289,31 +273,15 @@ class SlotDiffusionModule(L.LightningModule):
 
     # --- validation and evaluation ---------------------------------------------------------------------------
 
-    def on_validation_start(self) -> None:
-        """Stop the clock of training."""
-        self._progress.pause()
-        self._validation_means.reset()
-
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add the loss of a batch, which is empty on a process without samples."""
-        is_empty = len(batch.input_ids) == 0
-        corrupted = None if is_empty else corrupt_evenly(self.objective, batch, self.model.special_tokens)
-        self._validation_means.update(None if corrupted is None else self.loss(corrupted))
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the validation losses."""
-        means = self._validation_means.compute()
-        self.log("val/loss", means.pop("total").float(), prog_bar=True)
-        for name, mean in means.items():
-            self.log(f"val/{name}", mean.float())
-
-    def on_validation_end(self) -> None:
-        """Restart the clock of training."""
-        self._progress.resume()
+        corrupted = self.validation.corrupted(batch, self.model.special_tokens)
+        self.validation.means.update(None if corrupted is None else self.loss(corrupted))
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Return the evaluation, whose hooks begin, end and abort tests and predictions."""
-        return [self.evaluation]
+        """Return validation, evaluation and roll-outs, whose hooks begin and end them."""
+        rollouts = [] if self.rollouts is None else [self.rollouts]
+        return [self.validation, self.evaluation, *rollouts]
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Decode a batch of prompts with every decoder."""

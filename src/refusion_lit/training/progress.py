@@ -37,21 +37,17 @@ class TrainingProgress:
         self._padding = torch.zeros(())
         self._positions_before = 0.0
         self._since = 0.0
-        self._paused = 0.0
 
     def start(self, device: torch.device) -> None:
         """Start or resume training, between two steps."""
         self.num_positions = self.num_positions.to(device)
+        self.sample_ids = []
         self._positions_before = float(self.num_positions)
         self._since = 0.0
 
-    def pause(self) -> None:
-        """Stop the clock."""
-        self._paused = time.perf_counter()
-
-    def resume(self) -> None:
-        """Restart the clock after :meth:`pause`."""
-        self._since += (time.perf_counter() - self._paused) * (self._since > 0)
+    def leave_out(self, seconds: float) -> None:
+        """Leave out time that was not training, as in a validation."""
+        self._since += seconds * (self._since > 0)
 
     def begin_step(self, micro_batches: Sequence[CorruptedBatch], sample_ids: list[str]) -> None:
         """Begin an optimizer step: sum what its micro-batches count, over all processes.

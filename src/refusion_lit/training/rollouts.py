@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import lightning as L
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,6 +24,7 @@ from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.evaluation.predictions import described
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.policy.likelihood import Answers, LaidOut
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
 from refusion_lit.tasks.base import Task, examples_of
 from refusion_lit.tasks.code import CodeTask
@@ -44,8 +46,8 @@ class _Answer:
     advantage: float
 
 
-class Rollouts:
-    """Decodes groups of answers, rewards them, and keeps what the updates on them need.
+class Rollouts(L.Callback):
+    """Decodes groups of answers, rewards them, and keeps what the updates on them need, in checkpoints, too.
 
     Roll-outs are a function of weights, seed, step and prompt alone: a resumed run decodes the same.
 
@@ -61,7 +63,7 @@ class Rollouts:
 
     def __init__(self, objective: GroupPolicy, evaluation: Evaluation, seed: int) -> None:
         self.objective = objective
-        self.pending: list[list[CorruptedBatch]] = []
+        self.pending: list[list[LaidOut]] = []
         self.figures: dict[str, float] = {}
         self._evaluation = evaluation
         self._seed = seed
@@ -127,7 +129,7 @@ class Rollouts:
 
     def next_update(
         self, step: Sequence[ResponseBatch], number: int, corrupt: Callable[[ResponseBatch], CorruptedBatch]
-    ) -> list[CorruptedBatch]:
+    ) -> list[LaidOut]:
         """Return the answers of an update: those that the last roll-out left, or new ones to a step's prompts.
 
         Args:
@@ -146,8 +148,9 @@ class Rollouts:
                 self.pending.append([self._with_fixed_terms(corrupt(each)) for each in keyed])
         return [each.to(device) for each in self.pending.pop(0)]
 
-    def _with_fixed_terms(self, corrupted: CorruptedBatch) -> CorruptedBatch:
+    def _with_fixed_terms(self, corrupted: CorruptedBatch) -> LaidOut:
         """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
+        assert isinstance(corrupted, LaidOut)
         model = self._model.backbone
         passes: dict[str, AbstractContextManager[None]] = {}
         if self.objective.num_updates > 1:
@@ -161,7 +164,7 @@ class Rollouts:
             corrupted = replace(corrupted, **{name: values})
         return corrupted
 
-    def _answers(self, step: Sequence[ResponseBatch], number: int) -> list[ResponseBatch]:
+    def _answers(self, step: Sequence[ResponseBatch], number: int) -> list[Answers]:
         """Decode and reward a group of answers for each prompt; return those of each micro-batch."""
         started = time.perf_counter()
         update_seconds = started - self._finished if self._finished else 0.0
@@ -220,7 +223,7 @@ class Rollouts:
         self._examples = self._examples or {example.id: example for example in examples}
         return self._examples[name]
 
-    def _batch(self, groups: Sequence[Sequence[_Answer]]) -> ResponseBatch:
+    def _batch(self, groups: Sequence[Sequence[_Answer]]) -> Answers:
         answers = [answer for group in groups for answer in group]
         samples = [EncodedExample(a.row.id, a.trajectory.prompt_ids.tolist(), a.row.token_ids) for a in answers]
         batch = collate_responses(samples, self._model.backbone.special_tokens.pad_token_id)
@@ -229,7 +232,8 @@ class Rollouts:
             for position, value in engine_log_probabilities(answer.row, answer.trajectory).items():
                 engine[row, position] = value
         advantages = torch.tensor([answer.advantage for answer in answers], dtype=torch.float64)
-        return replace(batch, advantages=advantages, engine=engine, trajectories=[a.trajectory for a in answers])
+        trajectories = [answer.trajectory for answer in answers]
+        return Answers(**vars(batch), advantages=advantages, engine=engine, trajectories=trajectories)
 
     def _figures(self, groups: Sequence[Sequence[_Answer]]) -> dict[str, float]:
         """Return what a roll-out showed."""
@@ -248,15 +252,15 @@ class Rollouts:
             "tokens_per_forward": num_tokens / sum(row.num_forwards for row in rows),
         }
 
-    def save(self, checkpoint: dict[str, Any], num_processes: int) -> None:
-        """Add what resuming between two updates on the same answers needs, of all processes, to a checkpoint."""
+    def on_save_checkpoint(self, trainer: L.Trainer, _: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what resuming between two updates on the same answers needs, of all processes."""
         own = [[vars(batch) for batch in update] for update in self.pending]
-        states: list[Any] = [own] * num_processes
-        if num_processes > 1:
+        states: list[Any] = [own] * trainer.world_size
+        if trainer.world_size > 1:
             torch.distributed.all_gather_object(states, own)
         checkpoint[_STATE] = {"pending": states, "rewards": self._described}
 
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
+    def on_load_checkpoint(self, _: L.Trainer, __: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the state over, which :meth:`start` restores."""
         self._restored = checkpoint.get(_STATE)
 
@@ -268,7 +272,7 @@ class Rollouts:
         fits = rank < len(pending) or not pending[0]
         fix = "resume with as many processes as before, or set num_updates to 1"
         require(fits, "trainer.devices", f"{len(pending)} processes", f"process {rank + 1}", fix)
-        self.pending = [[CorruptedBatch(**values) for values in update] for update in pending[rank % len(pending)]]
+        self.pending = [[LaidOut(**values) for values in update] for update in pending[rank % len(pending)]]
         self._restored = None
 
 

@@ -1,0 +1,102 @@
+"""Training samples that are not one list of encoded examples: encoded when they are read, or packed in rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import Dataset
+
+from refusion_lit.data.batches import EncodedExample, collate_responses
+from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.types import Example
+from refusion_lit.utils.keys import stable_key
+from refusion_lit.utils.require import require
+
+Encode = Callable[[Example], tuple[list[int], list[int]]]
+"""Returns an example's prompt and response as token ids; raises a ``ValueError`` for a malformed example."""
+
+_PACKED_TOGETHER = 4096
+"""Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
+
+
+class EncodedOnRead(Dataset[EncodedExample]):
+    """A dataset that generates and encodes each example when it is read.
+
+    Args:
+        examples: The examples of a generated task.
+        encode: Encodes an example.
+        max_length: Maximum number of tokens of an example; a longer one raises a ``ValueError`` when it is read.
+    """
+
+    def __init__(self, examples: Sequence[Example], encode: Encode, max_length: int) -> None:
+        self._examples = examples
+        self._encode = encode
+        self.max_length = max_length
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> EncodedExample:
+        """Return an encoded example."""
+        example = self._examples[index]
+        sample = EncodedExample(example.id, *self._encode(example))
+        expected = f"at most {self.max_length} tokens in the sample {example.id}"
+        fix = "raise it, or make the task's examples shorter"
+        require(len(sample) <= self.max_length, "data.max_length", expected, len(sample), fix)
+        return sample
+
+    def length(self, index: int) -> int:
+        """Return a number that grows with the example's tokens, without encoding it."""
+        example = self._examples[index]
+        return len(example.query) + len(example.response)
+
+
+def packed_rows(data: Sequence[EncodedExample], pack_length: int, *, seed: int) -> list[list[EncodedExample]]:
+    """Return the samples of each row; see :func:`pack_samples`. Tells how much padding is left."""
+    lengths = list(map(len, data))
+    rows = pack_samples(lengths, pack_length, seed=seed)
+    padding = 1 - sum(lengths) / (len(rows) * pack_length)
+    rank_zero_info(f"train: {len(lengths)} samples packed in {len(rows)} rows, {padding:.1%} padding")
+    return [[data[index] for index in row] for row in rows]
+
+
+def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list[list[int]]:
+    """Distribute samples over rows: best fit, longest first, within random groups of samples.
+
+    Args:
+        lengths: Number of tokens of each sample, none above ``pack_length``.
+        pack_length: Maximum number of tokens in a row.
+        seed: Seeds the groups; the rows are the same in every epoch.
+
+    Returns:
+        The indices of each row's samples; every sample is in one row.
+    """
+    order = np.random.default_rng(stable_key("packing", seed) & (1 << 63) - 1).permutation(len(lengths)).tolist()
+    rows: list[list[int]] = []
+    for first in range(0, len(order), _PACKED_TOGETHER):
+        room: list[tuple[int, int]] = []  # (free tokens, index of the row), sorted
+        for sample in sorted(order[first : first + _PACKED_TOGETHER], key=lambda i: -lengths[i]):
+            best = bisect_left(room, (lengths[sample], -1))
+            free, row = room.pop(best) if best < len(room) else (pack_length, len(rows))
+            if row == len(rows):
+                rows.append([])
+            rows[row].append(sample)
+            insort(room, (free - lengths[sample], row))
+    return rows
+
+
+def collate_packed(rows: Sequence[Sequence[EncodedExample]], pad_token_id: int) -> ResponseBatch:
+    """Return the batch of the samples of rows.
+
+    Args:
+        rows: Each row's samples.
+        pad_token_id: The padding token.
+    """
+    batch = collate_responses([sample for row in rows for sample in row], pad_token_id)
+    return replace(batch, rows=torch.tensor([number for number, row in enumerate(rows) for _ in row]))

@@ -1,0 +1,108 @@
+"""Validation losses, exact over several processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import lightning as L
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torchmetrics import Metric
+
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.drafts import NUM_OFFSETS, draft_figures
+from refusion_lit.learning.objective import Objective, corrupt_checked
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.training.progress import TrainingProgress
+from refusion_lit.types import SpecialTokens
+
+_NUM_STRATA = 16
+
+
+class Validation(L.Callback):
+    """Logs the losses of validation as ``val/...``; they do not count as time of training.
+
+    Args:
+        objective: The training objective.
+        progress: Leaves the time out.
+
+    Attributes:
+        means: The losses so far.
+    """
+
+    def __init__(self, objective: Objective, progress: TrainingProgress) -> None:
+        self.means = TermMeans(objective.terms)
+        self._objective = objective
+        self._progress = progress
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Forget the losses of an earlier validation."""
+        self._started = time.perf_counter()
+        self.means.to(pl_module.device).reset()
+
+    def corrupted(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch | None:
+        """Corrupt a batch with noise and mask ratios that depend on its samples only.
+
+        Args:
+            batch: Samples; each gets one of 16 mask ratios, evenly spaced in (0, 1). Empty on a process without any,
+                which has no loss.
+            special_tokens: Ids of the tokenizer's special tokens.
+        """
+        if len(batch.input_ids) == 0:
+            return None
+        strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
+        ratio = (strata.double() + 0.5) / _NUM_STRATA
+        noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
+        return corrupt_checked(self._objective, batch, noise, special_tokens, mask_ratio=ratio)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Log the losses."""
+        means = self.means.compute()
+        pl_module.log("val/loss", means.pop("total").float(), prog_bar=True)
+        for name, mean in means.items():
+            pl_module.log(f"val/{name}", mean.float())
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Leave the time out of training's."""
+        self._progress.leave_out(time.perf_counter() - self._started)
+
+
+class TermMeans(Metric):
+    """Mean of every term of a loss: the total of the sums over the total of the counts, not a mean of batch means.
+
+    Several processes get the means of one process over all samples, however the samples are distributed.
+
+    Args:
+        terms: Coefficient of each term in ``total``, by the term's name, as in :attr:`LossOutput.terms`.
+    """
+
+    full_state_update = False
+    sums: Float[Tensor, " term"]
+    counts: Float[Tensor, " term"]
+    draft_counts: Float[Tensor, "offset figure"]
+
+    def __init__(self, terms: Mapping[str, float]) -> None:
+        super().__init__()
+        self.terms = dict(terms)
+        for name in ("sums", "counts"):
+            self.add_state(name, torch.zeros(len(self.terms), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("draft_counts", torch.zeros(NUM_OFFSETS, 4, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, loss: LossOutput | None) -> None:
+        """Add a batch; ``None`` on a process that has no sample in it."""
+        if loss is not None:
+            self.sums += loss.sums.detach()
+            self.counts += loss.counts.detach()
+            if loss.draft_counts is not None:
+                self.draft_counts += loss.draft_counts
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the mean of every term and their weighted ``total``, in nats; zero for a term without targets.
+
+        With objectives that train slots, also the figures of :func:`~refusion_lit.learning.drafts.draft_figures`.
+        """
+        loss = LossOutput(sums=self.sums, counts=self.counts, terms=self.terms)
+        drafts = draft_figures(self.draft_counts) if self.draft_counts.any() else {}
+        return {**loss.named_means(), **drafts, "total": loss.total}
