@@ -112,14 +112,22 @@ def _git(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+UNSTAMPED = {
+    "experiments/lossless/drafter/drafter.json", "experiments/lossless/training.json",
+    "experiments/main_results/published.json", "experiments/refusion_pays/training.json",
+}  # fmt: skip
+"""Files that no program of ours wrote as its result: two logs of trainings that say so, the paper's, a model's."""
+
+
 def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(registry: ModuleType) -> None:
     if shutil.which("git") is None or _git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("needs the whole history of the repository")
     listed = _git("ls-files", "benchmarks/*.json", "experiments/*.json").stdout.split()
     assert len(listed) > 40
-    num_stamps = 0
+    num_stamps, unstamped = 0, set()
     for name in listed:
         values = registry.read(name)
+        unstamped |= {name} - {name for _ in registry.stamps(values)}
         note = values.get("commit_note", "")
         for commit in {commit for commit, _ in registry.stamps(values)}:
             num_stamps += 1
@@ -129,19 +137,36 @@ def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(r
                 f"measure again on a commit, or say so in commit_note, got {note!r}"
             )
     assert num_stamps > 40
+    assert unstamped == UNSTAMPED
 
 
 NOT_COMPARED = {"dependency_study", "gsm8k_small", "hard_tests", "main_results"}
 """Experiments that compare nothing; what `main_results` must not be compared with stands below its table."""
+COUNTED = {
+    "aims", "published runs", "policy_memory", "serve soak", "random_decodes", "hard_tests mutation",
+    "lossless random texts", "dependency_study source", "gsm8k_small source",
+}  # fmt: skip
+"""Tables that compare no measurements: counts of tests, aims, a plan, sources."""
 
 
 def test_comparisons_say_what_is_equal_and_what_is_not() -> None:
-    from benchmarks.table import COMPARED  # pyright: ignore[reportMissingImports]
+    """Each generated table has its caption between the table before and itself; that of the README follows it."""
+    from benchmarks.table import ALONE, COMPARED, SECTIONS  # pyright: ignore[reportMissingImports]
+    from docs.figures.pages import pages  # pyright: ignore[reportMissingImports]
 
-    pages = {path.parent.name: path.read_text(encoding="utf-8") for path in ROOT.glob("experiments/*/README.md")}
     said = re.compile(r"Equal[^:.]*:\s[^.]+\.\s+Not\s+equal:\s")
-    silent = {name for name, page in pages.items() if not said.search(page)}
+    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in pages()}
+    silent = {
+        path.parent.name for path, text in texts.items() if path.parts[0] == "experiments" and not said.search(text)
+    }
     assert silent == NOT_COMPARED
+    uncaptioned = set()
+    for path, text in texts.items():
+        parts = re.split(r"<!-- figures: (.+?) -->.*?<!-- end -->", text, flags=re.DOTALL)
+        captions = parts[2::2] if path == Path("README.md") else parts[:-1:2]
+        uncaptioned |= {name for name, caption in zip(parts[1::2], captions, strict=True) if not said.search(caption)}
+    assert uncaptioned == COUNTED
+    assert set(SECTIONS) - set(COMPARED) == ALONE
     assert all(said.search(text) for text in COMPARED.values())
 
 
@@ -203,6 +228,12 @@ def test_figures_in_sentences_of_other_pages(registry: ModuleType) -> None:
         "docs/related.md",
         f"falls back in {100 * (1 - heads['int8', 16]['certified']):.1f} % of the reads",
         f"misses the best id in {100 * (1 - heads['rank 256', 256]['recall']):.0f} % of the reads",
+    )
+    rows = registry.read("benchmarks/results/head_candidates.json")["times"]
+    copy = {row["positions"]: f"{row['ratio']:.2f}" for row in rows if row["head"] == "int8"}
+    _says(
+        "docs/related.md",
+        f"it takes {copy[1]} times the head's time, with 4 positions {copy[4]} times, with 16 already {copy[16]} times",
     )
     longer = registry.read("experiments/policy_estimators/longer.json")["means"]["mean_field"]["against_exact"]
     points, high, low = (-value for value in longer["left to right"])
@@ -298,7 +329,7 @@ def test_figures_in_sentences_of_policy_additions(registry: ModuleType) -> None:
     _says(
         "experiments/policy_additions/README.md",
         f"`seed0_again.json`, commit 1a472122), {again['seconds'] / 60:.0f} with other work",
-        f"writes {end[left]} rightly (three seeds: {seeds[0]}, {seeds[1]} and {seeds[2]}), from {start[left]}",
+        f"answers {end[left]} correctly (three seeds: {seeds[0]}, {seeds[1]} and {seeds[2]}), from {start[left]}",
         f"{gained[left][0]}, 95 % interval {gained[left][1]}",
         f"seeds 1 and 2 took {minutes[1]} and {minutes[2]} minutes beside one other job. Seed 0 took {minutes[0]}",
         f"from {start[other]} to {end[other]} ({', '.join(gained[other])}), with {speed[other]}",
