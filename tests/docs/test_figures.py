@@ -504,6 +504,11 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
     after_64 = [each["autoregressive"] / each["generate"] for size, each in speeds.items() if size >= 64]
     on_library = [each["refusion on transformers' body"] > each["generate"] for each in speeds.values()]
     assert on_library == [size <= 16 for size in speeds]
+    quality = registry.read("benchmarks/results/batches.json")["quality"]
+    scores = [quality[name]["score"] for name in ("autoregressive", "refusion")]
+    assert round(250 * (scores[0] - scores[1]), 6) == 2, "docs/speed.md: the score differs by two answers of 250"
+    rounded = lossless["bfloat16", "GSM8K", "text"]
+    same = sorted(rounded[name]["identical"] for name in ("two_forwards", "single_forward"))
     many = registry.read("benchmarks/results/many_prompts.json")["cases"]
     bounded, unbounded = (f"{many[name]['extra_megabytes']:.0f} MB" for name in ("bounded", "unbounded"))
     long = registry.read("benchmarks/results/long_prompts.json")
@@ -527,7 +532,11 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
         f"reaches {after_64[0]:.2f} to {after_64[-1]:.2f} times `generate` from 64 prompts",
         f"a decode with ReFusion {_range(ratios, 1)} times",
         f"takes {_range(slower, 1)} times as long",
+        f"{same[0]} to {same[1]} stay the same when several tokens are verified at once",
     )
+    blocks = registry.read("experiments/serial_blocks/results.json")["results"]
+    computed = [f"{blocks[name]['positions_per_token']:.1f}" for name in ("b1", "b8")]
+    _says("experiments/serial_blocks/README.md", f"computed per token fall too ({computed[0]} to {computed[1]})")
 
 
 def test_figures_in_sentences_of_refusion_pays(registry: ModuleType) -> None:
@@ -761,8 +770,13 @@ def test_figures_in_sentences_on_attention_and_linear_layers(registry: ModuleTyp
     single, several = (
         [case["ratio"] for case in apart["cases"] if (case["num_queries"] == 1) == is_one] for is_one in (True, False)
     )
+    together = registry.read("benchmarks/results/shared_heads.json")["cases"]
+    one, more = (
+        [case["ratio"] for case in together if (case["num_queries"] == 1) == is_one] for is_one in (True, False)
+    )
     _says(
         "docs/speed.md",
+        f"that is {_range(one, 1)} times as fast with one query per head, {_range(more, 1)} times with four or eight",
         f"prompts of 60 to 1 200 tokens {over_one[-1]:.2f} times as fast and ReFusion's {over_one[-2]:.2f} times, and "
         "changes the other twelve cases of `benchmarks/results/attention_calls.json` by "
         f"{_range(over_one[:-2], 2)} times",
@@ -785,12 +799,14 @@ def test_figures_in_sentences_on_the_server(registry: ModuleType) -> None:
     ratios = [aim["value"] for aim in slow["aims"]]
     found = {(row["server"], row["clients"]): row["tokens_per_second"] for row in slow["rows"]}
     assert all(row["same_text"] == 16 for row in slow["rows"])
+    (others,) = (aim["value"] for aim in registry.read("benchmarks/results/serve.json")["aims"] if aim["bound"] < 0.1)
     replayed = registry.read("experiments/lossless/rule.json")["prompts"]["gsm8k"]["decoders"]
     fixed = max(costs["32"]["speed"] for name, costs in replayed.items() if name != "default")
     _says(
         "docs/serve.md",
         f"makes {times(own[1], 1, digits=2)} times the tokens per second",
         f"`Autoregressive` makes {times(own[0], 1, digits=2)} times",
+        f"take {100 * others:.1f} % of the processor time at 16 clients",
         f"our servers make {times(own[0], 16)} times the tokens per second of `transformers serve`",
         f"and {times(own[0], 16, batching)} times those of its continuous batching",
         f"they make {times(own[0], 64)} and {times(own[1], 64)} times those of `transformers serve`, and "
