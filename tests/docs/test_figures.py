@@ -140,11 +140,23 @@ def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(r
     assert unstamped == UNSTAMPED
 
 
+def test_each_result_of_uncommitted_changes_says_so_where_it_is_shown(registry: ModuleType) -> None:
+    from docs.figures.pages import pages  # pyright: ignore[reportMissingImports]
+
+    shown = "".join(path.read_text(encoding="utf-8") for path in [*pages(), *ROOT.glob("experiments/*/table.md")])
+    results = {
+        name.relative_to(ROOT).as_posix(): registry.read(str(name)) for name in ROOT.glob("experiments/*/*.json")
+    }
+    dirty = {name for name, values in results.items() if any(changed for _, changed in registry.stamps(values))}
+    assert len(dirty) > 5
+    assert [name for name in dirty if f"`{name}` ({registry.provenance(results[name])})" not in shown] == []
+
+
 NOT_COMPARED = {"dependency_study", "gsm8k_small", "hard_tests", "main_results"}
 """Experiments that compare nothing; what `main_results` must not be compared with stands below its table."""
 COUNTED = {
     "aims", "published runs", "policy_memory", "serve soak", "random_decodes", "hard_tests mutation",
-    "lossless random texts", "dependency_study source", "gsm8k_small source",
+    "lossless random texts", "dependency_study source", "gsm8k_small source", "hard_tests earlier source",
 }  # fmt: skip
 """Tables that compare no measurements: counts of tests, aims, a plan, sources."""
 
@@ -182,6 +194,14 @@ def test_figures_of_the_masked_model_in_other_experiments(registry: ModuleType) 
         f"{whole[0]}, {whole[1]} and {whole[2]} with a threshold over the whole canvas",
     )
     _says("experiments/latin_study/README.md", f"the masked one {whole[0]} ({whole[1]} and {whole[2]} with two further")
+
+
+def test_figures_in_sentences_on_an_earlier_sample_of_mutants(registry: ModuleType) -> None:
+    found = registry.read("experiments/hard_tests/mutation.json")
+    first, last = (
+        f"{found[name]['num_killed']} ({100 * found[name]['share_killed']:.1f} %)" for name in ("first_pass", "all")
+    )
+    _says("experiments/hard_tests/README.md", f"the first pass killed {first}, and {last} were killed with new tests")
 
 
 def test_figures_in_sentences_on_thresholds(registry: ModuleType) -> None:
