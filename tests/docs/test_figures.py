@@ -182,6 +182,17 @@ def test_comparisons_say_what_is_equal_and_what_is_not() -> None:
     assert all(said.search(text) for text in COMPARED.values())
 
 
+def test_no_setting_is_chosen_on_the_test_prompts(registry: ModuleType) -> None:
+    from experiments.controlled_comparison import plot  # pyright: ignore[reportMissingImports]
+
+    runs = registry.read("experiments/controlled_comparison/results.json")["runs"]
+    with pytest.raises(KeyError):
+        plot.best(runs, [("soft tail", "soft_tail", "card_t")], ["sheet"])
+    found = {task: plot.points(runs, task, "soft_tail")["card_t90_8"] for task in ("sheet", "walk")}
+    shown = " | ".join(f"{score:.3f}, {speed:.1f}, {positions:.1f}" for speed, positions, score, _ in found.values())
+    _says("experiments/controlled_comparison/README.md", f"| soft tail, CARD | {shown} |")
+
+
 def test_figures_of_the_masked_model_in_other_experiments(registry: ModuleType) -> None:
     runs = registry.read("experiments/controlled_comparison/results.json")["runs"]
     squares = [run["results"] for run in runs if (run["task"], run["objective"]) == ("latin", "masked")]
