@@ -219,7 +219,7 @@ def growth(result: Result) -> str:
 def soak(result: Result) -> str:
     return (
         f"{result['num_decodes']} decodes in {result['minutes']:g} minutes: {result['lowest_megabytes']} to "
-        f"{result['highest_megabytes']} MB, {result['megabytes_an_hour']} MB an hour (straight line)."
+        f"{result['highest_megabytes']} MB, {result['megabytes_an_hour']} MB per hour (straight line)."
     )
 
 

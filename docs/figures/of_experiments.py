@@ -74,7 +74,7 @@ def _json_schemas(results: Result) -> str:
 
 
 DEFAULTS = ("default", "default_epyc_before", "default_epyc", "default_slow_before", "default_slow")
-"""Files of the default with a drafter, by machine; those of a machine that has one of before are of today's rule."""
+"""Files of the default with a drafter, by machine; ``default_epyc`` and ``default_slow`` are of today's rule."""
 
 
 @table("lossless default", *(_path("lossless", f"{name}.json") for name in DEFAULTS))
@@ -82,7 +82,7 @@ def _default(*machines: Result) -> str:
     rows = [
         [
             found["environments"][0]["hardware"]["processor"].split("(")[0] + (", slow" if "slow" in name else ""),
-            "today's" if name in ("default_epyc", "default_slow") else "before",
+            "today's" if name in ("default_epyc", "default_slow") else "earlier",
             dtype,
             row["batch_size"],
             f"{row['identical']} of {row['num_decodes']}",

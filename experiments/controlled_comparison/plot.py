@@ -178,7 +178,7 @@ def drawn(runs: list[Run]) -> dict[str, Any]:
 
 
 def draw(shown: dict[str, Any], path: Path) -> None:
-    """Draw what :func:`drawn` returns, a panel a task and a colour an objective."""
+    """Draw what :func:`drawn` returns, one panel per task and one colour per objective."""
     figure, axes = plt.subplots(1, len(shown), figsize=(13, 4.2), sharey=True)
     for axis, (task, values) in zip(axes, shown.items(), strict=True):
         for objective, found in values["points"].items():
