@@ -58,7 +58,7 @@ def bandwidth(device: str, megabytes: int) -> float:
 
 
 def bytes_read(model: Backbone, num_calls: int, num_rows: int, mean_context: float) -> float:
-    """Return the bytes of weights and cache that calls must read, each weight once a call.
+    """Return the bytes of weights and cache that calls must read, each weight once per call.
 
     Of the embedding only a few rows are read, unless it is the head's weight too.
     """
@@ -71,7 +71,7 @@ def bytes_read(model: Backbone, num_calls: int, num_rows: int, mean_context: flo
 
 
 def profiled(work: Work) -> dict[str, Any]:
-    """Run a work under the profiler: waits of the host a call, and the share of its usual time without a kernel."""
+    """Run a work under the profiler: waits of the host per call, and the share of its usual time without a kernel."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

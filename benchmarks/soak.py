@@ -110,7 +110,7 @@ def main(
     }
     config = {"model": Path(model).name, "warmup_decodes": warmup_decodes}
     write("soak", config, result, output=output, seconds=time.monotonic() - start, seed=seed)
-    print(f"{num_decodes} decodes, {slope:.2f} MB an hour")
+    print(f"{num_decodes} decodes, {slope:.2f} MB per hour")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,13 @@ def machine(result: Result) -> str:
     )
 
 
+def _field(value: object) -> object:
+    """Return a value of a result, a name of a forward pass in the field's words."""
+    if not isinstance(value, str):
+        return value
+    return value.replace("the fused body", "fused").replace("transformers' body", "transformers' forward")
+
+
 def decoding(result: Result) -> str:
     rows = []
     for case in result["cases"]:
@@ -48,8 +55,8 @@ def decoding(result: Result) -> str:
             ratio = case["ratios"].get(f"{name.removesuffix(', batch 1')} / plain", "")
             share = run.get("share_of_bandwidth_limit")
             rows.append([
-                case["case"], name, run["tokens_per_second"], len(run["seconds"]), run["tokens_per_forward"], ratio,
-                "" if share is None else f"{share:.0%}",
+                case["case"], _field(name), run["tokens_per_second"], len(run["seconds"]), run["tokens_per_forward"],
+                ratio, "" if share is None else f"{share:.0%}",
             ])  # fmt: skip
     head = ["case", "decoder", "tokens/s", "repeats", "tokens/forward", "times plain", "of bandwidth limit"]
     return table(head, rows)
@@ -83,13 +90,14 @@ def overhead(result: Result) -> str:
         for name, case in result["cases"].items()
     ]
     rows.append(["mean", f"{result['mean_share_outside']:.1%}"] + [""] * 3)
-    return table(["additions-clean", "outside body and head", "body (ms per call)", "head", "outside"], rows)
+    head = ["additions-clean", "outside backbone and LM head", "backbone (ms per call)", "LM head", "outside"]
+    return table(head, rows)
 
 
 def forwards(result: Result) -> str:
     note = "The fastest of all repeats, of one row and then of 16; the ratio is that of these two.\n\n"
-    head = ["threads", "body", "positions per row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
-    return note + table(head, [list(case.values()) for case in result["cases"]])
+    head = ["threads", "forward", "positions per row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
+    return note + table(head, [[_field(value) for value in case.values()] for case in result["cases"]])
 
 
 def long_prompts(result: Result) -> str:
@@ -211,7 +219,7 @@ def growth(result: Result) -> str:
 def soak(result: Result) -> str:
     return (
         f"{result['num_decodes']} decodes in {result['minutes']:g} minutes: {result['lowest_megabytes']} to "
-        f"{result['highest_megabytes']} MB, {result['megabytes_an_hour']} MB an hour (straight line)."
+        f"{result['highest_megabytes']} MB, {result['megabytes_an_hour']} MB per hour (straight line)."
     )
 
 
@@ -317,6 +325,12 @@ COMPARED = {
     "head_candidates": "Equal: hidden states, weights. Not equal: the copy that proposes; times are of random weights.",
     "training": "Equal: backbone, samples, thread. Not equal: the objective, and with it the positions of a row.",
     "gpu_training": "Equal: backbone, samples. Not equal: the objective, and with it the positions of a row.",
+    "gpu_qwen": (
+        "Equal in a case: weights, prompts, device, and for ReFusion and plain the text. Not equal: the text of "
+        "`autoregressive` and `generate`; plain and `generate` have transformers' forward, the others the fused one."
+    ),
+    "policy_memory": "Equal in a row: model, answers. Not equal: measured, and planned from their lengths.",
+    "load_memory": "Equal: size of the weights, shards, type. Not equal: the format.",
     "training_memory": (
         "Equal: model, tokens of a row, which block doubles. Not equal: objective, and the form of the mask."
     ),
@@ -327,7 +341,8 @@ COMPARED = {
         "serve` one, or many by continuous batching."
     ),
 }
-"""What is equal in a part's comparison and what is not; the other parts compare nothing."""
+"""What is equal in a part's comparison and what is not; ``ALONE`` compare nothing."""
+ALONE = {"startup", "soak", "serve_soak"}
 
 
 def sections(results: dict[str, Result]) -> Iterator[str]:

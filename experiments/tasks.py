@@ -276,7 +276,7 @@ _VALUES: dict[type[Task], re.Pattern[str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holes(Task):
+class Spans(Task):
     """Sums or records with one value of each row left out, chosen at random; its examples are those of ``task``.
 
     The query ``12+?,?+78>`` goes with the response ``12+__=46;__+78=134;``, whose blanks are ``34`` and ``56``: the
@@ -305,9 +305,9 @@ class Holes(Task):
         return LazyExamples(size=self.task.size(split), make=partial(self._example, split))
 
     def _example(self, split: Split, index: int) -> Example:
-        return self.with_holes(self.task.example(split, index))
+        return self.with_spans(self.task.example(split, index))
 
-    def with_holes(self, example: Example) -> Example:
+    def with_spans(self, example: Example) -> Example:
         """Return an example of ``task`` with a span left out in each row."""
         rng = Random(stable_key("holes", self.task.seed, example.query))
         values = [match.span() for match in _VALUES[type(self.task)].finditer(example.response)]

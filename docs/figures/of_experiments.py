@@ -87,7 +87,7 @@ def _default(*machines: Result) -> str:
             f"{row['identical']} of {row['num_decodes']}",
             "the same" if row["same_forwards"] else "others",
             f"{row['tokens_per_forward']:.2f}",
-            f"{row['speed_over_autoregressive']:.3f}",
+            _speed(row, "autoregressive", digits=3),
             f"{row['control_over_autoregressive']:.3f}",
         ]
         for name, found in zip(DEFAULTS, machines, strict=True)
@@ -239,11 +239,11 @@ def _levers(found: Result) -> str:
     return markdown_table(titles, rows)
 
 
-def _speed(figures: Result, other: str) -> str:
+def _speed(figures: Result, other: str, digits: int = 2) -> str:
     """Return a ratio of speeds, with its interval where there are prompts enough for one; empty if not measured."""
     ratio, interval = (figures.get(f"speed_over_{other}{suffix}") for suffix in ("", "_95"))
-    shown = "" if ratio is None else f"{ratio:.2f}"
-    return shown if interval is None else f"{shown} ({interval[0]:.2f} to {interval[1]:.2f})"
+    shown = "" if ratio is None else f"{ratio:.{digits}f}"
+    return shown if interval is None else f"{shown} ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})"
 
 
 _CONTROLLED, _MORE = _path("controlled_comparison"), _path("controlled_comparison", "more.json")
@@ -300,7 +300,8 @@ def _infilling(results: Result) -> str:
         for pattern in ("independent", "grouped"):
             cells = (found[task, test, pattern, decoder] for decoder in decoders)
             figures = [f"{cell['score']:.2f}, {cell['tokens_per_forward']:.1f}" for cell in cells]
-            rows.append([f"{task}, {test}", f"`{pattern}`", *figures])
+            name = "template" if test == "holes" else test
+            rows.append([f"{task}, {name}", f"`{pattern}`", *figures])
     return markdown_table(["test", "trained with", *(f"`{name}`" for name in decoders)], rows)
 
 
@@ -350,10 +351,10 @@ def _precision(results: Result) -> str:
 
 
 _ORDERS = {
-    "sequential": "sequential", "random": "random", "confidence": "most certain slot",
+    "sequential": "sequential", "random": "random", "confidence": "highest confidence",
     "best next (beam of 1)": "best next slot (beam of 1)", "beam of 4": "beam of 4",
     "tree search, 8 simulations": "tree search, 8 simulations",
-    "ReFusion, all certain slots": "`ReFusion`, all certain slots", "from the known end": "from the known end",
+    "ReFusion, all certain slots": "`ReFusion`, all above the threshold", "from the known end": "from the known end",
 }  # fmt: skip
 """Orders of slots as they are named in slot_order's JSON, and in its table."""
 
@@ -468,13 +469,14 @@ def _conversion_cost(results: Result, longer: Result) -> str:
 
 
 def _nothing(_: Result) -> str:
-    """Return no text: ``refusion-lit report`` made the table beside, from predictions that are not committed."""
+    """Return no text but the source: another program made the table beside, or there is none."""
     return ""
 
 
 for _name in ("kv_reuse", "serial_blocks", "slot_certainty", "slot_size", "thresholds", "gsm8k_small"):
     table(f"{_name} source", _path(_name))(_nothing)
 table("dependency_study source", _path("dependency_study"))(_nothing)
+table("hard_tests earlier source", _path("hard_tests", "mutation.json"))(_nothing)
 
 
 def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[Any, Path], None]) -> None:

@@ -90,39 +90,41 @@ FAMILIES = (
     ("masked, Fast-dLLM, whole canvas, threshold 0.9", "masked", "fast_dllm_whole_t90"),
     ("block diffusion", "block", ""),
 )
-"""Rows of the table of families: label, objective, how the names of its decoders begin."""
+"""Rows of the table of families: label, objective, a setting or how the names of those to choose from begin."""
 SUCCESSORS = (
-    ("hybrid, ReFusion, for comparison", "hybrid", "refusion"),
-    ("soft tail, CARD", "soft_tail", "card_t"),
-    ("diffusion forcing, D2F", "diffusion_forcing", ""),
-    ("staggered sets, set diffusion", "staggered", "sets_16 sets_8"),
-    ("dual stream, WeDLM", "dual_stream", "wedlm_16 wedlm_6 wedlm_32"),
-    ("editable blocks, token editing", "editable", "editing"),
-    ("block diffusion in blocks of 4, SDAR", "sdar", ""),
-    ("hybrid with Zarya's options, ReFusion", "zarya", "refusion"),
+    ("hybrid, ReFusion, for comparison", "hybrid", "refusion_8_t90"),
+    ("soft tail, CARD", "soft_tail", "card_t90_8"),
+    ("diffusion forcing, D2F", "diffusion_forcing", "d2f_t90"),
+    ("staggered sets, set diffusion", "staggered", "sets_16_t90"),
+    ("dual stream, WeDLM", "dual_stream", "wedlm_16_e40"),
+    ("editable blocks, token editing", "editable", "editing_t95_90"),
+    ("block diffusion in blocks of 4, SDAR", "sdar", "sdar_t85"),
+    ("hybrid with Zarya's options, ReFusion", "zarya", "refusion_8_t90"),
 )
-"""Decoders that write one token per forward are left out, as are first hitting and recomputed caches."""
+"""One setting each, that of ``configs``: these runs have no validation figures to choose by."""
 
 
 def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:
-    """Return each family's chosen setting: score by seed, tokens per forward, positions per token.
+    """Return each family's setting: score by seed, tokens per forward, positions per token.
 
-    Chosen is the highest mean score on validation prompts, and of equal ones the most tokens per forward there; without
-    validation figures, a star says that the test prompts themselves chose.
+    Of several settings the one with the highest mean score on validation prompts is shown, and of equal ones the one
+    with the most tokens per forward there. The test prompts choose nothing.
+
+    Raises:
+        KeyError: If there are several settings, and no validation figures.
     """
     lines = [f"| | {' | '.join(tasks)} |", "| --- |" + " --- |" * len(tasks)]
-    for label, objective, prefixes in rows:
+    for label, objective, setting in rows:
         cells = []
         for task in tasks:
             found = points(runs, task, objective)
-            chosen = [name for name in found if name.startswith(tuple(prefixes.split(" ")))]
-            judge = points(runs, task, objective, "validation")
-            by = judge or found
-            name = max(chosen, key=lambda name: (round(by[name][2], 6), by[name][0]))
-            speed, positions, score, scores = found[name]
+            names = [setting] if setting in found else [name for name in found if name.startswith(setting)]
+            if len(names) > 1:
+                judge = points(runs, task, objective, "validation")
+                names = [max(names, key=lambda name: (round(judge[name][2], 6), judge[name][0]))]
+            speed, positions, score, scores = found[names[0]]
             seeds = f" ({', '.join(f'{value:.2f}' for value in scores)})" if len(scores) > 1 else ""
-            star = "" if judge or len(chosen) == 1 else r" \*"
-            cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}{star}")
+            cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -176,7 +178,7 @@ def drawn(runs: list[Run]) -> dict[str, Any]:
 
 
 def draw(shown: dict[str, Any], path: Path) -> None:
-    """Draw what :func:`drawn` returns, a panel a task and a colour an objective."""
+    """Draw what :func:`drawn` returns, one panel per task and one colour per objective."""
     figure, axes = plt.subplots(1, len(shown), figsize=(13, 4.2), sharey=True)
     for axis, (task, values) in zip(axes, shown.items(), strict=True):
         for objective, found in values["points"].items():

@@ -6,8 +6,8 @@ usage: python experiments/lossless/default.py [--dtypes TYPE ...] [--batch_sizes
 Decodes the prompts of chat.jsonl in batches, in float32 and bfloat16, with `Autoregressive`, the default of
 `SelfSpeculative` and `Autoregressive` again, in turn on each batch, so that other work on the machine meets all. What
 the second `Autoregressive` differs by from the first is noise. Times are processor time of one thread, the best of
-several rounds per batch. It also fits the cost of a forward, a + b * positions, and of a drafter's adapters.
-What the output holds of other types and batch sizes is kept.
+several rounds per batch; from eight batches on with a 95 % interval. It also fits the cost of a forward,
+a + b * positions, and of a drafter's adapters. What the output holds of other types and batch sizes is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from refusion_lit.types import Prompt, SamplingParams
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import write_json
-from experiments.lossless.table import BASE, HERE, read_prompts
+from experiments.lossless.table import BASE, HERE, read_prompts, speed_over
 
 CONTROL = "Autoregressive again"
 DECODERS: dict[str, Decoder] = {
@@ -62,10 +62,11 @@ def compared(
                 found[name][number] = model.decode(group, decoder, sampling, batch_size=batch_size).rows
                 best[name][number] = min(best[name][number], time.process_time() - started)
     rows = {name: [row for group in groups for row in group] for name, groups in found.items()}
-    seconds = {name: sum(values) for name, values in best.items()}
-    tokens = {name: sum(row.num_tokens for row in found) for name, found in rows.items()}
+    counts = {name: [sum(row.num_tokens for row in group) for group in groups] for name, groups in found.items()}
+    tokens = {name: sum(values) for name, values in counts.items()}
+    drafts, none = ((counts[name], best[name]) for name in ("SelfSpeculative", "Autoregressive"))
     own, drafted = rows["Autoregressive"], rows["SelfSpeculative"]
-    speed = {name: tokens[name] / seconds[name] for name in DECODERS}
+    speed = {name: tokens[name] / sum(best[name]) for name in DECODERS}
     return {
         "batch_size": batch_size,
         "max_new_tokens": max_new_tokens,
@@ -75,7 +76,7 @@ def compared(
         "num_decodes": len(own),
         "tokens_per_forward": round(tokens["SelfSpeculative"] / sum(row.num_forwards for row in drafted), 3),
         "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
-        "speed_over_autoregressive": round(speed["SelfSpeculative"] / speed["Autoregressive"], 3),
+        **speed_over("autoregressive", *drafts, *none),
         "control_over_autoregressive": round(speed[CONTROL] / speed["Autoregressive"], 3),
     }
 

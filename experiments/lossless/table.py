@@ -248,24 +248,23 @@ def markdown(runs: list[dict[str, Any]]) -> str:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the rows of the README's table: model, decoder, equal texts, tokens per forward, relative speed."""
+    """Return the rows of the README's table, of at least 24 timed prompts: model, decoder, equal texts, speed."""
     found = {(run["prompts"], run["part"]): run for run in runs if run["dtype"] == "float32" and "decoders" in run}
     rows = []
     for prompts, part, name in (
         ("GSM8K", "speed", "auto"),
         ("GSM8K", "speed", "two_forwards"),
-        ("own.jsonl", "speed", "auto"),
         ("HumanEval", "speed", "auto"),
+        ("MBPP", "speed", "auto"),
         ("GSM8K", "text", "two_forwards"),  # the default makes no drafts in batches of 16
     ):
         run = found[prompts, part]
         same, tokens = _cells(run, name, ("tokens_per_forward",))
         key = "speed_over_autoregressive"
         speed = _with_interval(run["decoders"][name], key) if part == "speed" else ""
-        label = "own prompts" if prompts == "own.jsonl" else prompts
         how = "alone" if part == "speed" else "batches of 16"
         decoder = "`SelfSpeculative`" if name == "auto" else f"`SelfSpeculative`, `{name}`"
-        rows.append([f"SmolLM2, {label}, {how}", decoder, f"same text: {same}", tokens, speed])
+        rows.append([f"SmolLM2, {prompts}, {how}", decoder, f"same text: {same}", tokens, speed])
     return rows
 
 
@@ -276,10 +275,10 @@ def _with_interval(figures: dict[str, Any], key: str) -> str:
 
 
 def _cells(run: dict[str, Any], name: str, keys: Sequence[str]) -> list[str]:
-    """Return how many texts of a decoder are the same, and some of its figures."""
+    """Return how many texts of a decoder are the same, and some of its figures with their intervals."""
     found = run["decoders"][name]
     same = "the reference" if name == REFERENCE else f"{found['identical']} of {run['num_prompts']}"
-    return [same, *(f"{found[key]:.2f}" for key in keys)]
+    return [same, *(_with_interval(found, key) for key in keys)]
 
 
 def _dtype(name: str) -> DType:

@@ -13,7 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +64,27 @@ def by_test(values: Mapping[str, Any], checkpoint: str, output: Path, name: str)
 
 
 def table(found: Mapping[str, Mapping[str, Any]], published: Mapping[str, Any]) -> str:
-    """Return a Markdown table: published models by benchmark, then this run."""
+    """Return a Markdown table of published models and this run by benchmark, and one of this run's other tasks."""
     names = published["benchmarks"]
-    own = [name for name in found if name not in names]
-    lines = ["| model | " + " | ".join([*names, *own]) + " |", "|---" * (1 + len(names) + len(own)) + "|"]
-    for model, pairs in published["models"].items():
-        cells = [f"{accuracy:.2f} / {speed:.2f}" for accuracy, speed in pairs]
-        lines.append("| " + " | ".join([f"{model} (published)", *cells, *["" for _ in own]]) + " |")
-    cells = [_cell(found.get(name)) for name in (*names, *own)]
-    lines.append("| " + " | ".join(["this run: 308 thousand parameters, 200 prompts", *cells]) + " |")
-    note = (
-        "Score in percent / tokens per second. An empty cell was not run. The published rows are the paper's, at batch "
-        "size 1. This run's is of a small model that adds numbers on a CPU: compare it with no other row."
-    )
-    return "\n".join([*lines, "", note]) + "\n"
+    own = {name: _cell(result) for name, result in found.items() if name not in names}
+    rows = [["model", *names], ["---"] * (1 + len(names))]
+    rows += [
+        [f"{model} (published)", *(f"{accuracy:.2f} / {speed:.2f}" for accuracy, speed in pairs)]
+        for model, pairs in published["models"].items()
+    ]
+    if len(own) < len(found):
+        rows.append(["this run", *(_cell(found.get(name)) for name in names)])
+    note = "Score in percent / tokens per second. The published rows are the paper's, at batch size 1.\n"
+    lines = [*map(_line, rows), "", note]
+    if own:
+        about = "This run: a model of 308 thousand parameters on 200 prompts of additions, on a CPU, by these settings."
+        lines.append(f"{about}\n")
+        lines += map(_line, [list(own), ["---"] * len(own), list(own.values())])
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(result: Mapping[str, Any] | None) -> str:

@@ -54,7 +54,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 SECOND = ("own_correct", "recorded_correct")
 """Recipes of which there is a second round."""
 TEACHER = ReFusion(slot_size=8, num_serial_blocks=2, slot_threshold=1.0, infill="autoregressive")
-"""Takes one slot at a time, the most certain one, and fills it from left to right."""
+"""Takes one slot at a time, by confidence, and fills it from left to right."""
 DECODERS: dict[str, Decoder] = {
     "left to right": SelfSpeculative(slot_size=8),
     "thresholds": ReFusion(slot_size=8, num_serial_blocks=2, slot_threshold=0.9, token_threshold=0.9),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments.tasks import Holes
+from experiments.tasks import Spans
 
 import refusion_lit
 from cli.conftest import REPOSITORY
@@ -111,7 +111,7 @@ def test_a_stop_string_may_cut_any_of_the_lengths(stop: str) -> None:
 
 
 ADDITIONS = {"class_path": "Additions", "init_args": {"num_train": 64, "num_test": 3}}
-TASK = {"class_path": "experiments.tasks.Holes", "init_args": {"task": ADDITIONS}}
+TASK = {"class_path": "experiments.tasks.Spans", "init_args": {"task": ADDITIONS}}
 HOLES = [
     "--config",
     str(REPOSITORY / "experiments" / "controlled_comparison" / "common.yaml"),
@@ -131,7 +131,7 @@ def test_a_test_gives_all_text_but_the_holes(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "holes" / "fit" / "checkpoints" / "last.ckpt"
     assert main(["test", *HOLES, *places, "test", f"--ckpt_path={path}"]) == 0
     lines = (tmp_path / "holes" / "test" / "predictions_refusion.jsonl").read_text().splitlines()
-    examples = Holes(task=Additions(num_test=3)).examples("test")
+    examples = Spans(task=Additions(num_test=3)).examples("test")
     for line, example in zip(map(json.loads, lines), examples, strict=True):
         response = line["response"]
         assert len(response) == len(example.response)

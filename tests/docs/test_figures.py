@@ -112,14 +112,22 @@ def _git(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+UNSTAMPED = {
+    "experiments/lossless/drafter/drafter.json", "experiments/lossless/training.json",
+    "experiments/main_results/published.json", "experiments/refusion_pays/training.json",
+}  # fmt: skip
+"""Files that no program of ours wrote as its result: two logs of trainings that say so, the paper's, a model's."""
+
+
 def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(registry: ModuleType) -> None:
     if shutil.which("git") is None or _git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("needs the whole history of the repository")
     listed = _git("ls-files", "benchmarks/*.json", "experiments/*.json").stdout.split()
     assert len(listed) > 40
-    num_stamps = 0
+    num_stamps, unstamped = 0, set()
     for name in listed:
         values = registry.read(name)
+        unstamped |= {name} - {name for _ in registry.stamps(values)}
         note = values.get("commit_note", "")
         for commit in {commit for commit, _ in registry.stamps(values)}:
             num_stamps += 1
@@ -129,20 +137,63 @@ def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(r
                 f"measure again on a commit, or say so in commit_note, got {note!r}"
             )
     assert num_stamps > 40
+    assert unstamped == UNSTAMPED
+
+
+def test_each_result_of_uncommitted_changes_says_so_where_it_is_shown(registry: ModuleType) -> None:
+    from docs.figures.pages import pages  # pyright: ignore[reportMissingImports]
+
+    shown = "".join(path.read_text(encoding="utf-8") for path in [*pages(), *ROOT.glob("experiments/*/table.md")])
+    results = {
+        name.relative_to(ROOT).as_posix(): registry.read(str(name)) for name in ROOT.glob("experiments/*/*.json")
+    }
+    dirty = {name for name, values in results.items() if any(changed for _, changed in registry.stamps(values))}
+    assert len(dirty) > 5
+    assert [name for name in dirty if f"`{name}` ({registry.provenance(results[name])})" not in shown] == []
 
 
 NOT_COMPARED = {"dependency_study", "gsm8k_small", "hard_tests", "main_results"}
-"""Experiments that compare nothing; what `main_results` must not be compared with stands below its table."""
+"""Experiments that compare nothing; `main_results` shows its own run apart from the published ones."""
+COUNTED = {
+    "aims", "published runs", "policy_memory", "serve soak", "random_decodes", "hard_tests mutation",
+    "lossless random texts", "dependency_study source", "gsm8k_small source", "hard_tests earlier source",
+}  # fmt: skip
+"""Tables that compare no measurements: counts of tests, aims, a plan, sources."""
 
 
 def test_comparisons_say_what_is_equal_and_what_is_not() -> None:
-    from benchmarks.table import COMPARED  # pyright: ignore[reportMissingImports]
+    """Each generated table has its caption between the table before and itself; that of the README follows it."""
+    from benchmarks.table import ALONE, COMPARED, SECTIONS  # pyright: ignore[reportMissingImports]
+    from docs.figures.pages import pages  # pyright: ignore[reportMissingImports]
 
-    pages = {path.parent.name: path.read_text(encoding="utf-8") for path in ROOT.glob("experiments/*/README.md")}
     said = re.compile(r"Equal[^:.]*:\s[^.]+\.\s+Not\s+equal:\s")
-    silent = {name for name, page in pages.items() if not said.search(page)}
+    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in pages()}
+    silent = {
+        path.parent.name for path, text in texts.items() if path.parts[0] == "experiments" and not said.search(text)
+    }
     assert silent == NOT_COMPARED
+    models, _, own = (ROOT / "experiments" / "main_results" / "table.md").read_text(encoding="utf-8").partition("\n\n")
+    assert all(line.count("(published)") == 1 for line in models.splitlines()[2:])
+    assert "This run: " in own
+    uncaptioned = set()
+    for path, text in texts.items():
+        parts = re.split(r"<!-- figures: (.+?) -->.*?<!-- end -->", text, flags=re.DOTALL)
+        captions = parts[2::2] if path == Path("README.md") else parts[:-1:2]
+        uncaptioned |= {name for name, caption in zip(parts[1::2], captions, strict=True) if not said.search(caption)}
+    assert uncaptioned == COUNTED
+    assert set(SECTIONS) - set(COMPARED) == ALONE
     assert all(said.search(text) for text in COMPARED.values())
+
+
+def test_no_setting_is_chosen_on_the_test_prompts(registry: ModuleType) -> None:
+    from experiments.controlled_comparison import plot  # pyright: ignore[reportMissingImports]
+
+    runs = registry.read("experiments/controlled_comparison/results.json")["runs"]
+    with pytest.raises(KeyError):
+        plot.best(runs, [("soft tail", "soft_tail", "card_t")], ["sheet"])
+    found = {task: plot.points(runs, task, "soft_tail")["card_t90_8"] for task in ("sheet", "walk")}
+    shown = " | ".join(f"{score:.3f}, {speed:.1f}, {positions:.1f}" for speed, positions, score, _ in found.values())
+    _says("experiments/controlled_comparison/README.md", f"| soft tail, CARD | {shown} |")
 
 
 def test_figures_of_the_masked_model_in_other_experiments(registry: ModuleType) -> None:
@@ -157,6 +208,14 @@ def test_figures_of_the_masked_model_in_other_experiments(registry: ModuleType) 
         f"{whole[0]}, {whole[1]} and {whole[2]} with a threshold over the whole canvas",
     )
     _says("experiments/latin_study/README.md", f"the masked one {whole[0]} ({whole[1]} and {whole[2]} with two further")
+
+
+def test_figures_in_sentences_on_an_earlier_sample_of_mutants(registry: ModuleType) -> None:
+    found = registry.read("experiments/hard_tests/mutation.json")
+    first, last = (
+        f"{found[name]['num_killed']} ({100 * found[name]['share_killed']:.1f} %)" for name in ("first_pass", "all")
+    )
+    _says("experiments/hard_tests/README.md", f"the first pass killed {first}, and {last} were killed with new tests")
 
 
 def test_figures_in_sentences_on_thresholds(registry: ModuleType) -> None:
@@ -203,6 +262,12 @@ def test_figures_in_sentences_of_other_pages(registry: ModuleType) -> None:
         "docs/related.md",
         f"falls back in {100 * (1 - heads['int8', 16]['certified']):.1f} % of the reads",
         f"misses the best id in {100 * (1 - heads['rank 256', 256]['recall']):.0f} % of the reads",
+    )
+    rows = registry.read("benchmarks/results/head_candidates.json")["times"]
+    copy = {row["positions"]: f"{row['ratio']:.2f}" for row in rows if row["head"] == "int8"}
+    _says(
+        "docs/related.md",
+        f"it takes {copy[1]} times the head's time, with 4 positions {copy[4]} times, with 16 already {copy[16]} times",
     )
     longer = registry.read("experiments/policy_estimators/longer.json")["means"]["mean_field"]["against_exact"]
     points, high, low = (-value for value in longer["left to right"])
@@ -298,7 +363,7 @@ def test_figures_in_sentences_of_policy_additions(registry: ModuleType) -> None:
     _says(
         "experiments/policy_additions/README.md",
         f"`seed0_again.json`, commit 1a472122), {again['seconds'] / 60:.0f} with other work",
-        f"writes {end[left]} rightly (three seeds: {seeds[0]}, {seeds[1]} and {seeds[2]}), from {start[left]}",
+        f"answers {end[left]} correctly (three seeds: {seeds[0]}, {seeds[1]} and {seeds[2]}), from {start[left]}",
         f"{gained[left][0]}, 95 % interval {gained[left][1]}",
         f"seeds 1 and 2 took {minutes[1]} and {minutes[2]} minutes beside one other job. Seed 0 took {minutes[0]}",
         f"from {start[other]} to {end[other]} ({', '.join(gained[other])}), with {speed[other]}",
@@ -468,6 +533,11 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
     after_64 = [each["autoregressive"] / each["generate"] for size, each in speeds.items() if size >= 64]
     on_library = [each["refusion on transformers' body"] > each["generate"] for each in speeds.values()]
     assert on_library == [size <= 16 for size in speeds]
+    quality = registry.read("benchmarks/results/batches.json")["quality"]
+    scores = [quality[name]["score"] for name in ("autoregressive", "refusion")]
+    assert round(250 * (scores[0] - scores[1]), 6) == 2, "docs/speed.md: the score differs by two answers of 250"
+    rounded = lossless["bfloat16", "GSM8K", "text"]
+    same = sorted(rounded[name]["identical"] for name in ("two_forwards", "single_forward"))
     many = registry.read("benchmarks/results/many_prompts.json")["cases"]
     bounded, unbounded = (f"{many[name]['extra_megabytes']:.0f} MB" for name in ("bounded", "unbounded"))
     long = registry.read("benchmarks/results/long_prompts.json")
@@ -491,7 +561,11 @@ def test_figures_in_sentences_of_speed(registry: ModuleType) -> None:
         f"reaches {after_64[0]:.2f} to {after_64[-1]:.2f} times `generate` from 64 prompts",
         f"a decode with ReFusion {_range(ratios, 1)} times",
         f"takes {_range(slower, 1)} times as long",
+        f"{same[0]} to {same[1]} stay the same when several tokens are verified at once",
     )
+    blocks = registry.read("experiments/serial_blocks/results.json")["results"]
+    computed = [f"{blocks[name]['positions_per_token']:.1f}" for name in ("b1", "b8")]
+    _says("experiments/serial_blocks/README.md", f"computed per token fall too ({computed[0]} to {computed[1]})")
 
 
 def test_figures_in_sentences_of_refusion_pays(registry: ModuleType) -> None:
@@ -723,8 +797,13 @@ def test_figures_in_sentences_on_attention_and_linear_layers(registry: ModuleTyp
     single, several = (
         [case["ratio"] for case in apart["cases"] if (case["num_queries"] == 1) == is_one] for is_one in (True, False)
     )
+    together = registry.read("benchmarks/results/shared_heads.json")["cases"]
+    one, more = (
+        [case["ratio"] for case in together if (case["num_queries"] == 1) == is_one] for is_one in (True, False)
+    )
     _says(
         "docs/speed.md",
+        f"that is {_range(one, 1)} times as fast with one query per head, {_range(more, 1)} times with four or eight",
         f"prompts of 60 to 1 200 tokens {over_one[-1]:.2f} times as fast and ReFusion's {over_one[-2]:.2f} times, and "
         "changes the other twelve cases of `benchmarks/results/attention_calls.json` by "
         f"{_range(over_one[:-2], 2)} times",
@@ -747,12 +826,14 @@ def test_figures_in_sentences_on_the_server(registry: ModuleType) -> None:
     ratios = [aim["value"] for aim in slow["aims"]]
     found = {(row["server"], row["clients"]): row["tokens_per_second"] for row in slow["rows"]}
     assert all(row["same_text"] == 16 for row in slow["rows"])
+    (others,) = (aim["value"] for aim in registry.read("benchmarks/results/serve.json")["aims"] if aim["bound"] < 0.1)
     replayed = registry.read("experiments/lossless/rule.json")["prompts"]["gsm8k"]["decoders"]
     fixed = max(costs["32"]["speed"] for name, costs in replayed.items() if name != "default")
     _says(
         "docs/serve.md",
         f"makes {times(own[1], 1, digits=2)} times the tokens per second",
         f"`Autoregressive` makes {times(own[0], 1, digits=2)} times",
+        f"take {100 * others:.1f} % of the processor time at 16 clients",
         f"our servers make {times(own[0], 16)} times the tokens per second of `transformers serve`",
         f"and {times(own[0], 16, batching)} times those of its continuous batching",
         f"they make {times(own[0], 64)} and {times(own[1], 64)} times those of `transformers serve`, and "

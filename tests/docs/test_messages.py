@@ -11,7 +11,8 @@ import refusion_lit
 
 PACKAGE = Path(refusion_lit.__file__).parent
 EMPTY = re.compile(
-    r"[;.] (change (it|them)|correct it|check it|fix it|mend it|try again|use another( one| checkpoint| model)?)\.?$",
+    r"[;.] (change (it|them|some|its options)|correct it|check it|fix it|mend it|try again|"
+    r"use another( one| checkpoint| model)?)\.?$",
     re.I,
 )
 

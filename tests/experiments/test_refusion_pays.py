@@ -50,7 +50,7 @@ def shown(recorded: Trajectory, record: Path, key: int, window: int) -> Corrupte
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_sample_shows_a_state_of_its_decode(recorded: Trajectory, tmp_path: Path, window: int) -> None:
     by_acceptance = sorted(range(LENGTH // SIZE), key=lambda slot: recorded.order[slot * SIZE])
-    assert by_acceptance == [2, 1, 0, 5, 4, 3]  # one slot per round, the most certain one of the block
+    assert by_acceptance == [2, 1, 0, 5, 4, 3]  # one slot per round, the most confident one of the block
     seen = set()
     for key in range(60):
         found = shown(recorded, tmp_path / "record", key, window)

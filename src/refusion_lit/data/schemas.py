@@ -192,7 +192,7 @@ class _Vocabulary:
         require(not rounded, _OPTION, "numbers below 2**53, fractions of up to 15 digits", rounded, "use strings")
         multiples = [abs(int(each)) for each in re.findall(r'"multipleOf": (-?\d+)', text)]
         product = math.lcm(*multiples) * max(multiples, default=0)  # llguidance multiplies those of an allOf in 32 bits
-        require(product < 2**32, f"{_OPTION}: multipleOf", "smaller or fewer numbers", multiples, "change some")
+        require(product < 2**32, f"{_OPTION}: multipleOf", "smaller or fewer numbers", multiples, "lower or drop some")
         grammar = ""
         try:
             options = _SEPARATORS | {"json_allowed_escapes": 'nrbtf"\\'}  # others would hide the name of a property

@@ -38,7 +38,7 @@ class ReFusion(Decoder):
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
         slot_confidence: A slot's confidence: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
             ``product`` over all its draft tokens.
-        selection: ``threshold`` (at least one slot) or ``top_k`` (the k most certain slots). ``sequential`` (the k
+        selection: ``threshold`` (at least one slot) or ``top_k`` (the k most confident slots). ``sequential`` (the k
             leftmost slots) and ``random`` (any k, by the seed) ignore confidence; they are baselines for the decoding
             order.
         k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and

@@ -145,7 +145,7 @@ class _Decoding:
         return float(logits.softmax(-1)[token]) > self.options["token_threshold"]
 
     def plan(self) -> tuple[dict[int, list[int]], list[int]]:
-        """Draft all remaining slots; choose those whose first token is certain, or the most certain one."""
+        """Draft all remaining slots; choose those above the threshold, or the most confident one."""
         logits = self.forward([self.mask] * (len(self.remaining) * self.size), self.at(self.remaining))
         tokens = self.best(logits)
         drafts = {slot: tokens[i * self.size : (i + 1) * self.size] for i, slot in enumerate(self.remaining)}

@@ -15,7 +15,7 @@ from refusion_lit.utils.require import require
 class RecomputeKV(ReFusion):
     """ReFusion with an extra forward after each parallel infill that recomputes KV cache entries.
 
-    In the recomputed entries, slots filled in parallel see each other: the paper's ablation of key/value reuse.
+    In the recomputed entries, slots filled in parallel see each other: the paper's ablation of KV cache reuse.
     """
 
     def __post_init__(self) -> None:

@@ -162,8 +162,8 @@ class SlotSearch(Decoder):
         horizon: Number of slots that a simulation decodes, at least 1; those after the first one follow in the order of
             confidence.
         beam_size: Number of partial orders that are kept.
-        max_candidates: Number of slots that are tried after a node: the most certain ones, and for ``tree_search`` also
-            the leftmost.
+        max_candidates: Number of slots that are tried after a node: the most confident ones, and for ``tree_search``
+            also the leftmost.
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
@@ -266,7 +266,7 @@ class SlotSearch(Decoder):
     # --- forwards --------------------------------------------------------------------------------------------
 
     def _candidates(self, node: Node) -> list[int]:
-        """Return the remaining slots, those with the most certain first token first."""
+        """Return the remaining slots, those with the most confident first token first."""
         drafts = node.drafts
         assert drafts is not None
         return sorted(node.remaining, key=lambda slot: (-drafts[slot][1], slot))

@@ -34,9 +34,9 @@ _EXPLANATIONS = {
     "infill_propose": "drafts the missing tokens of the chosen slots",
     "infill_verify": "scores the drafts inside the chosen slots from left to right; those that are certain enough stay",
     "infill_autoregressive": "predicts the next token of each chosen slot, in all slots at once",
-    "denoise": "predicts all masked tokens that are open; the most certain ones are accepted",
+    "denoise": "predicts all masked tokens that are open; the most confident ones are accepted",
     "edit": "reads a block without masks again, and replaces tokens where the model is sure of another one",
-    "refresh": "computes the whole text to renew the cache, and accepts the most certain tokens of the block",
+    "refresh": "computes the whole text to renew the cache, and accepts the most confident tokens of the block",
     "store": "adds the finished block to the cache",
 }
 

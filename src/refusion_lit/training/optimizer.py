@@ -84,7 +84,7 @@ def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimiz
     try:
         optimizer = make(parameter_groups(module))
     except (ValueError, TypeError) as error:  # torch names no option
-        raise ValueError(f"model.optimizer: {error}; change its options.") from error
+        raise ValueError(f"model.optimizer: {error}; correct model.optimizer.init_args.") from error
     warn_of_lost_updates(optimizer)
     return optimizer
 

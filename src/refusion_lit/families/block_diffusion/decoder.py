@@ -102,7 +102,7 @@ class BlockDiffusion(BlockDecoder):
 
     Deliberate differences. BD3-LM: no sliding window; its stop at a low entropy is an option of the sampling
     (``min_entropy``); top-p keeps the crossing token; and temperature 0 is deterministic, so the place, too, is the
-    most certain one (``first_hitting`` then equals ``threshold=1``). Fast-dLLM v2: any number of new tokens is given,
+    most confident one (``first_hitting`` then equals ``threshold=1``). Fast-dLLM v2: any number of new tokens is given,
     where the released program makes whole blocks and one token more. SDAR: the last block is not cached, which saves
     its last forward.
 

@@ -38,7 +38,7 @@ class LLaDAState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDA(Decoder):
-    """Unmasks the most certain tokens in each of a fixed number of steps.
+    """Unmasks the most confident tokens in each of a fixed number of steps.
 
     All steps run, as in the released sampler, even if nothing is left to unmask. A block in which tokens are given has
     fewer steps, in proportion to its masks.

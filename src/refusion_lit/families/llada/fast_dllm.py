@@ -28,10 +28,10 @@ class FastDLLM(Decoder):
     Attributes:
         block_length: Tokens per block; the last one may be shorter. ``None``: one block, as in Dream's version without
             a cache.
-        threshold: Tokens of at least this confidence are unmasked, and always the most certain one; at least 0. A value
-            above 1 unmasks one token per forward. 1 may unmask more, since confidences may round to 1.
-        factor: Instead of a threshold: unmask the n most certain tokens while (j + 1)(1 - c_j) <= factor holds for each
-            of them; at least one.
+        threshold: Tokens of at least this confidence are unmasked, and always the most confident one; at least 0. A
+            value above 1 unmasks one token per forward. 1 may unmask more, since confidences may round to 1.
+        factor: Instead of a threshold: unmask the n most confident tokens while (j + 1)(1 - c_j) <= factor holds for
+            each of them; at least one.
         steps: Without threshold and factor: forwards over the whole response, shared equally by the blocks; a block
             needs no more than it has tokens. ``None``: one for each token. With a threshold (Dream's version without a
             cache): each step may unmask its equal share of the response and what earlier steps left over; from the last

@@ -5,12 +5,12 @@ import pickle
 import re
 
 import pytest
-from experiments.tasks import Holes
+from experiments.tasks import Spans
 
 from refusion_lit.tasks import Additions, Records
 from refusion_lit.types import Example
 
-TASKS = [Holes(), Holes(task=Additions(seed=3, min_terms=3)), Holes(task=Records()), Holes(task=Records(max_rows=9))]
+TASKS = [Spans(), Spans(task=Additions(seed=3, min_terms=3)), Spans(task=Records()), Spans(task=Records(max_rows=9))]
 
 
 def blanks(example: Example) -> list[str]:
@@ -18,7 +18,7 @@ def blanks(example: Example) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=repr)
-def test_every_row_has_one_hole_in_text_order(task: Holes) -> None:
+def test_every_row_has_one_span_in_text_order(task: Spans) -> None:
     for example in task.examples("test")[:100]:
         records = isinstance(task.task, Records)
         ends = [m.end() for m in re.finditer("[}]" if records else ";", example.response)]
@@ -43,7 +43,7 @@ def filled(example: Example) -> str:
 
 def test_a_query_hides_the_operands_that_are_left_out_and_nothing_else() -> None:
     num_hidden = 0
-    for hidden, plain in zip(Holes().examples("test")[:200], Additions().examples("test")[:200], strict=True):
+    for hidden, plain in zip(Spans().examples("test")[:200], Additions().examples("test")[:200], strict=True):
         assert (hidden.id, hidden.response) == (plain.id, plain.response)
         assert filled(hidden) == plain.query
         operands = sum(
@@ -61,7 +61,7 @@ def test_records_keep_their_query() -> None:
 
 def test_each_value_of_a_row_is_left_out_equally_often() -> None:
     counts = [0, 0, 0]
-    for example in Holes().examples("test")[:300]:
+    for example in Spans().examples("test")[:300]:
         for start, stop in example.spans:
             before, after = example.response[start - 1 : start], example.response[stop : stop + 1]
             counts[2 if before == "=" else 1 if before == "+" else 0] += 1
@@ -70,18 +70,18 @@ def test_each_value_of_a_row_is_left_out_equally_often() -> None:
 
 
 def test_the_score_is_that_of_the_task() -> None:
-    [example] = Holes(task=Records()).examples("test")[:1]
-    assert Holes(task=Records()).score(example, example.response.replace(":", ": ")) == 1
-    assert Holes(task=Records()).score(example, example.response[:-1]) == 0
-    [example] = Holes().examples("test")[:1]
-    assert Holes().score(example, example.response) == 1
-    assert Holes().score(example, example.response[:-1]) == 0
+    [example] = Spans(task=Records()).examples("test")[:1]
+    assert Spans(task=Records()).score(example, example.response.replace(":", ": ")) == 1
+    assert Spans(task=Records()).score(example, example.response[:-1]) == 0
+    [example] = Spans().examples("test")[:1]
+    assert Spans().score(example, example.response) == 1
+    assert Spans().score(example, example.response[:-1]) == 0
 
 
 def test_examples_are_functions_of_task_and_index() -> None:
-    task = Holes()
+    task = Spans()
     examples = task.examples("validation")
-    assert examples[7] == pickle.loads(pickle.dumps(examples))[7] == Holes().examples("validation")[7]
+    assert examples[7] == pickle.loads(pickle.dumps(examples))[7] == Spans().examples("validation")[7]
     assert len(examples) == 500
     assert "?" in task.characters()
     assert all(set(e.query + e.response) <= set(task.characters()) for e in examples[:50])
