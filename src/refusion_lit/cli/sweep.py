@@ -106,7 +106,7 @@ def read_sweep(file: Path) -> Sweep:
     values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
     try:
         parsed = parser.parse_object(copy.deepcopy(values))
-        launcher = parser.instantiate_classes(Namespace(launcher=parsed.launcher)).launcher
+        launcher = parser.instantiate_classes(Namespace(launcher=parsed.launcher))["launcher"]
     except PARSER_ERRORS as error:
         raise explained(parser, [f"--config={file}"], error, "sweep") from error
     # As written: jsonargparse would create the components that the points' options name by an import path.
