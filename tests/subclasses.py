@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import os
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 def concrete_subclasses(cls: type[T]) -> list[type[T]]:
-    """Return the package's concrete classes that inherit from a class, directly or not, sorted by name."""
+    """Return the concrete classes that inherit from a class, directly or not, sorted by name.
+
+    They are those of the package, and of the module that the variable CONTRACT names (docs/extending.md).
+    """
+    modules = ("refusion_lit", *os.environ.get("CONTRACT", "").split())
+    for name in modules:
+        importlib.import_module(name)
     found, waiting = set(), [cls]
     while waiting:
         children = waiting.pop().__subclasses__()
         waiting += children
-        found.update(c for c in children if not inspect.isabstract(c) and c.__module__.startswith("refusion_lit"))
+        found.update(c for c in children if not inspect.isabstract(c) and c.__module__.startswith(modules))
     return sorted(found, key=lambda child: child.__name__)

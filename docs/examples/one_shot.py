@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, RowState, Steps
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,10 +10,6 @@ class OneShot(Decoder):
     """Drafts all tokens in one forward over the prompt and ``max_new_tokens`` masks, and commits them."""
 
     requires = ModelRequirements(attention="causal", predictions=("mask",))
-
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas of ``max_new_tokens`` masks."""
-        return RowState.blank(prompt, sampling, special_tokens)
 
     def step(self, state: RowState) -> Steps[None]:
         """Draft and commit the whole canvas."""

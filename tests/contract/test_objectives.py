@@ -15,6 +15,7 @@ from itertools import filterfalse, product
 import jaxtyping
 import pytest
 import torch
+from docs.examples.ending import Ending
 from experiments.infilling.objective import Grouped
 from experiments.policy_estimators import likelihoods
 from experiments.refusion_pays.recorded import RecordedStates
@@ -62,6 +63,7 @@ VARIANTS: list[Objective] = [
     objectives.GatedDraft(stride=3, decay=0.5),
     objectives.MaskWindows(window=3, num_tilings=3, decay=0.5),
     RecordedStates(slot_sizes=(3,)),
+    Ending(),
     objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=3), temperature=0.7, chunk_size=5),
     objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=4), unit="sequence", clip_high=0.3),
     objectives.GroupPolicy(likelihood=likelihoods.MaskedBound(), unit="sequence"),

@@ -19,12 +19,14 @@ import refusion_lit
 from fakes import tiny_backbone
 from refusion_lit.cli import main
 from refusion_lit.data.batches import EncodedExample, collate_responses
-from refusion_lit.decoding import decode
+from refusion_lit.decoding import Decoder, decode
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.tasks import SPLITS
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from subclasses import concrete_subclasses
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
 
 
 def load(name: str, cls: str) -> Any:
@@ -101,18 +103,30 @@ def test_options_of_the_guide_are_refused_by_name() -> None:
         scope["MyDecoder"](window=0)
 
 
-def test_the_objective_hides_the_last_tokens() -> None:
+def test_the_objective_hides_the_ends_of_responses() -> None:
     backbone = tiny_backbone()
     samples = [EncodedExample("a", (5, 6), (7, 8, 1)), EncodedExample("b", (5,), (9, 1))]
     batch = collate_responses(samples, pad_token_id=0)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
-    objective = load("last_token", "LastToken")()
-    corrupted = objective.corrupt(batch, noise, backbone.special_tokens)
-    assert corrupted.is_masked.nonzero().tolist() == [[0, 4], [1, 2]]
+    objective = load("ending", "Ending")()
+    corrupted = objective.corrupt(batch, noise, backbone.special_tokens, mask_ratio=torch.tensor([0.5, 0.5]))
+    assert corrupted.is_masked.nonzero().tolist() == [[0, 3], [0, 4], [1, 2]]
     hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     loss = objective.loss(hidden, backbone.logits, corrupted)
-    by_hand = torch.stack([-backbone.logits(hidden[i, at]).log_softmax(-1)[1] for i, at in ((0, 4), (1, 2))]).mean()
+    losses = [
+        -backbone.logits(hidden[i, at]).log_softmax(-1)[token] for i, at, token in ((0, 3, 8), (0, 4, 1), (1, 2, 1))
+    ]
+    by_hand = torch.stack(losses).mean()
     torch.testing.assert_close(loss.total.to(by_hand.dtype), by_hand)
+
+
+def test_the_contract_suite_takes_classes_of_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (EXAMPLES.parent / "extending.md").read_text(encoding="utf-8")
+    ((module, folder, name),) = re.findall(r"CONTRACT=(\w+) PYTHONPATH=(\S+) pytest tests/contract -k (\w+)\n", page)
+    monkeypatch.syspath_prepend(ROOT / folder)
+    before = concrete_subclasses(Decoder)
+    monkeypatch.setenv("CONTRACT", module)
+    assert {cls.__name__ for cls in set(concrete_subclasses(Decoder)) - set(before)} == {name}
 
 
 def test_the_task_has_splits_of_its_own() -> None:

@@ -446,20 +446,25 @@ def test_figures_in_sentences_of_choose(registry: ModuleType) -> None:
     decoders = {name: list(run["decoders"].values()) for name, run in trainings["trainings"].items()}
     (usual,) = decoders.pop("autoregressive")
     found = [decoder for each in decoders.values() for decoder in each]
+    alone = _lossless(registry)["float32", "GSM8K", "speed"]
+    speeds = [f"{alone[name]['speed_over_autoregressive']:.2f}" for name in ("two_forwards", "single_forward")]
     own = registry.read("experiments/refusion_pays/convert.json")["runs"]["windows of 4, third round"]["decoders"]
     perplexity = {name: f"{own[name]['perplexity_under_base']:.2f}" for name in own}
     assert two["identical"] == single["identical"] == 200
     _says(
         "docs/choose.md",
         f"the same text on all 200 with `layout: two_forwards` at {two['tokens_per_forward']:.2f} tokens per forward",
-        f"and with `single_forward` at {single['tokens_per_forward']:.2f}",
+        f"and with `single_forward` at {single['tokens_per_forward']:.2f}; one prompt at a time, {speeds[0]} and "
+        f"{speeds[1]} times the tokens/s of `Autoregressive`",
         f"{demo['fast_dllm']:.2f} by `FastDLLM`, {demo['refusion']:.2f} by `ReFusion`",
         (
             f"{_range((decoder['annotations_right'][0] for decoder in found), 0)} % of the sums in the answers are "
             f"right, against {usual['annotations_right'][0]:.0f} %. Solved problems, "
             f"{_range((decoder['score'][0] for decoder in found), 0)} % of {usual['num_prompts']}, do not differ"
         ),
-        f"{perplexity['ReFusion bonus 32x1']} with `ReFusion`, against {perplexity['base, Autoregressive']}",
+        f"perplexity {perplexity['ReFusion bonus 32x1']} with `ReFusion` at "
+        f"{own['ReFusion bonus 32x1']['tokens_per_forward']:.2f} tokens per forward, against "
+        f"{perplexity['base, Autoregressive']}",
     )
     # What "do not differ" means: the intervals of all trainings overlap with that of next-token training.
     assert all(decoder["score"][1] <= usual["score"][2] for decoder in found)

@@ -87,7 +87,8 @@ def test_differences_at_the_edges_have_a_width_that_shrinks_with_the_prompts() -
     assert widths[0] == pytest.approx(100 - 100 * 2 / (2 + 1.96**2), abs=0.01)
     mixed = [100.0, 0.0] * 10
     assert score_interval(mixed) == ratio_interval(mixed, [1.0] * 20)
-    assert score_difference(mixed, mixed).high == 0
+    same, edge = score_difference(mixed, mixed), score_difference([100.0] * 20, [100.0] * 20)
+    assert (same.low, same.high) == (edge.low, edge.high), "equal on 20 prompts, whatever the scores are"
 
 
 def test_a_ratio_divides_totals_and_resamples_prompts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 import signal
 import sys
@@ -9,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from jsonargparse import Namespace
@@ -105,10 +106,12 @@ def read_sweep(file: Path) -> Sweep:
     parser.add_class_arguments(Sweep)
     values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
     try:
-        options = cast("Namespace", parser.instantiate_classes(parser.parse_object(values)))
+        parsed = parser.parse_object(copy.deepcopy(values))
+        launcher = parser.instantiate_classes(Namespace(launcher=parsed.launcher))["launcher"]
     except PARSER_ERRORS as error:
         raise explained(parser, [f"--config={file}"], error, "sweep") from error
-    return Sweep(**vars(options))
+    # As written: jsonargparse would create the components that the points' options name by an import path.
+    return Sweep(**{**vars(parsed), **values, "launcher": launcher})
 
 
 def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:

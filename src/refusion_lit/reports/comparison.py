@@ -292,13 +292,17 @@ def score_interval(values: Sequence[float]) -> Interval:
 def score_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
     """Return the first mean score in percent minus the second, paired by prompt.
 
-    If both means are 0 or 100, the interval is made of the two Wilson intervals (Newcombe 1998, method 10, where the
-    correlation is 0 at the edges).
+    If all scores are equal, prompts that differ may still exist: their share is at most the limit of Wilson's interval.
+    If one mean is 0 and the other 100, the interval is made of the two Wilson intervals (Newcombe 1998, method 10,
+    where the correlation is 0 at the edges).
 
     Args:
         first: One score from 0 to 100 per prompt.
         second: The scores of the other row, with the prompts in the same order.
     """
+    if list(first) == list(second):
+        limit = 100 * wilson(0, len(first)).high
+        return Interval(0.0, -limit, limit)
     a, b = _edge_interval(first), _edge_interval(second)
     if a is None or b is None:
         ones = [1.0] * len(first)
