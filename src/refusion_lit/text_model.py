@@ -37,7 +37,7 @@ from refusion_lit.utils.require import require
 
 _OWN = ("callbacks", "trace", "kept", "decoder", "max_new_tokens", "sampling", "ids", "templates", "json_schema")
 """Further arguments of the methods, for messages about unknown ones."""
-_GUESSED = (
+GUESSED = (
     "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
     "attention pattern (--attention, --block_size) or --checkpoint_format."
 )
@@ -74,7 +74,7 @@ class TextModel:
         if self.backbone.drafter is not None:
             return own if isinstance(own, SelfSpeculative) else SelfSpeculative()
         if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:
-            warnings.warn(_GUESSED, stacklevel=2)
+            warnings.warn(GUESSED, stacklevel=2)
         return own
 
     @default_decoder.setter

@@ -51,6 +51,8 @@ def test_a_guessed_decoder_is_told_and_a_named_one_is_not(recwarn: pytest.Warnin
     options = [f"--ckpt_path={MODELS['bd3lm-tiny']}", f"--prompt={PROMPT}", "--max_new_tokens=8"]
     with pytest.warns(UserWarning, match=r"does not say what .*; ReFusion is assumed\. .*--attention, --block_size"):
         assert main(["generate", *options]) == 0
+    with pytest.warns(UserWarning, match=r"ReFusion is assumed"):
+        assert main(["generate", *options, "--decoder.slot_size=4"]) == 0
     assert main(["generate", *options, "--attention=block_causal", "--block_size=4"]) == 0
     assert main(["generate", *options, "--decoder=ReFusion"]) == 0
     assert [each for each in recwarn if "config does not say" in str(each.message)] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +32,7 @@ from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.loading import BackboneConfig, DType, attach, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
-from refusion_lit.text_model import TextModel
+from refusion_lit.text_model import GUESSED, TextModel
 from refusion_lit.types import ModelTraits, SamplingParams
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require, require_choice
@@ -253,6 +254,9 @@ def own_decoder(options: Mapping[str, Any]) -> Decoder:
         given = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
         traits = ModelTraits.from_dict(stored if "attention" in stored else stored | given)
         decoder = default_decoder(traits, stored.get("decoder"))
+        is_told = traits.predictions is not None or "decoder" in stored or options.get("draft")
+        if not is_told and isinstance(decoder, ReFusion):
+            warnings.warn(GUESSED, stacklevel=2)
         if "max_new_tokens" in options:
             decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     has_drafter = options.get("draft") or stored.get(HAS_DRAFTER)
