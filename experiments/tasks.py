@@ -15,10 +15,10 @@ from itertools import permutations
 from math import comb
 from random import Random
 
+from refusion_lit.noise import stable_key
 from refusion_lit.tasks import Additions, Records, Split, Task
 from refusion_lit.tasks.generated import GeneratedTask, LazyExamples, digits
 from refusion_lit.types import Example
-from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require, require_between
 
 _STEPS = "+-~"

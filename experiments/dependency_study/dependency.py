@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require, require_at_least, require_number
 
 _MIN_PROBABILITY = 1e-300

@@ -8,15 +8,28 @@ draw one stream after another, so a vectorised counter-based generator is needed
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.utils.keys import stable_key
-
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def stable_key(*parts: int | str) -> int:
+    """Hash any mix of integers and strings to a signed 64-bit key, the same in every process."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniform_scalar(*parts: int | str) -> float:
+    """Return one number in [0, 1) that depends on ``parts`` alone, for decisions made on the host."""
+    return ((stable_key(*parts) & _MASK) >> 11) * 2.0**-53
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from refusion_lit.data.batches import EncodedExample, LengthGroupedBatches, collate_responses
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
+from refusion_lit.noise import stable_key
 from refusion_lit.tasks import Additions, InstructionFiles
-from refusion_lit.utils.keys import stable_key
 
 
 @given(

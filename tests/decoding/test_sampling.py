@@ -13,9 +13,8 @@ from refusion_lit.engine.requests import Branch, Draw
 from refusion_lit.engine.sampling import draw_tokens, filter_logits, keep_or_draw, noise_keys
 from refusion_lit.modeling import devices as devices_module
 from refusion_lit.modeling.devices import first_argmax
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.keys import stable_key
 
 LOGITS = st.lists(
     st.one_of(

@@ -18,10 +18,9 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective, SoftTail
 from refusion_lit.tasks import Additions
-from refusion_lit.utils.keys import stable_key
 from tiny import TINY_QWEN
 
 LEARNING_RATE = 0.5

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from refusion_lit.learning.batch import MicroBatch, ResponseBatch
-from refusion_lit.utils.keys import stable_key
+from refusion_lit.noise import stable_key
 from refusion_lit.utils.require import require
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from refusion_lit.data.batches import EncodedExample, collate_responses
 from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.noise import stable_key
 from refusion_lit.types import Example
-from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
 Encode = Callable[[Example], tuple[list[int], list[int]]]

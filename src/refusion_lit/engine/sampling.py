@@ -17,9 +17,8 @@ from torch import Tensor
 from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch, Draw, Proposal, Read, Statistic
 from refusion_lit.modeling.devices import first_argmax, to_device
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import ConstraintState, SamplingParams, SpecialTokens
-from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require_choice
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.noise import KeyedNoise
-from refusion_lit.utils.keys import stable_key
+from refusion_lit.noise import KeyedNoise, stable_key
 
 Likelihood = Literal["autoregressive", "monte_carlo_masked"]
 

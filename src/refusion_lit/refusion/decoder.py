@@ -15,11 +15,11 @@ from typing import Literal
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best, most_certain
 from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, Compaction, MoreDrafts, Reading, Steps
+from refusion_lit.noise import stable_key
 from refusion_lit.refusion import bonus
 from refusion_lit.refusion.infill import SlotInfill, infill_by_masks
 from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import is_number, require
 
 

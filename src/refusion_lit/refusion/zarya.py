@@ -17,10 +17,9 @@ from refusion_lit.engine.drafting import uncached
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, mask_probability, required_mask_id
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.noise import KeyedNoise, uniform_scalar
 from refusion_lit.refusion.objective import Hybrid, corrupt_slots, draw_slot_sizes, most_slots
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import is_number, require
 
 _EPS = 1e-3

@@ -20,9 +20,9 @@ from operator import itemgetter
 from random import Random
 from typing import Any, overload
 
+from refusion_lit.noise import stable_key
 from refusion_lit.tasks.base import SPLITS, Split, Task
 from refusion_lit.types import Example
-from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require, require_between
 
 _NUM_FEISTEL_ROUNDS = 4

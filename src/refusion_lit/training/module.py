@@ -28,7 +28,7 @@ from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.loading import BackboneConfig
-from refusion_lit.noise import KeyedNoise
+from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import GroupPolicy, Hybrid, Objective
 from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
@@ -36,7 +36,6 @@ from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.rollouts import Rollouts
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
 _NUM_POSITIONS = "refusion_lit_num_positions"

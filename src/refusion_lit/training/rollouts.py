@@ -24,13 +24,13 @@ from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.evaluation.predictions import described
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.noise import stable_key
 from refusion_lit.policy.likelihood import Answers, LaidOut
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
 from refusion_lit.tasks.base import Task, examples_of
 from refusion_lit.tasks.code import CodeTask
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Example, Prompt
-from refusion_lit.utils.keys import stable_key
 from refusion_lit.utils.require import require
 
 _STATE = "refusion_lit_rollouts"

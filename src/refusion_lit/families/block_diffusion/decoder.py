@@ -11,8 +11,8 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, ab
 from refusion_lit.engine.drafting import masked_between, text_branch
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import step_quota
+from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
 
 

@@ -15,8 +15,8 @@ from typing import Literal
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.drafting import text_branch
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Statistic, Steps
+from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.keys import uniform_scalar
 from refusion_lit.utils.require import require
 
 STATISTIC: dict[str, Statistic] = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
