@@ -146,9 +146,11 @@ class RefusionCLI(LightningCLI):
                 # Lightning's default, after each validation, with a last.ckpt.
                 callbacks = [*callbacks, ModelCheckpoint(save_last=True)]
             callbacks = [*callbacks, SaveLastStep()]
+        if self.subcommand == "fit":
+            callbacks = [*callbacks, SaveOnSignal()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         try:
-            trainer = super()._instantiate_trainer(config, [*callbacks, SaveOnSignal()])
+            trainer = super()._instantiate_trainer(config, callbacks)
         except TypeError as error:  # of a CPU's devices
             expected = f"a number of processes of at least 1, or auto, got {config['devices']!r}"
             raise ValueError(f"trainer.devices: expected {expected}; set it to 1, say.") from error

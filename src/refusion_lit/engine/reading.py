@@ -15,7 +15,7 @@ from torch import Tensor
 
 from refusion_lit.engine.requests import Draw, Proposal, Read
 from refusion_lit.engine.sampling import Drawn, General, lowered
-from refusion_lit.modeling.devices import first_argmax, to_device, to_host
+from refusion_lit.modeling.devices import first_argmax, to_device
 from refusion_lit.modeling.interface import LanguageModel
 
 _MAX_LOGITS = 1 << 26
@@ -153,7 +153,7 @@ def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], l
     tensors = [joined(part) for part in parts if part]
     if tensors[0].device.type != "cpu":
         # float64 holds ids exactly.
-        flat = torch.tensor(to_host(torch.cat([tensor.flatten().double() for tensor in tensors])), dtype=torch.float64)
+        flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
         split = flat.split([tensor.numel() for tensor in tensors])
         tensors = [own.to(tensor.dtype).view(tensor.shape) for own, tensor in zip(split, tensors, strict=True)]
     present = iter(tensors)

@@ -229,15 +229,15 @@ class Evaluation(L.Callback):
                 self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
                 state.is_warm = True
             callbacks = [*watch(name, self._num_prompts, len(state.file.done))] if watch else []
-            recorder = TrajectoryRecorder(state.decoder)
-            callbacks += [] if state.trajectories is None else [recorder]
+            recorder = TrajectoryRecorder(state.decoder) if state.trajectories else None
+            callbacks += [recorder] if recorder else []
             output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
             lines = []
             for (_, example), row in zip(missing, output.rows, strict=True):
                 score, metrics = score_of(self._task, example, row.text)
                 about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
                 lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
-            if state.trajectories is not None:  # before the predictions, which say what is done
+            if state.trajectories and recorder:  # before the predictions, which say what is done
                 state.trajectories.write(list(recorder.trajectories.values()))
             if state.metrics is not None:
                 scores = [line["score"] or 0.0 for line in lines]

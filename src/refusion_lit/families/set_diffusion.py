@@ -19,7 +19,6 @@ from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import extend_responses, text_then_masks
-from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require_at_least
@@ -138,7 +137,7 @@ class StaggeredSets(Objective):
         multiple = self.pad_responses_to or 1
         lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
         sizes = torch.stack(((batch.prompt_lengths + lengths).max(), lengths.max()))
-        width, num_masks = to_host(sizes)  # in one transfer
+        width, num_masks = sizes.cpu().tolist()  # in one transfer
         batch = extend_responses(batch, lengths, special_tokens, width=width)
         positions = batch.positions
         num_tokens = len(positions)

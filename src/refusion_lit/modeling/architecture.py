@@ -318,19 +318,3 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
             "attention; use a model with full attention in every layer, or override it with full attention "
             "(for example config: {sliding_window: null})."
         )
-
-
-def check_invariant(config: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse models and options for which ``batch_invariant`` cannot be kept.
-
-    Raises:
-        ValueError: Naming the option.
-    """
-    fix = "change that, or leave batch_invariant out"
-    expected = "an unadapted Llama, Qwen2 or Qwen3 model with fused_body: true and attn_implementation: sdpa"
-    body = "" if is_fused else ", not decoded by the fused backbone"
-    got = f"{config.model_type} with attn_implementation: {config._attn_implementation}{body}"
-    require(is_fused and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
-    # torch rounds the last elements of a tensor differently if they do not fill a vector register of the processor.
-    widths = config.hidden_size, config.intermediate_size
-    require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)

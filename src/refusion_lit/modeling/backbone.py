@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from refusion_lit.modeling.architecture import check_invariant, check_supported
+from refusion_lit.modeling.architecture import check_supported
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
-from refusion_lit.modeling.fused.body import FusedBody, is_known
+from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
@@ -53,7 +53,7 @@ class Backbone(nn.Module, LanguageModel):
         super().__init__()
         check_supported(model, body_of(model))
         if batch_invariant:
-            check_invariant(model.config, is_fused=fused_body and is_known(body_of(model)))
+            check_invariant(body_of(model), is_fused=fused_body)
         self.model = model
         self.traits = traits
         self.special_tokens = special_tokens

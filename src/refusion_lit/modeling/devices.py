@@ -1,15 +1,12 @@
-"""What depends on the device: copies, time, and a fast argmax.
+"""What depends on the device: copies to it, time, and a fast argmax.
 
-Host-to-device copies are non-blocking, device-to-host copies block. A copy from pageable memory to a GPU waits until
-all work queued there is done. Decoding copies only through :func:`to_device` and :func:`to_host`, so that tests can
-count how often the host waits.
+A copy from pageable memory to a GPU would wait until all work queued there is done, as a copy to the host does.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +30,6 @@ def to_device(values: Sequence[int] | np.ndarray | Tensor, device: torch.device)
     if device.type == "cuda":
         values = values.pin_memory()  # copies from pageable memory would block the host
     return values.to(device, non_blocking=True)
-
-
-def to_host(values: Tensor) -> Any:  # noqa: ANN401 - lists nested as deeply as the tensor has axes
-    """Wait for the device and return a tensor's numbers as nested lists."""
-    return values.cpu().tolist()
 
 
 def synchronised_time(device: torch.device) -> float:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import shift_left, text_then_masks
-from refusion_lit.modeling.devices import to_host
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 
@@ -63,7 +62,7 @@ class MaskWindows(Objective):
         ids = batch.input_ids
         in_response = batch.in_response
         num_text = ids.shape[1]
-        place = torch.arange(to_host(batch.response_lengths.max()), device=ids.device)
+        place = torch.arange(batch.response_lengths.max().cpu().tolist(), device=ids.device)
         offset = (noise.uniform("window", self.num_tilings) * self.window).long()[..., None]
         first = ((place - offset).div(self.window, rounding_mode="floor") * self.window + offset).clamp(min=0)
         first = rearrange(first, "batch tiling mask -> batch (tiling mask)")

@@ -30,6 +30,7 @@ from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.fused.segments import attention_for
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import AttentionMask
+from refusion_lit.utils.require import require
 
 _MAX_TABLE = 1 << 14
 """Number of positions whose angles are cached on CPUs; on accelerators, reading the highest position would block."""
@@ -252,6 +253,24 @@ def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or a wr
         return False
     weight = body.embed_tokens.weight
     return _is_plain(body, {*family, *_COMMON}, weight.dtype, weight.device) and _is_usual(body)
+
+
+def check_invariant(body: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - a transformers model
+    """Refuse models and options for which ``batch_invariant`` cannot be kept.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    config = body.config
+    is_fused = is_fused and is_known(body)
+    fix = "change that, or leave batch_invariant out"
+    expected = "an unadapted Llama, Qwen2 or Qwen3 model with fused_body: true and attn_implementation: sdpa"
+    reason = "" if is_fused else ", not decoded by the fused backbone"
+    got = f"{config.model_type} with attn_implementation: {config._attn_implementation}{reason}"
+    require(is_fused and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
+    # torch rounds the last elements of a tensor differently if they do not fill a vector register of the processor.
+    widths = config.hidden_size, config.intermediate_size
+    require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)
 
 
 def _is_plain(module: nn.Module, classes: set[type], dtype: torch.dtype, device: torch.device) -> bool:
