@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import lightning as L
@@ -93,16 +93,13 @@ class InstructionDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.max_eval_prompts = max_eval_prompts
-        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._splits: dict[Split, EncodedOnRead | list[EncodedExample]] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
 
-    @property
+    @cached_property
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, built on first use."""
-        if self._tokenizer is None:
-            self._tokenizer = self.tokenizer_source.build(self.task, self.prompt_template)
-        return self._tokenizer
+        return self.tokenizer_source.build(self.task, self.prompt_template)
 
     def check_context(self, max_positions: int) -> None:
         """Refuse samples of training, and of validation if there is one, that are longer than the model's context.
