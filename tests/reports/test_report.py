@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -398,10 +399,19 @@ def test_a_checkpoint_at_the_root_has_no_training(tmp_path: Path) -> None:
     assert write_report([run])[0].is_file()
 
 
-def test_a_score_that_is_no_number_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"results": {"d": {"score": None}}}, "results.d.score: expected a number, got None"),
+        ({"results": {"d": {"score": 1, "tokens_per_forward": None}}}, "tokens_per_forward: expected a number, got"),
+        ({"results": {"d": {"score": 1, "num_calls": "2"}}}, "results.d.num_calls: expected a number, got '2'"),
+        ({"batch_size": "64"}, "batch_size: expected a number, got '64'"),
+        ({"decoders": {"d": "ReFusion"}}, "expected mappings, got 'decoders.d'"),
+    ],
+)
+def test_a_figure_that_is_no_number_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"d": predictions([1.0])})
-    results = json.loads((run / "results.json").read_text())
-    results["results"]["d"]["score"] = None
+    results = json.loads((run / "results.json").read_text()) | changed
     (run / "results.json").write_text(json.dumps(results))
-    with pytest.raises(ValueError, match=r"results.d.score: expected a number, got None"):
+    with pytest.raises(ValueError, match=message):
         read_runs([run])

@@ -67,8 +67,8 @@ class ComparisonRow:
     @property
     def title(self) -> str:
         """The row's name and, if that is another word, the class of its decoder."""
-        options = self.run.results["decoders"].get(self.decoder)
-        shown = with_class(self.decoder, options.get("class") if isinstance(options, dict) else None)
+        options = self.run.results["decoders"].get(self.decoder) or {}
+        shown = with_class(self.decoder, options.get("class"))
         return self.name + shown.removeprefix(self.decoder)
 
     @property

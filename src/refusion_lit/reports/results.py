@@ -46,13 +46,18 @@ def read_results(path: Path) -> dict[str, Any] | None:
         return None
     fix = "correct the field, or run `refusion-lit test` again"
     for name, each in figures.items():
-        require(is_number(each["score"], Real), f"{path}: results.{name}.score", "a number", each["score"], fix)
+        for figure, value in each.items():
+            require(is_number(value, Real), f"{path}: results.{name}.{figure}", "a number", value, fix)
+    size = values.get("batch_size")
+    require(size is None or is_number(size, Real), f"{path}: batch_size", "a number", size, fix)
     wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
+    if "decoders" not in wrong:
+        wrong += [f"decoders.{name}" for name, each in (values.get("decoders") or {}).items() if type(each) is not dict]
     is_list = isinstance(names := values.get("metrics") or [], list) and all(isinstance(name, str) for name in names)
     require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
     found = {name: values.get(name) or {} for name in _MAPPINGS}
-    return {**values, **found, "metrics": names, "batch_size": values.get("batch_size")}
+    return {**values, **found, "metrics": names, "batch_size": size}
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
