@@ -15,7 +15,7 @@ from refusion_lit.data.batches import EncodedExample, collate_responses
 from refusion_lit.learning.batch import CorruptedBatch
 from refusion_lit.learning.objective import Objective, corrupt_checked
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Autoregressive
+from refusion_lit.objectives import Autoregressive, Masked
 
 SAMPLES = [EncodedExample("a", (5, 6), (7, 8, 1)), EncodedExample("b", (5,), (9, 1))]
 
@@ -60,6 +60,18 @@ def corrupted(objective: Objective) -> CorruptedBatch:
 def test_tensors_of_other_shapes_are_refused(change: Callable[[CorruptedBatch], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         corrupted(Slipping(change=change))
+
+
+def test_attention_that_is_not_causal_is_stated() -> None:
+    """Left out, the model would be trained with causal attention."""
+    whole = Masked.corrupt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Masked, "corrupt", lambda *args, **options: with_(whole(*args, **options), visible=None))
+        with pytest.raises(
+            ValueError, match="corrupt: visible: expected the ranges of bidirectional attention, got No"
+        ):
+            corrupted(Masked())
+    assert corrupted(Masked()).visible is not None
 
 
 def test_what_fits_is_what_the_objective_returns() -> None:

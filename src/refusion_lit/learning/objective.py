@@ -150,7 +150,8 @@ def corrupt_checked(
     """Corrupt a batch as an objective does, and check what it returns; see :meth:`Objective.corrupt`.
 
     Raises:
-        ValueError: If shapes do not fit: a loss over flattened tensors would take wrong targets without a word.
+        ValueError: If shapes do not fit, or attention other than causal is not stated: training would take wrong
+            targets, or causal attention, without a word.
     """
     found = objective.corrupt(batch, noise, special_tokens, mask_ratio=mask_ratio)
     name = f"{type(objective).__name__}.corrupt"
@@ -164,6 +165,9 @@ def corrupt_checked(
         require(own == shape, f"{name}: {part}", f"the shape of input_ids, {tuple(shape)}", tuple(own), fix)
     wanted = (len(objective.terms),)
     require(found.counts.shape == wanted, f"{name}: counts", f"one per term, {wanted}", tuple(found.counts.shape), fix)
+    attention = objective.traits.attention
+    is_stated = found.visible is not None or attention == "causal"
+    require(is_stated, f"{name}: visible", f"the ranges of {attention} attention", None, "state them; None is causal")
     return found
 
 
