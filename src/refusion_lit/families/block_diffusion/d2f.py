@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.drafting import masked_between
+from refusion_lit.engine.drafting import masked_in
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 
@@ -25,7 +25,7 @@ class PipelineState(RowState):
         if number < 0:
             return 1.0
         block = self.blocks[number]
-        return 1 - len(masked_between(self, block.start, block.stop)) / len(block)
+        return 1 - len(masked_in(self, block.start, block.stop)) / len(block)
 
     @property
     def stop(self) -> int:
@@ -82,9 +82,7 @@ class D2F(BlockDecoder):
         """Run one forward over all open blocks and commit tokens in each of them."""
         self._open(state)
         first = state.first_open
-        masked = {
-            i: masked_between(state, block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first
-        }
+        masked = {i: masked_in(state, block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
         read = [position for positions in masked.values() for position in positions]
         branch = self._branch(state, state.stop, read)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
