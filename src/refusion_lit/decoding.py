@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.engine.drafting import masked_between, rounds_since, text_between, text_branch, uncached, up_to_eos
+from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, text_branch, uncached, up_to_eos
 from refusion_lit.engine.engine import decode
 from refusion_lit.engine.memory import KeptCache
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
@@ -67,7 +67,7 @@ __all__ = [
     "cut_at_stop",
     "decode",
     "default_decoder",
-    "masked_between",
+    "masked_in",
     "most_certain",
     "read_trajectories",
     "rounds_since",

@@ -42,14 +42,9 @@ class Acceptance:
 
 
 def text_branch(
-    state: RowState,
-    start: int,
-    stop: int,
-    predicted: Sequence[int],
-    *,
-    order: Sequence[int] | None = None,
+    state: RowState, start: int, stop: int, predicted: Sequence[int], *, order: Sequence[int] | None = None,
     shift: int = 0,
-) -> Branch:
+) -> Branch:  # fmt: skip
     """Return the text at positions ``start`` to ``stop`` after everything cached before it.
 
     Args:
@@ -78,7 +73,7 @@ def text_between(state: RowState, start: int, stop: int) -> list[int]:
     return [*state.prompt.token_ids[start:stop], *canvas]
 
 
-def masked_between(state: RowState, start: int, stop: int) -> list[int]:
+def masked_in(state: RowState, start: int, stop: int) -> list[int]:
     """Return the masked positions from ``start`` to ``stop``."""
     return [p for p in range(max(start, state.prompt_length), stop) if state.is_masked[p - state.prompt_length]]
 

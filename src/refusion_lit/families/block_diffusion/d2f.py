@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.drafting import masked_between
+from refusion_lit.engine.drafting import masked_in
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -39,7 +39,7 @@ class PipelineState(RowState):
         if number < 0:
             return 1.0
         block = self.blocks[number]
-        return 1 - len(masked_between(self, block.start, block.stop)) / len(block)
+        return 1 - len(masked_in(self, block.start, block.stop)) / len(block)
 
     @property
     def stop(self) -> int:
@@ -96,9 +96,7 @@ class D2F(BlockDecoder):
         """Run one forward over all open blocks and commit tokens in each of them."""
         self._open(state)
         first = state.first_open
-        masked = {
-            i: masked_between(state, block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first
-        }
+        masked = {i: masked_in(state, block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
         read = [position for positions in masked.values() for position in positions]
         branch = self._branch(state, state.stop, read)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
-from refusion_lit.engine.drafting import masked_between, text_branch
+from refusion_lit.engine.drafting import masked_in, text_branch
 from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.noise import uniform_scalar
@@ -168,7 +168,7 @@ class BlockDiffusion(BlockDecoder):
             yield from self._store(state, block_start, predicts=True)
         else:
             span_end = (first // self._span_size + 1) * self._span_size
-            drawn = masked_between(state, first, span_end)
+            drawn = masked_in(state, first, span_end)
             if self.sampling_rule == "first_hitting" and state.sampling.temperature > 0:
                 # The place does not depend on the tokens, so it is drawn first, and only its logits are read.
                 uniform = uniform_scalar("first_hitting", state.sampling.seed, state.prompt.id, state.num_forwards)
@@ -176,7 +176,7 @@ class BlockDiffusion(BlockDecoder):
             if not self.fused and state.num_cached < block_start:
                 yield from self._store(state, block_start, predicts=False)
             yield from self._denoise(state, block_start, drawn)
-            state.span_step = state.span_step + 1 if masked_between(state, first, span_end) else 0
+            state.span_step = state.span_step + 1 if masked_in(state, first, span_end) else 0
 
     def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
         """Forward the whole block, and clean blocks that are not cached yet; commit some of the drawn tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.drafting import masked_between
+from refusion_lit.engine.drafting import masked_in
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 
@@ -46,7 +46,7 @@ class TokenEditing(BlockDecoder):
         """Fill and edit a whole block, then commit it."""
         first = state.prompt_length + state.is_masked.index(True)
         start = first // self.block_size * self.block_size
-        positions = masked_between(state, first, start + self.block_size)
+        positions = masked_in(state, first, start + self.block_size)
         tokens: list[int | None] = [None] * len(positions)
         num_post = 0
         while num_post < MAX_POST_FORWARDS:
