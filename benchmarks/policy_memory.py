@@ -30,9 +30,9 @@ from benchmarks.common import (
 from jsonargparse import auto_cli
 
 from refusion_lit.decoding import SelfSpeculative
-from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy import GroupPolicy, LeftToRight
+from refusion_lit.policy.likelihood import Answers
 from refusion_lit.types import Prompt
 
 LENGTH, SLOT = 128, 8
@@ -46,7 +46,7 @@ def measure(number: int) -> float:
 
     def step(size: int) -> None:
         rng = torch.Generator().manual_seed(0)
-        batch = ResponseBatch(
+        batch = Answers(
             input_ids=torch.randint(3, SMALL["vocab_size"] - 1, (size, 2 * LENGTH), generator=rng),
             prompt_lengths=torch.full((size,), LENGTH),
             response_lengths=torch.full((size,), LENGTH),

@@ -172,7 +172,8 @@ class Evaluation(L.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         require(data is not None, "datamodule", "a data module, which names the task", None, "pass one to the trainer")
         self._trainer = trainer
-        self._model = model = pl_module.text_model()
+        model: TextModel = pl_module.text_model()
+        self._model = model
         if self.options.verifier is not None:
             pair(model, load(self.options.verifier, device=model.backbone.device))
         self._task = data.task
