@@ -275,7 +275,7 @@ def test_figures_in_sentences_of_other_pages(registry: ModuleType) -> None:
     lost = [-means[name]["after"]["thresholds"]["difference_in_points"][0] for name in ("exact", "mean_field")]
     _says(
         "docs/rewards.md",
-        f"the mean field is {points:.1f} points behind left to right ({low:.1f} to {high:.1f})",
+        f"the mean field is {points:.1f} points behind the exact likelihood ({low:.1f} to {high:.1f})",
         f"cost the thresholded one {min(lost):.0f} to {max(lost):.0f}",
     )
 
