@@ -31,7 +31,7 @@ def extend_responses(
         width: Length of the longest row where it is known; ``None``: wait for the device to tell.
     """
     ends = batch.prompt_lengths + lengths
-    new_width: int = ends.max().cpu().tolist() if width is None else width
+    new_width = int(ends.max().cpu()) if width is None else width
     added = max(0, new_width - batch.input_ids.shape[1])
     input_ids = F.pad(batch.input_ids, (0, added), value=special_tokens.pad_token_id)[:, :new_width]
     positions = torch.arange(new_width, device=input_ids.device)

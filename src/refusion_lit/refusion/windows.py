@@ -62,7 +62,7 @@ class MaskWindows(Objective):
         ids = batch.input_ids
         in_response = batch.in_response
         num_text = ids.shape[1]
-        place = torch.arange(batch.response_lengths.max().cpu().tolist(), device=ids.device)
+        place = torch.arange(int(batch.response_lengths.max().cpu()), device=ids.device)
         offset = (noise.uniform("window", self.num_tilings) * self.window).long()[..., None]
         first = ((place - offset).div(self.window, rounding_mode="floor") * self.window + offset).clamp(min=0)
         first = rearrange(first, "batch tiling mask -> batch (tiling mask)")
