@@ -104,6 +104,14 @@ def test_wrong_options_are_refused_before_anything_runs(
     assert not out.exists()
 
 
+def test_no_point_tests_the_checkpoint_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "shared"}}
+    options = {"options": {"trainer.callbacks": [saver]}, "grid": {"seed_everything": [0, 1]}}
+    file = _write(tmp_path, subcommands=["fit", "test"], **options)
+    assert main(["sweep", "--config", file, "--directory", str(tmp_path / "out"), "--dry_run"]) == 2
+    assert "trainer.callbacks: expected no dirpath, which all points would share, got" in capsys.readouterr().err
+
+
 def test_dry_run_of_the_example(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["sweep", "--config", str(tmp_path / "configs" / "sweep" / "quickstart.yaml"), "--dry_run"]
     arguments += ["--directory", str(tmp_path / "out")]

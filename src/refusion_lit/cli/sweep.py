@@ -144,6 +144,11 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         logger = resolved["trainer"].get("logger")
         expected = "the default in a sweep, which finds results by it"
         require(logger in (None, True), "trainer.logger", expected, logger, "leave the option out")
+        own = resolved["trainer"].get("callbacks") or []
+        options = [each.get("init_args") or {} for each in (own if isinstance(own, list) else [own])]
+        shared = [each["dirpath"] for each in options if subcommand == "fit" and each.get("dirpath")]
+        fix = "leave it out: each point has a directory of its own"
+        require(not shared, "trainer.callbacks", "no dirpath, which all points would share", shared, fix)
         source = str(resolved.get("ckpt_path") or "")
         is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())
         require(is_here, "ckpt_path", "a checkpoint or directory that exists, or a hub id", source, "correct the path")
