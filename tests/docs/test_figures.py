@@ -426,6 +426,23 @@ def test_figures_in_sentences_of_lossless(registry: ModuleType) -> None:
         f"{speeds('results_xeon', 'auto')}",
     )
 
+    def others(path: str, name: str) -> str:
+        values = [float(value) for value in re.findall(r"[.\d]+", speeds(path, name))[1:]]
+        return _range(values, 2)
+
+    alone = lossless["float32", "GSM8K", "speed"]
+    first, second = (
+        [f"{alone[name][figure]:.2f}" for figure in ("tokens_per_forward", "speed_over_autoregressive")]
+        for name in ("auto", "two_forwards")
+    )
+    _says(
+        "experiments/lossless/README.md",
+        f"in {first[0]} tokens per forward at {first[1]} times the tokens/s of `Autoregressive`; with "
+        f"`layout: two_forwards` in {second[0]} at {second[1]} times",
+        f"{others('results', 'auto')} times, with `two_forwards` {others('results', 'two_forwards')} times on this "
+        f"machine and {others('results_xeon', 'two_forwards')} times on another",
+    )
+
 
 def test_figures_in_sentences_of_choose(registry: ModuleType) -> None:
     from experiments.real_conversion.table import joined  # pyright: ignore[reportMissingImports]
