@@ -199,7 +199,7 @@ class TextModel:
         prompt_id: str = "0",
         **options: Any,  # noqa: ANN401 - options of decode
     ) -> tuple[Generation, Trace]:
-        """Answer a query, and record every forward; :func:`~refusion_lit.traces.html.page` shows the trace.
+        """Answer a query, and record every forward; :func:`~refusion_lit.traces.display.page` shows the trace.
 
         Args:
             query: The text.

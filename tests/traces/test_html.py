@@ -8,8 +8,8 @@ import json
 import re
 
 from parsed_page import ParsedPage
+from refusion_lit.traces.display import page
 from refusion_lit.traces.document import explain
-from refusion_lit.traces.html import page
 from refusion_lit.traces.timeline import timeline
 from traces.samples import entry, make_trace, plan_and_verify
 

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from refusion_lit.traces.terminal import animate, print_statistics
+from refusion_lit.traces.display import animate, print_statistics
 from traces.samples import plan_and_verify
 
 

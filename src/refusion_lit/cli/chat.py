@@ -12,8 +12,8 @@ from rich.text import Text
 from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.memory import KeptCache
+from refusion_lit.traces.display import round_style
 from refusion_lit.traces.document import Trace, visible, visible_lines
-from refusion_lit.traces.terminal import round_style
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.require import require
 

@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.traces.document import FORMAT, Trace, read_trace, visible, write_trace
-from refusion_lit.traces.html import page
-from refusion_lit.traces.terminal import animate, print_statistics
+from refusion_lit.traces.display import animate, page, print_statistics
+from refusion_lit.traces.document import FORMAT, read_trace, visible, write_trace
 from refusion_lit.utils.files import require_free, write_atomically
 from refusion_lit.utils.require import require
 
@@ -39,7 +38,12 @@ def run(args: list[str]) -> int:
     options = build_parser().parse(args)
     output = Path(options.output)
     _check(options, output)
-    trace = read_trace(options.trace_file) if options.trace_file is not None else _decode(options)
+    if options.trace_file is not None:
+        trace = read_trace(options.trace_file)
+    else:
+        setup = setup_of(options)
+        own = {"decoder": setup.decoder, "sampling": setup.sampling}
+        _, trace = setup.model.trace(options.prompt, **own, **vars(setup.decoding))
     console = Console()
     console.print(Text(f"decoder: {visible(trace.decoder)}"))
     animate(trace, console=console)
@@ -65,8 +69,3 @@ def _check(options: Namespace, output: Path) -> None:
     require(is_known, "output", "a name that ends in .html or .json", str(output), "rename it")
     is_trace = output.is_file() and FORMAT.encode() in output.read_bytes()
     require_free(output, "a trace", is_kind=is_trace, source=options.trace_file)
-
-
-def _decode(options: Namespace) -> Trace:
-    setup = setup_of(options)
-    return setup.model.trace(options.prompt, decoder=setup.decoder, sampling=setup.sampling, **vars(setup.decoding))[1]

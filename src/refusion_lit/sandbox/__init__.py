@@ -1,14 +1,8 @@
 """Runs untrusted programs, each in a fresh sandboxed process.
 
-With ``full`` isolation the sandbox prevents:
-
-- reading or changing files outside the run's directory, except reading the Python installation and system libraries;
-- changing owners, modes and times of files;
-- network access;
-- starting, signalling or tracing processes;
-- infinite loops, and exceeding the limits on memory, processor time, size of a file, and open files;
-- passing by exiting early: a run passes only if it returns a nonce that is drawn after the tests have finished, so
-  nothing that the program reads, prints or returns before can help.
+``docs/benchmarks.md`` says what each level of isolation prevents; ``full`` keeps owners, modes and times of files, too.
+A run passes only if it returns a nonce that is drawn after the tests have finished, so nothing that the program reads,
+prints or returns before can help.
 
 The sandbox does not prevent:
 

@@ -114,23 +114,18 @@ class Slurm(Launcher):
     Attributes:
         num_workers: Maximum number of jobs that run concurrently.
         minutes: Time limit of a job.
-        gpus_per_node: GPUs per job.
-        cpus_per_task: CPUs per job.
-        mem_gb: Memory per job in GB; the cluster's default if ``None``.
-        parameters: Additional submitit parameters, such as ``slurm_partition`` and ``slurm_account``.
+        parameters: Further submitit parameters of a job, such as ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``,
+            ``slurm_partition`` and ``slurm_account``; the cluster's defaults without them.
         cluster: ``slurm``, or ``local`` to try the same jobs as processes of this machine, all at once.
     """
 
     num_workers: int = 16
     minutes: int = 60
-    gpus_per_node: int = 0
-    cpus_per_task: int = 1
-    mem_gb: float | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
     cluster: Literal["slurm", "local"] = "slurm"
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "minutes", "cpus_per_task"):
+        for name in ("num_workers", "minutes"):
             require_at_least(name, getattr(self, name), 1)
 
     def check(self) -> None:
@@ -149,11 +144,8 @@ class Slurm(Launcher):
         import submitit
 
         executor = submitit.AutoExecutor(folder=folders[0].parent.parent / "jobs", cluster=self.cluster)
-        settings: dict[str, Any] = {"name": "refusion_lit", "timeout_min": self.minutes}
-        settings |= {"gpus_per_node": self.gpus_per_node, "cpus_per_task": self.cpus_per_task}
-        if self.mem_gb is not None:
-            settings["mem_gb"] = self.mem_gb
-        executor.update_parameters(**settings, slurm_array_parallelism=self.num_workers, **self.parameters)
+        own = {"name": "refusion_lit", "timeout_min": self.minutes, "slurm_array_parallelism": self.num_workers}
+        executor.update_parameters(**own, **self.parameters)
         running = dict(zip(folders, executor.map_array(run_point, map(str, folders)), strict=True))
         try:
             while running:

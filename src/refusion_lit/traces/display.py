@@ -1,10 +1,16 @@
-"""A trace in the terminal: an animation, and a table of its statistics."""
+"""Shows a trace: an animation and a table of its statistics in the terminal, or one self-contained HTML page."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import time
 from collections.abc import Callable
+from importlib.resources import files
+from string import Template
+from typing import Any
 
+from jinja2.utils import htmlsafe_json_dumps
 from rich.color import Color, ColorTriplet, blend_rgb
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,8 +18,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.traces.document import Trace, explain, visible
-from refusion_lit.traces.timeline import Timeline, timeline, trace_statistics
+from refusion_lit.traces.document import FORMAT, Trace, explain, visible, visible_lines
+from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
 
 _SECONDS_PER_FORWARD = 0.4
 # From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
@@ -79,14 +85,6 @@ def _heading(trace: Trace, history: Timeline, number: int) -> str:
     return f"forward {number}/{trace.num_forwards}, {phase}: {shown or 'no token changes'}"
 
 
-def _about(trace: Trace, number: int) -> str:
-    """Return what a forward does; empty for a phase that is not explained."""
-    if number == 0:
-        return "Every token of the response is masked."
-    does = explain(trace.rounds[number - 1].phase)
-    return f"This forward {does}." if does else ""
-
-
 def _frame(trace: Trace, history: Timeline, number: int) -> Group:
     text = Text()
     forwards = history.final_forwards()
@@ -102,4 +100,71 @@ def _frame(trace: Trace, history: Timeline, number: int) -> Group:
             style = "italic underline"
         text.append("·" if change is None else visible(trace.piece(change.token)), style)
     heading = f"{visible(trace.decoder)}, {_heading(trace, history, number)}"
-    return Group(Text(heading, "bold"), Text(_about(trace, number), "dim"), text, _LEGEND)
+    about = "Every token of the response is masked."
+    if number:
+        does = explain(trace.rounds[number - 1].phase)
+        about = f"This forward {does}." if does else ""  # a phase of one's own decoder has no explanation
+    return Group(Text(heading, "bold"), Text(about, "dim"), text, _LEGEND)
+
+
+def page(trace: Trace) -> str:
+    """Return the HTML page, one file in which all text from the model is data, never markup.
+
+    The content security policy allows exactly the page's own style and script, by hash, and forbids any request. All
+    text of the trace is in one JSON block, which is escaped so that no text can end it; the script inserts it as text
+    nodes only.
+    """
+    style = _asset("page.css")
+    script = _asset("page.js")
+    return Template(_asset("page.html")).substitute(
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        format=FORMAT,
+        data=htmlsafe_json_dumps(_data(trace), separators=(",", ":"), allow_nan=False),
+    )
+
+
+def _asset(name: str) -> str:
+    return files("refusion_lit.traces").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _data(trace: Trace) -> dict[str, Any]:
+    """Return the values that ``page.js`` shows; each token text is stored once, in ``pieces``."""
+    history = timeline(trace)
+    pieces: dict[str, int] = {}
+
+    def compact(change: Change) -> list[Any]:
+        text = visible(trace.piece(change.token))
+        probability = None if change.probability is None else round(change.probability, 4)
+        piece = pieces.setdefault(text, len(pieces))
+        return [change.index, piece, probability, change.status[0], change.num_drafts]
+
+    rounds = [
+        {
+            "phase": visible(entry.phase),
+            "shape": list(entry.shape),
+            "num_scores": len(entry.scores),
+            "lowest_score": round(min(entry.scores), 4) if entry.scores else None,
+            "changes": [compact(change) for change in changes],
+        }
+        for entry, changes in zip(trace.rounds, history.changes, strict=True)
+    ]
+    return {
+        "decoder": visible(trace.decoder),
+        "prompt": visible_lines(trace.prompt),
+        "response": visible_lines(trace.response),
+        "finish_reason": visible(trace.finish_reason),
+        "seconds": round(trace.seconds, 3),
+        "slot_size": trace.slot_size,
+        "canvas_length": history.canvas_length,
+        "rounds": rounds,
+        "pieces": list(pieces),
+        "statistics": trace_statistics(trace),
+        "phases": [[visible(phase), number, explain(phase)] for phase, number in trace.phases.items()],
+    }
