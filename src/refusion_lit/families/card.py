@@ -90,7 +90,6 @@ class SoftTail(Objective):
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask_shifted", "next_token"))
-    """Causal attention; every token, mask or not, predicts the next."""
 
     term = "next_token"
     ranges = {"tail": 1.0, "beta": "(0, inf)", "decay": "(0, 1]"}

@@ -160,7 +160,6 @@ class DualStream(Objective):
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask", "next_token"))
-    """Causal attention; masks predict themselves, clean tokens the next one."""
 
     ranges = {"block_size": 1, "ar_weight": 0.0}
     block_size: int = 32

@@ -59,7 +59,6 @@ class DrafterOptions:
     alpha: float = 32.0
 
     def __post_init__(self) -> None:
-        """Refuse impossible values."""
         check_options(self, "backbone.drafter.")
 
 

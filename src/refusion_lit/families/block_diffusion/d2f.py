@@ -152,7 +152,6 @@ class DiffusionForcing(Objective):
     t_max: float = 0.7
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
 

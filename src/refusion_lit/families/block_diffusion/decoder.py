@@ -151,7 +151,6 @@ class BlockDiffusion(BlockDecoder):
     fused: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse impossible options."""
         super().__post_init__()
         holds = self.num_steps is None or self.sampling_rule == "threshold"
         require(holds, "num_steps", "null with sampling_rule 'first_hitting'", self.num_steps, "leave one of them out")

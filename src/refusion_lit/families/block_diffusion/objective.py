@@ -72,7 +72,6 @@ class BlockMasked(Objective):
     fill_blocks_with: Literal["eos", "mask"] = "eos"
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
         weighted = not self.complementary or self.denominator == "response"
@@ -221,7 +220,6 @@ class EditableBlockMasked(BlockMasked):
     keep_weight: float = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         for name in ("complementary", "shifted"):
             fix = "leave it out, or train with BlockMasked"
