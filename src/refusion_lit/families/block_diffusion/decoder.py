@@ -229,9 +229,9 @@ class TokenEditing(BlockDecoder):
     A forward reads every place of the block that is neither prompt nor given; given tokens never change. It fills the
     masks more probable than ``mask_threshold``, and always the most probable one. The same forward replaces visible
     tokens where another token is more probable than ``edit_threshold``. Once a block has no masks, further forwards
-    edit it until one replaces nothing, at most 16 of them. Then the whole block is committed and
-    never changes: streaming and stop strings see whole blocks. Blocks are counted from position 0, prompt
-    included; attention is block-causal, and the cache of complete blocks is exact.
+    edit it until one replaces nothing, at most 16 of them. Then the whole block is committed and never changes:
+    streaming and stop strings see whole blocks. Blocks are counted from position 0, prompt included; attention is
+    block-causal, and the cache of complete blocks is exact.
 
     Source: LLaDA2.1 (arXiv 2602.08676) and the generation routine of its model card, whose thresholds are the defaults.
     Deliberate differences: the forward that caches a block is the first one of the next block, which saves one forward

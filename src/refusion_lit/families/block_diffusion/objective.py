@@ -167,10 +167,9 @@ def three_part_ranges(
 ) -> Int[Tensor, "batch doubled range 2"]:
     """Return what the tokens of a doubled sequence ``[noisy; clean]`` see.
 
-    As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737).
-
-    A noisy token sees its own noisy block and all clean blocks before it. A clean token sees the clean blocks up to
-    and including its own, and nothing noisy.
+    As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737). A noisy token sees its own noisy
+    block and all clean blocks before it. A clean token sees the clean blocks up to and including its own, and nothing
+    noisy.
 
     Args:
         num_tokens: Number of tokens in one half.
