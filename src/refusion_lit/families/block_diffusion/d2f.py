@@ -193,11 +193,7 @@ class DiffusionForcing(Objective):
         )
 
     def _ratios(
-        self,
-        num_blocks: Int[Tensor, " batch"],
-        most: int,
-        noise: KeyedNoise,
-        mask_ratio: MaskRatio,
+        self, num_blocks: Int[Tensor, " batch"], most: int, noise: KeyedNoise, mask_ratio: MaskRatio
     ) -> Float[Tensor, "batch block"]:
         """Draw the mask probability of each of ``most`` blocks; those of a sample do not fall from left to right."""
         if mask_ratio is not None:
