@@ -12,8 +12,7 @@ from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Read
 from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder, TrajectoryWriter, read_trajectories
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.d2f import D2F
-from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
-from refusion_lit.families.block_diffusion.token_editing import TokenEditing
+from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
 from refusion_lit.families.card import CARD
 from refusion_lit.families.defaults import default_decoder
 from refusion_lit.families.llada.apd import APD

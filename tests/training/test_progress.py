@@ -38,7 +38,8 @@ def _one_step(progress: TrainingProgress) -> None:
 def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(training.time, "perf_counter", lambda: now)
-    progress = TrainingProgress(40)
+    progress = TrainingProgress()
+    progress.num_positions += 40  # of a run that is resumed
     progress.start(torch.device("cpu"))
     _one_step(progress)
     figures = progress.figures()

@@ -44,7 +44,6 @@ class BatchDataset(Dataset[Any]):
         self._collate = collate
 
     def __getitem__(self, index: list[int]) -> Any:  # noqa: ANN401
-        """Return a batch."""
         return self._collate([self._samples[i] for i in index])
 
 
@@ -111,7 +110,6 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         return self._num_samples // (self.batch_size * self.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of sample indices."""
         start = self.start
         self.start = 0
         random = np.random.default_rng(stable_key("order", self.seed, self.epoch) & (1 << 63) - 1)

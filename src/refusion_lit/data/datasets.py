@@ -39,11 +39,9 @@ class EncodedOnRead(Dataset[EncodedExample]):
         self.max_length = max_length
 
     def __len__(self) -> int:
-        """Return the number of examples."""
         return len(self._examples)
 
     def __getitem__(self, index: int) -> EncodedExample:
-        """Return an encoded example."""
         example = self._examples[index]
         sample = EncodedExample(example.id, *self._encode(example))
         expected = f"at most {self.max_length} tokens in the sample {example.id}"

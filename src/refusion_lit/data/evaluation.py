@@ -107,5 +107,4 @@ class EvaluationBatches(DistributedSampler[list[int]]):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over this process's batches of sample indices."""
         return iter(self._batches)

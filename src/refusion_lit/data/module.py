@@ -123,8 +123,6 @@ class InstructionDataModule(L.LightningDataModule):
             fix = f"set it to {max_positions}, which drops longer samples, or take a model with a longer context"
             require(longest <= max_positions, "data.max_length", expected, longest, fix)
 
-    # --- training --------------------------------------------------------------------------------------------
-
     def train_dataloader(self) -> TrainingLoader:
         """Return a loader of shuffled micro-batches, which do not depend on the number of workers."""
         data = self._encoded("train")
@@ -146,8 +144,6 @@ class InstructionDataModule(L.LightningDataModule):
             loader = TrainingLoader(BatchDataset(samples, collate), sampler=order, batch_size=None, **workers)
         loader.trainer = self.trainer
         return loader
-
-    # --- evaluation ------------------------------------------------------------------------------------------
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
         """Return a loader of validation batches, for the loss."""
@@ -182,8 +178,6 @@ class InstructionDataModule(L.LightningDataModule):
         share = EvaluationBatches(len(data), size, rank=trainer.global_rank, num_ranks=trainer.world_size)
         batches = BatchDataset(data, collate)
         return DataLoader(batches, sampler=share, batch_size=None, num_workers=self.num_workers)
-
-    # --- examples --------------------------------------------------------------------------------------------
 
     @property
     def _collate(self) -> partial[ResponseBatch]:

@@ -16,12 +16,7 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, ab
 from refusion_lit.engine.drafting import rounds_since, text_branch
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import (
-    MaskRatio,
-    Objective,
-    mask_probability,
-    required_mask_id,
-)
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import random_subset, shift_left
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -95,7 +90,6 @@ class SoftTail(Objective):
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask_shifted", "next_token"))
-    """Causal attention; every token, mask or not, predicts the next."""
 
     term = "next_token"
     ranges = {"tail": 1.0, "beta": "(0, inf)", "decay": "(0, 1]"}

@@ -124,7 +124,6 @@ class StaggeredSets(Objective):
     pad_responses_to: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.reach", self.reach, self.set_size)
 

@@ -21,12 +21,7 @@ from refusion_lit.engine.drafting import text_between
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
-from refusion_lit.learning.objective import (
-    MaskRatio,
-    Objective,
-    mask_probability,
-    required_mask_id,
-)
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import random_subset, shift_left
 from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise
@@ -165,7 +160,6 @@ class DualStream(Objective):
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask", "next_token"))
-    """Causal attention; masks predict themselves, clean tokens the next one."""
 
     ranges = {"block_size": 1, "ar_weight": 0.0}
     block_size: int = 32

@@ -84,12 +84,7 @@ class Objective(ABC):
 
     @abstractmethod
     def corrupt(
-        self,
-        batch: ResponseBatch,
-        noise: KeyedNoise,
-        special_tokens: SpecialTokens,
-        *,
-        mask_ratio: MaskRatio = None,
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
         """Mask part of the responses and label what is to be predicted.
 

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.architecture import config_of_source, config_of_type

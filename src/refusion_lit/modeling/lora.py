@@ -31,7 +31,6 @@ class LoraOptions:
     target_modules: list[str] | str = "all-linear"
 
     def __post_init__(self) -> None:
-        """Refuse impossible values."""
         check_options(self, "backbone.lora.")
 
 

@@ -45,8 +45,7 @@ def save_model(
 
     Adapters are merged into the backbone's weights first. For a model of the hybrid objective, the directory includes a
     decoder for transformers' ``generate(custom_generate=...)``, with those options of the model's own ReFusion that it
-    knows; for a model with a drafter, the drafter and its
-    decoder.
+    knows; for a model with a drafter, the drafter and its decoder.
 
     Args:
         backbone: The model.

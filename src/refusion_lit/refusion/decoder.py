@@ -81,7 +81,6 @@ class ReFusion(Decoder):
     infill_layout: Literal["packed", "reference"] = "packed"
 
     def __post_init__(self) -> None:
-        """Refuse impossible options."""
         super().__post_init__()
         has_bonus = self.infill == "bonus"
         fix = "raise it, or use another infill"

@@ -34,7 +34,6 @@ class Hybrid(Objective):
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    """Causal attention; masks predict themselves, clean tokens the next one of their slot."""
 
     ranges = {"eps": "(0, 1]", "mdm_weight": 0.0, "ar_weight": 0.0}
     slot_sizes: tuple[int, ...] = (4, 8, 16, 32)
@@ -43,7 +42,6 @@ class Hybrid(Objective):
     ar_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         valid = isinstance(self.slot_sizes, Sequence) and len(self.slot_sizes) > 0
         sizes = "one or more sizes of at least 1"

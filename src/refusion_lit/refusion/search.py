@@ -199,8 +199,6 @@ class SlotSearch(Decoder):
         is_last = state.next_block == len(state.blocks)
         state.finished = not state.root.remaining and (is_last or state.prefix_ends)
 
-    # --- search ----------------------------------------------------------------------------------------------
-
     def _tree_search(self, state: SearchState) -> Steps[Node]:
         """Return the most visited child of the root after all simulations."""
         root = state.root
@@ -262,8 +260,6 @@ class SlotSearch(Decoder):
                 seen.add(slots)
             beams = [*best, *others][: self.beam_size]
         return max(beams, key=lambda node: node.score())
-
-    # --- forwards --------------------------------------------------------------------------------------------
 
     def _candidates(self, node: Node) -> list[int]:
         """Return the remaining slots, those with the most confident first token first."""

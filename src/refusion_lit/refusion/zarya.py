@@ -46,7 +46,6 @@ class Zarya(Hybrid):
     shuffle_masked: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         if self.slot_borders is None:
             return

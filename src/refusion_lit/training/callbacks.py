@@ -40,9 +40,8 @@ class SaveLastStep(Checkpoint):
         if not _is_last_step(trainer):
             return
         for callback in _savers(trainer):
-            if callback.save_last and not callback._should_skip_saving_checkpoint(
-                trainer
-            ):  # which knows what it has saved
+            # The callback knows what it has saved.
+            if callback.save_last and not callback._should_skip_saving_checkpoint(trainer):
                 path = str(_last_path(callback))
                 callback.last_model_path = path  # first, since it is in the checkpoint, by which it is found
                 trainer.save_checkpoint(path, callback.save_weights_only)

@@ -95,8 +95,6 @@ class SlotDiffusionModule(L.LightningModule):
         self.validation = Validation(objective, self.progress)
         self.rollouts = Rollouts(objective, self.evaluation, seed) if isinstance(objective, GroupPolicy) else None
 
-    # --- model -----------------------------------------------------------------------------------------------
-
     def configure_model(self) -> None:
         """Build the backbone once the tokenizer is known, and shard it if the strategy does."""
         if self.backbone is not None:
@@ -139,8 +137,6 @@ class SlotDiffusionModule(L.LightningModule):
         if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
             check_weights(checkpoint["state_dict"], self.state_dict())
         self.progress.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
-
-    # --- training --------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
         """Check what training needs, and record what the weights are trained for."""
@@ -269,8 +265,6 @@ class SlotDiffusionModule(L.LightningModule):
         else:
             scheduler = self.schedule(optimizer, self._num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    # --- validation and evaluation ---------------------------------------------------------------------------
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add the loss of a batch, which is empty on a process without samples."""

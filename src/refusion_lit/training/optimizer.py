@@ -37,7 +37,6 @@ class WarmupCosine:
     final_lr_ratio: float = 0.02
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_options(self, "model.schedule.")
 
     def __call__(self, optimizer: Optimizer, num_steps: int) -> LambdaLR:

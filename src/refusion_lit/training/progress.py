@@ -21,16 +21,14 @@ class TrainingProgress:
     micro-batches' means would be another loss. Therefore all micro-batches of a step are corrupted before the first
     one runs, and each gets the counts of the whole step as its denominators.
 
-    Args:
-        num_positions: Number of positions that a resumed run had computed before.
-
     Attributes:
-        num_positions: Number of token positions computed so far on all processes, padding included.
+        num_positions: Number of token positions computed so far on all processes, padding included; a resumed run sets
+            what it had computed before.
         sample_ids: Ids of the samples in the optimizer step under way, on this process.
     """
 
-    def __init__(self, num_positions: int = 0) -> None:
-        self.num_positions: Tensor = torch.tensor(num_positions, dtype=torch.float64)
+    def __init__(self) -> None:
+        self.num_positions = torch.zeros((), dtype=torch.float64)
         self.sample_ids: list[str] = []
         self._micro_batches: deque[CorruptedBatch] = deque()
         self._loss: LossOutput | None = None

@@ -34,7 +34,7 @@ from fakes import (
 )
 from refusion_lit.decoding import Autoregressive, DecodingOutput, Forward, SelfSpeculative, decode
 from refusion_lit.families.speculative.decoder import _ADAPTERS, _SURE_COST, SpeculativeState, cheapest
-from refusion_lit.modeling.fused.drafts import DraftMasks
+from refusion_lit.modeling.drafter import DraftMasks
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from scripted import letters

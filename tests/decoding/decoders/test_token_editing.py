@@ -15,7 +15,7 @@ from decoder_cases import prompts, traits_for
 from effort import examples
 from fakes import MASK, SPECIAL, VOCAB, FakeModel, HashModel, tiny_backbone
 from refusion_lit.decoding import BlockDiffusion, TokenEditing, decode
-from refusion_lit.families.block_diffusion.token_editing import MAX_POST_FORWARDS
+from refusion_lit.families.block_diffusion.decoder import MAX_POST_FORWARDS
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import as_mask

@@ -22,7 +22,6 @@ class Autoregressive(Objective):
     """
 
     trained = ModelTraits(attention="causal", predictions=("next_token",))
-    """Causal attention; every token predicts the next."""
 
     term = "ar"
 

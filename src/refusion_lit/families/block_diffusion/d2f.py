@@ -152,7 +152,6 @@ class DiffusionForcing(Objective):
     t_max: float = 0.7
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
 
@@ -194,11 +193,7 @@ class DiffusionForcing(Objective):
         )
 
     def _ratios(
-        self,
-        num_blocks: Int[Tensor, " batch"],
-        most: int,
-        noise: KeyedNoise,
-        mask_ratio: MaskRatio,
+        self, num_blocks: Int[Tensor, " batch"], most: int, noise: KeyedNoise, mask_ratio: MaskRatio
     ) -> Float[Tensor, "batch block"]:
         """Draw the mask probability of each of ``most`` blocks; those of a sample do not fall from left to right."""
         if mask_ratio is not None:

@@ -72,7 +72,6 @@ class BlockMasked(Objective):
     fill_blocks_with: Literal["eos", "mask"] = "eos"
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
         weighted = not self.complementary or self.denominator == "response"
@@ -168,10 +167,9 @@ def three_part_ranges(
 ) -> Int[Tensor, "batch doubled range 2"]:
     """Return what the tokens of a doubled sequence ``[noisy; clean]`` see.
 
-    As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737).
-
-    A noisy token sees its own noisy block and all clean blocks before it. A clean token sees the clean blocks up to
-    and including its own, and nothing noisy.
+    As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737). A noisy token sees its own noisy
+    block and all clean blocks before it. A clean token sees the clean blocks up to and including its own, and nothing
+    noisy.
 
     Args:
         num_tokens: Number of tokens in one half.
@@ -221,7 +219,6 @@ class EditableBlockMasked(BlockMasked):
     keep_weight: float = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         for name in ("complementary", "shifted"):
             fix = "leave it out, or train with BlockMasked"

@@ -84,7 +84,6 @@ class LLaDA(Decoder):
     shifted: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse impossible options."""
         super().__post_init__()
         if self.block_length is not None:
             require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",

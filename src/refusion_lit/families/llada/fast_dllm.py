@@ -64,7 +64,6 @@ class FastDLLM(Decoder):
     shifted: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse impossible options."""
         super().__post_init__()
         if self.factor is not None:
             require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")

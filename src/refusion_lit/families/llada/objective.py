@@ -131,7 +131,6 @@ class R2FT(Objective):
     """
 
     trained = ModelTraits(attention="bidirectional", predictions=("mask",))
-    """Bidirectional attention; masks predict themselves."""
 
     packs = False
     ranges = {
@@ -149,7 +148,6 @@ class R2FT(Objective):
     pad_responses_to: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         require_at_least("objective.max_span", self.max_span, self.min_span)
 

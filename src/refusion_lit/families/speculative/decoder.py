@@ -101,7 +101,6 @@ class SelfSpeculative(Decoder):
     coupling: Literal["shared_noise", "rejection"] = "shared_noise"
 
     def __post_init__(self) -> None:
-        """Refuse impossible options."""
         super().__post_init__()
         expected = "shared_noise where no layout is named, as rejection makes the text depend on it"
         fix = "set layout to single_forward or two_forwards"

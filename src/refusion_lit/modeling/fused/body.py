@@ -23,9 +23,8 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from refusion_lit.modeling.drafter import Drafter
+from refusion_lit.modeling.drafter import Drafter, DraftMasks
 from refusion_lit.modeling.fused.attention import RowAttention, Rows
-from refusion_lit.modeling.fused.drafts import DraftMasks
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 from refusion_lit.modeling.fused.segments import attention_for
 from refusion_lit.modeling.kv_cache import KVCache
