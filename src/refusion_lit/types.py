@@ -154,7 +154,6 @@ class DecodingOptions:
     allow_mismatch: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_options(self)
 
 
@@ -187,7 +186,6 @@ class SamplingParams:
     entropy_window: int = 256
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         require_at_least("max_new_tokens", self.max_new_tokens, 1)
         in_range = is_number(self.temperature, Real) and (self.temperature == 0 or 1e-30 <= self.temperature <= 1e30)
         require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature, "use 0.7, say")

@@ -13,17 +13,17 @@ import grimp
 SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
-    "command to text: files": 23,
-    "command to text: lines": 4_346,
+    "command to text: files": 21,
+    "command to text: lines": 3_744,
     "token ids to text: files": 18,
-    "token ids to text: lines": 3_801,
-    "examples to loss: files": 15,
-    "examples to loss: lines": 2_914,
-    "test: files": 57,
-    "test: lines": 11_949,
-    "package: files": 167,
-    "package: lines": 26_363,
-    "package: lines of code": 16_561,
+    "token ids to text: lines": 3_445,
+    "examples to loss: files": 14,
+    "examples to loss: lines": 2_490,
+    "test: files": 53,
+    "test: lines": 10_393,
+    "package: files": 169,
+    "package: lines": 26_399,
+    "package: lines of code": 16_595,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -27,7 +27,6 @@ class EncodedExample:
     response_ids: Sequence[int]
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 

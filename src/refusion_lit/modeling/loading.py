@@ -76,7 +76,6 @@ class BackboneConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse combinations that cannot be built."""
         if self.source is None and "model_type" not in self.config:
             raise ValueError(
                 "backbone: expected a source (directory or hub id) or a config with model_type (for example "

@@ -141,7 +141,6 @@ class LeftToRight(Likelihood):
     slot_size: int = 8
 
     def __post_init__(self) -> None:
-        """Check the options."""
         require_at_least("objective.likelihood.slot_size", self.slot_size, 1)
 
     def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:  # noqa: ARG002

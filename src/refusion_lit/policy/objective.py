@@ -32,7 +32,6 @@ class Reward(ABC):
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the options."""
         require_number("objective.rewards.weight", self.weight, "(-inf, inf)", "use 1, say")
 
     @abstractmethod
@@ -105,7 +104,6 @@ class GroupPolicy(Objective):
     max_new_tokens: int = 128
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be trained with."""
         super().__post_init__()
         fits = self.unit == "sequence" or self.likelihood.is_exact
         name = type(self.likelihood).__name__

@@ -37,5 +37,4 @@ class Limits:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_options(self)
