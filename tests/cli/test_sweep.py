@@ -147,13 +147,16 @@ def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
 def test_options_of_a_decoder_of_ones_own_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An import path in ``options`` names a class for the points; reading the file creates nothing of it."""
     source = "@dataclass(frozen=True, kw_only=True)\nclass Own(OneShot):\n    window: int = 8\n"
-    (tmp_path / "own.py").write_text(f"from docs.examples.one_shot import *\n\n{source}")
+    (tmp_path / "swept.py").write_text(f"from docs.examples.one_shot import *\n\n{source}")
     monkeypatch.syspath_prepend(tmp_path)
-    options = {"model.decoders": {"mine": {"class_path": "own.Own"}}}
+    options = {"model.decoders": {"mine": {"class_path": "swept.Own"}}}
     file = Path(_write(tmp_path, options=options, grid={"model.decoders.mine.window": [4, 16]}, launcher="Local"))
     points = plan(read_sweep(file), tmp_path, resolver())
     found = [point.configs["test"]["model"]["decoders"]["mine"] for point in points]
-    assert [(each["class_path"], each["init_args"]["window"]) for each in found] == [("own.Own", 4), ("own.Own", 16)]
+    assert [(each["class_path"], each["init_args"]["window"]) for each in found] == [
+        ("swept.Own", 4),
+        ("swept.Own", 16),
+    ]
 
 
 @pytest.mark.parametrize(
