@@ -405,7 +405,7 @@ def test_figures_in_sentences_of_lossless(registry: ModuleType) -> None:
     )
     levers = registry.read("experiments/lossless/levers.json")["levers"]
     tree = [found["tree"][0] / found["two_forwards"][0] for found in levers["start"]["prompts"].values()]
-    drawn, greedy = (levers[name] for name in ("answers at 0.8", "as train.yaml"))
+    drawn, greedy, equal = (levers[name] for name in ("answers at 0.8", "as train.yaml", "decay 1"))
     rates = [f"{each['prompts']['gsm8k']['single_forward']:.2f}" for each in (drawn, greedy)]
     sampled = [f"{each['sampled_tokens_per_forward']:.2f}" for each in (drawn, greedy)]
     both = lossless["float32, 2 threads", "GSM8K", "speed"]
@@ -416,6 +416,8 @@ def test_figures_in_sentences_of_lossless(registry: ModuleType) -> None:
         f"A tree of two branches needs no training and gains {_range(tree, 2)} times",
         f"{rates[0]} tokens per forward on GSM8K in place of {rates[1]}, at a temperature of 0.8 itself {sampled[0]} "
         f"in place of {sampled[1]}",
+        f"(decay 1) make {equal['prompts']['gsm8k']['single_forward']:.2f} on GSM8K and "
+        f"{equal['sampled_tokens_per_forward']:.2f} at 0.8",
         f"with two threads `two_forwards` is {two} times as fast on 25 questions, `auto` {automatic}; training",
         f"`auto` is then {auto[0]} times as fast as `generate`, which is not invariant, in place of {auto[1]}, and "
         f"`Autoregressive` {plain[0]} in place of {plain[1]}",
