@@ -379,8 +379,7 @@ def page(results: dict[str, Result]) -> str:
             "`nox -s figures` makes this page from the JSON beside it; run `nox -s bench` to measure. "
             "What is compared ran in turns in one process, in a new random order in each round, and a ratio is a "
             "median, unless the part says otherwise; memory is that of a process of its own. Seconds, every repeat, "
-            "config and versions are in the JSON. Those of commit c83f35bc were timed at high priority on one core, "
-            "beside small tests at low priority on the other; nothing ran beside `serve`; memory and soaks shared a core."
+            "config and versions are in the JSON."
         ),
         "\n".join(
             f"- {name}: {machine(result)}"

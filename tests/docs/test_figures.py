@@ -141,6 +141,16 @@ def test_stamped_commits_are_in_the_history_or_the_file_says_that_they_are_not(r
     assert unstamped == UNSTAMPED
 
 
+def test_all_benchmarks_of_this_machine_are_of_the_commit_that_the_page_names(registry: ModuleType) -> None:
+    others = {"serve_slow_epyc", "shared_heads_xeon", "versions_slow_machine", "versions_xeon"}
+    files = {path.stem: str(path) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert files.keys() > others
+    measured = [registry.read(file)["environment"]["git"] for name, file in files.items() if name not in others]
+    (commit,) = {git["commit"][:8] for git in measured}
+    assert not any(git["dirty"] for git in measured)
+    _says("docs/speed.md", f"all of commit {commit}, timed")
+
+
 def test_each_result_of_uncommitted_changes_says_so_where_it_is_shown(registry: ModuleType) -> None:
     from docs.figures.pages import pages  # pyright: ignore[reportMissingImports]
 
