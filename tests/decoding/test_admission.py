@@ -25,7 +25,7 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.engine import admission as admission_module
-from refusion_lit.engine.admission import Admission, Row, common_length
+from refusion_lit.engine.admission import Admission, Row
 from refusion_lit.engine.memory import KeptCache
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -149,8 +149,11 @@ def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
 
 @given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
 def test_common_beginnings_are_found(first: list[int], second: list[int]) -> None:
-    length = next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))  # noqa: B905
-    assert common_length(tuple(first), tuple(second)) == length
+    num_common = max(n for n in range(1 + min(len(first), len(second))) if first[:n] == second[:n])
+    admission = Admission(1, ReFusion(), {0: (5, 6, 7, *second)})
+    admission.add(Row(0, Prompt(token_ids=(5, 6, 7, *first), id="a"), NEXT))
+    [row] = admission.admit()
+    assert row.num_shared == 3 + num_common
 
 
 @pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4)])

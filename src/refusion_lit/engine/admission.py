@@ -273,21 +273,10 @@ class Admission:
         head = tokens[:MIN_SHARED]
         for storage, other in prompts.items():
             if other[:MIN_SHARED] == head:
-                length = self._decoder.num_shareable(len(tokens), common_length(tokens, other))
+                pairs = enumerate(zip(tokens, other, strict=False))
+                num_common = next((i for i, (own, its) in pairs if own != its), min(len(tokens), len(other)))
+                length = self._decoder.num_shareable(len(tokens), num_common)
                 if length > best:
                     best = length
                     row = storage
         return (best, row) if best >= MIN_SHARED else (0, -1)
-
-
-def common_length(first: Tokens, second: Tokens) -> int:
-    """Return the length of the longest common prefix."""
-    low = 0
-    high = min(len(first), len(second))
-    while low < high:  # bisection: comparing slices is far faster than comparing tokens one by one
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

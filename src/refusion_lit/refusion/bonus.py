@@ -11,16 +11,65 @@ text of a slot is the model's own greedy continuation of its first token: drafts
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
-from refusion_lit.refusion.infill import OpenSlot, SlotInfill
+from refusion_lit.refusion.infill import OpenSlot, SlotInfill, opened
 from refusion_lit.refusion.slots import Plan, ReFusionState
 
 
-def infill_autoregressively(infill: SlotInfill, token_threshold: float) -> Steps[None]:
+@dataclass(slots=True)
+class DraftedSlot(OpenSlot):
+    """An open slot with drafts after its accepted prefix.
+
+    Attributes:
+        num_drafts: How many tokens after the accepted prefix are drafts; the rest is undefined.
+        is_guessed: Whether these are the model's choices after a rejected draft, not masks'.
+    """
+
+    num_drafts: int = 0
+    is_guessed: bool = False
+
+    @property
+    def end(self) -> int:
+        """Cache index after its last token."""
+        return self.write_at + len(self.tokens)
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens that are fed or cached: the accepted ones, and drafts of an open slot."""
+        return self.num_accepted + (0 if self.is_complete else self.num_drafts)
+
+    @property
+    def fed_end(self) -> int:
+        """Cache index after the last of these."""
+        return self.write_at + self.num_fed
+
+    def propose(self, drafts: Sequence[int], *, guessed: bool = False) -> None:
+        """Take drafts of the tokens after the accepted prefix."""
+        self.num_drafts = len(drafts)
+        self.is_guessed = guessed
+        self.tokens[self.num_accepted : self.num_accepted + self.num_drafts] = drafts
+
+
+@dataclass(kw_only=True)
+class BonusState(ReFusionState):
+    """State of ReFusion with bonus tokens.
+
+    Attributes:
+        infill: The open slots, which stay open over several steps.
+        acceptance: How many recent drafts of masks were accepted.
+        guesses: How many recent guesses were accepted: the model's choices after a rejected draft.
+    """
+
+    infill: SlotInfill[DraftedSlot] | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    guesses: Acceptance = field(default_factory=Acceptance)
+
+
+def infill_autoregressively(infill: SlotInfill[OpenSlot], token_threshold: float) -> Steps[None]:
     """Fill slots left to right by next-token predictions, with guesses as in Jacobi decoding.
 
     The logits at the last accepted token give the next token; those at the rejected proposals after it give guesses for
@@ -52,7 +101,7 @@ def infill_autoregressively(infill: SlotInfill, token_threshold: float) -> Steps
         infill.close_round()
 
 
-def open_slots(state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+def open_slots(state: BonusState, chosen: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
     """Open slots: commit their first tokens; all others are drafts.
 
     Args:
@@ -60,14 +109,17 @@ def open_slots(state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Seq
         chosen: Numbers of the slots, in text order.
         drafts: The first tokens of each slot, one for each mask that the plan had.
     """
-    infill = SlotInfill(state, state.opened(chosen, drafts, [1] * len(chosen)), packed=True)
+    slots = opened(state, chosen, drafts, [1] * len(chosen), DraftedSlot)
+    for slot, own in zip(slots, drafts, strict=True):
+        slot.num_drafts = len(own) - 1
+    infill = SlotInfill(state, slots, packed=True)
     infill.commit()
     state.remaining = [slot for slot in state.remaining if slot not in chosen]
     _close(state, infill)
 
 
 def advance(
-    state: ReFusionState, infill: SlotInfill, masks: Branch, *, num_drafts: int | None, fused: bool
+    state: BonusState, infill: SlotInfill[DraftedSlot], masks: Branch, *, num_drafts: int | None, fused: bool
 ) -> Steps[bool]:
     """Verify the drafts of all open slots in one forward, and draft and plan in it where that may save a forward.
 
@@ -121,12 +173,12 @@ def advance(
     return is_open
 
 
-def _is_cached(infill: SlotInfill) -> bool:
+def _is_cached(infill: SlotInfill[DraftedSlot]) -> bool:
     """Whether all slots are complete and in the cache; a bonus token at the end of a slot is not."""
     return infill.is_done and all(slot.num_cached == slot.num_accepted for slot in infill.slots)
 
 
-def _branch(infill: SlotInfill, slot: OpenSlot) -> Branch:
+def _branch(infill: SlotInfill[DraftedSlot], slot: DraftedSlot) -> Branch:
     """Return the branch that feeds what is not cached of a slot; an open one's next tokens are read after its drafts.
 
     Tokens are read after the last accepted one and after each draft, unless it is the slot's last token.
@@ -138,7 +190,7 @@ def _branch(infill: SlotInfill, slot: OpenSlot) -> Branch:
 
 
 def _groups(
-    state: ReFusionState, infill: SlotInfill, num_drafts: int | None, *, fused: bool
+    state: BonusState, infill: SlotInfill[DraftedSlot], num_drafts: int | None, *, fused: bool
 ) -> Mapping[tuple[int, int], Branch]:
     """Return masks after the acceptances that are worth them: each by its slot's number and its number of drafts.
 
@@ -168,7 +220,7 @@ def _groups(
     return groups
 
 
-def _num_masks(state: ReFusionState, slot: OpenSlot, accepted: int, most: int, forward_cost: float) -> int:
+def _num_masks(state: BonusState, slot: DraftedSlot, accepted: int, most: int, forward_cost: float) -> int:
     """Return how many drafts to make by masks for the case that a number of a slot's drafts is accepted.
 
     With drafts of which E are accepted on average, a forward gives 1 + E tokens. What masks save over guesses, in
@@ -190,12 +242,12 @@ def _num_masks(state: ReFusionState, slot: OpenSlot, accepted: int, most: int, f
     return best[1]
 
 
-def _counts(state: ReFusionState, slot: OpenSlot) -> Acceptance:
+def _counts(state: BonusState, slot: DraftedSlot) -> Acceptance:
     """Return the counts of recent drafts that were made as those of a slot were."""
     return state.guesses if slot.is_guessed else state.acceptance
 
 
-def _accept(state: ReFusionState, slot: OpenSlot, reading: Reading) -> int:
+def _accept(state: BonusState, slot: DraftedSlot, reading: Reading) -> int:
     """Accept drafts up to the first that is not the model's own token, and then that token; return how many drafts.
 
     The model's choices after it are the slot's next drafts until there are better ones.
@@ -215,7 +267,7 @@ def _accept(state: ReFusionState, slot: OpenSlot, reading: Reading) -> int:
     return accepted
 
 
-def _pays(state: ReFusionState, infill: SlotInfill, num_masks: int, *, fused: bool) -> bool:
+def _pays(state: BonusState, infill: SlotInfill[DraftedSlot], num_masks: int, *, fused: bool) -> bool:
     """Whether to append the masks of a plan: it is valid only if all slots get complete and cached in the forward."""
     open_ones = [slot for slot in infill.slots if not slot.is_complete]
     if not open_ones:
@@ -226,7 +278,7 @@ def _pays(state: ReFusionState, infill: SlotInfill, num_masks: int, *, fused: bo
     return chance * state.forward_cost / state.num_rows > (1 - chance) * num_masks
 
 
-def _close(state: ReFusionState, infill: SlotInfill) -> None:
+def _close(state: BonusState, infill: SlotInfill[DraftedSlot]) -> None:
     """Close the open slots once all are complete and cached, or nothing is left to see them."""
     state.remaining = state.left(infill.taken, ends=infill.found_eos)
     is_last = infill.is_done and not state.upcoming(infill.taken, ends=infill.found_eos)

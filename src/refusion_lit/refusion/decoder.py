@@ -17,7 +17,7 @@ from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, Compaction, MoreDrafts, Reading, Steps
 from refusion_lit.noise import stable_key
 from refusion_lit.refusion import bonus
-from refusion_lit.refusion.infill import SlotInfill, infill_by_masks
+from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_by_masks, opened
 from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import is_number, require
@@ -106,12 +106,15 @@ class ReFusion(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        return ReFusionState.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
+        kind = bonus.BonusState if self.infill == "bonus" else ReFusionState
+        return kind.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
         """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
-        if state.infill is not None and (yield from self._advance(state, state.infill)):
-            return
+        if isinstance(state, bonus.BonusState) and state.infill is not None:
+            advances = yield from self._advance(state, state.infill)
+            if advances:
+                return
         if not state.remaining:
             state.remaining = state.upcoming_block()
             state.next_block += 1
@@ -120,7 +123,7 @@ class ReFusion(Decoder):
         if plan is None:
             plan = yield from self._plan(state)
         chosen, drafts = yield from self._choose(state, plan)
-        if self.infill == "bonus":
+        if isinstance(state, bonus.BonusState):
             bonus.open_slots(state, chosen, drafts)
             return
         tokens = [token for own in drafts for token in own]
@@ -221,7 +224,7 @@ class ReFusion(Decoder):
         """Fill all chosen slots in parallel, and commit them."""
         packed = self.infill_layout != "reference" and self.infill == "mask"
         prefixes = [[*passes[slice(*part)], False].index(False) for part in pairwise(state.bounds(chosen))]
-        slots = state.opened(chosen, drafts, prefixes)
+        slots = opened(state, chosen, drafts, prefixes, OpenSlot)
         if packed:  # the first slot has seen nothing but the context, so its entries are final
             slots[0].num_cached = prefixes[0]
         infill = SlotInfill(state, slots, packed=packed)
@@ -231,14 +234,14 @@ class ReFusion(Decoder):
         infill.commit()
         state.remaining = state.left(infill.taken, ends=infill.found_eos)
 
-    def _advance(self, state: ReFusionState, infill: SlotInfill) -> Steps[bool]:
+    def _advance(self, state: bonus.BonusState, infill: SlotInfill[bonus.DraftedSlot]) -> Steps[bool]:
         """Run one forward of ``infill: bonus``; return whether it did more than plan."""
         upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
         last = infill.slots[-1]
         masks = self._masks(state, upcoming, num_seen=last.fed_end, write_at=last.end)
         return (yield from bonus.advance(state, infill, masks, num_drafts=self.num_drafts, fused=self.fused))
 
-    def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
+    def _store(self, state: ReFusionState, infill: SlotInfill[OpenSlot], upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
         """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
         state.keep = Compaction(state.context_length, infill.kept_indices())
         state.context_length += len(state.keep.indices)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.refusion.slots import ReFusionState
 
 
 @dataclass(slots=True)
@@ -26,8 +28,6 @@ class OpenSlot:
         num_accepted: Length of its accepted prefix, at least 1.
         ends: Whether its accepted prefix ends with an EOS.
         num_cached: Number of leading tokens whose cache entries are final; they are not fed again.
-        num_drafts: With bonus tokens, how many tokens after the accepted prefix are drafts; the rest is undefined.
-        is_guessed: Whether these are the model's choices after a rejected draft, not masks'.
     """
 
     number: int
@@ -37,29 +37,6 @@ class OpenSlot:
     num_accepted: int
     ends: bool = False
     num_cached: int = 0
-    num_drafts: int = 0
-    is_guessed: bool = False
-
-    @property
-    def end(self) -> int:
-        """Cache index after its last token."""
-        return self.write_at + len(self.tokens)
-
-    @property
-    def num_fed(self) -> int:
-        """Tokens that are fed or cached with bonus tokens: the accepted ones, and drafts of an open slot."""
-        return self.num_accepted + (0 if self.is_complete else self.num_drafts)
-
-    @property
-    def fed_end(self) -> int:
-        """Cache index after the last of these."""
-        return self.write_at + self.num_fed
-
-    def propose(self, drafts: Sequence[int], *, guessed: bool = False) -> None:
-        """Take drafts of the tokens after the accepted prefix."""
-        self.num_drafts = len(drafts)
-        self.is_guessed = guessed
-        self.tokens[self.num_accepted : self.num_accepted + self.num_drafts] = drafts
 
     @property
     def is_complete(self) -> bool:
@@ -79,8 +56,11 @@ class OpenSlot:
             self.num_accepted += num_free + rejected
 
 
+AnySlot = TypeVar("AnySlot", bound=OpenSlot)
+
+
 @dataclass(slots=True)
-class SlotInfill:
+class SlotInfill(Generic[AnySlot]):
     """Parallel infill of slots after a shared context: state and branches.
 
     Attributes:
@@ -90,7 +70,7 @@ class SlotInfill:
     """
 
     state: RowState
-    slots: list[OpenSlot]
+    slots: list[AnySlot]
     packed: bool = False
 
     def __post_init__(self) -> None:
@@ -174,7 +154,22 @@ class SlotInfill:
             self.state.commit(new, [slot.tokens[place - first] for place in new])
 
 
-def infill_by_masks(infill: SlotInfill, token_threshold: float) -> Steps[None]:
+def opened(
+    state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Sequence[int]], num_accepted: Sequence[int],
+    kind: type[AnySlot],
+) -> list[AnySlot]:  # fmt: skip
+    """Return slots to fill after the context, each with its drafts and how many of them are accepted."""
+    found = []
+    write_at = state.context_length
+    for number, own, accepted in zip(chosen, drafts, num_accepted, strict=True):
+        places = state.slots[number]
+        undefined = [state.special_tokens.pad_token_id] * (len(places) - len(own))
+        found.append(kind(number, state.prompt_length + places.start, write_at, [*own, *undefined], accepted))
+        write_at += len(places)
+    return found
+
+
+def infill_by_masks(infill: SlotInfill[OpenSlot], token_threshold: float) -> Steps[None]:
     """Fill slots round by round: masks propose tokens, then the proposals are verified.
 
     Args:
@@ -187,7 +182,7 @@ def infill_by_masks(infill: SlotInfill, token_threshold: float) -> Steps[None]:
         yield from _verify(infill, token_threshold, draw)
 
 
-def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
+def _propose(infill: SlotInfill[OpenSlot], draw: Draw) -> Steps[None]:
     """Draft the tokens after each accepted prefix from masks."""
     mask = infill.state.mask_token_id
     fed = [s for s in infill.slots if not (infill.packed and s.is_complete and s.num_cached == s.num_accepted)]
@@ -208,7 +203,7 @@ def _propose(infill: SlotInfill, draw: Draw) -> Steps[None]:
             slot.tokens[slot.num_accepted :] = reading.tokens
 
 
-def _verify(infill: SlotInfill, token_threshold: float, draw: Draw) -> Steps[None]:
+def _verify(infill: SlotInfill[OpenSlot], token_threshold: float, draw: Draw) -> Steps[None]:
     """Verify proposals and extend the accepted prefixes."""
     fed = [slot for slot in infill.slots if not (infill.packed and slot.is_complete)]
     branches = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from refusion_lit.engine.requests import Branch, Steps
 from refusion_lit.refusion.decoder import ReFusion
-from refusion_lit.refusion.infill import SlotInfill
+from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.refusion.slots import ReFusionState
 from refusion_lit.utils.require import require
 
@@ -24,7 +24,7 @@ class RecomputeKV(ReFusion):
         fix = "use ReFusion for bonus tokens"
         require(self.infill != "bonus", "infill", "mask or autoregressive", self.infill, fix)
 
-    def _store(self, state: ReFusionState, infill: SlotInfill, upcoming: list[int]) -> Steps[None]:
+    def _store(self, state: ReFusionState, infill: SlotInfill[OpenSlot], upcoming: list[int]) -> Steps[None]:
         branch = Branch(
             tokens=[token for slot in infill.slots for token in slot.tokens[: slot.num_accepted]],
             positions=[slot.start + i for slot in infill.slots for i in range(slot.num_accepted)],

@@ -8,9 +8,7 @@ from itertools import accumulate
 from typing import Self
 
 from refusion_lit.engine.decoder import RowState, max_length
-from refusion_lit.engine.drafting import Acceptance
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Reading
-from refusion_lit.refusion.infill import OpenSlot, SlotInfill
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
@@ -100,17 +98,11 @@ class ReFusionState(SlotState):
         remaining: Slots of the current serial block that are not accepted yet, in text order.
         context_length: Cache entries of prompt, given tokens and accepted slots; 0 before the first plan.
         planned: The next plan, if the last forward made it ahead and its drafts were all accepted.
-        infill: The open slots of ``infill: bonus``, which stay open over several steps.
-        acceptance: How many recent drafts of masks ``infill: bonus`` accepted.
-        guesses: How many recent guesses it accepted: the model's choices after a rejected draft.
     """
 
     remaining: list[int] = field(default_factory=list)
     context_length: int = 0
     planned: Plan | None = None
-    infill: SlotInfill | None = None
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    guesses: Acceptance = field(default_factory=Acceptance)
 
     @property
     def is_filled(self) -> bool:
@@ -126,21 +118,6 @@ class ReFusionState(SlotState):
         """Return what remains of the serial block once slots are taken; nothing after an EOS in the last of them."""
         limit = taken[-1] if ends else len(self.slots)
         return [slot for slot in self.remaining if slot not in taken and slot < limit]
-
-    def opened(
-        self, chosen: Sequence[int], drafts: Sequence[Sequence[int]], num_accepted: Sequence[int]
-    ) -> list[OpenSlot]:
-        """Return slots to fill after the context, each with its drafts and how many of them are accepted."""
-        found = []
-        write_at = self.context_length
-        for number, own, accepted in zip(chosen, drafts, num_accepted, strict=True):
-            places = self.slots[number]
-            undefined = [self.special_tokens.pad_token_id] * (len(places) - len(own))
-            start = self.prompt_length + places.start
-            tokens = [*own, *undefined]
-            found.append(OpenSlot(number, start, write_at, tokens, accepted, num_drafts=len(own) - accepted))
-            write_at += len(places)
-        return found
 
     def upcoming(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return the slots of the next plan, once slots are taken."""

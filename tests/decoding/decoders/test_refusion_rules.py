@@ -15,7 +15,6 @@ from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Forward, MoreDrafts, Reading, Request
 from refusion_lit.refusion import bonus
 from refusion_lit.refusion.decoder import ReFusionState
-from refusion_lit.refusion.infill import OpenSlot
 from refusion_lit.types import SamplingParams
 
 
@@ -243,7 +242,8 @@ def test_reading_masks_at_once_or_later_gives_the_same_bonus_infill(monkeypatch:
 
 def test_a_rejected_draft_leaves_the_models_own_choices_as_guesses() -> None:
     state = ReFusion(infill="bonus").begin(prompt_of([7, 8]), SamplingParams(max_new_tokens=16), SPECIAL)
-    slot = OpenSlot(0, start=2, write_at=2, tokens=[3, 4, 5, 6, 7, 8, 9, 10], num_accepted=1, num_drafts=4)
+    assert isinstance(state, bonus.BonusState)
+    slot = bonus.DraftedSlot(0, start=2, write_at=2, tokens=[3, 4, 5, 6, 7, 8, 9, 10], num_accepted=1, num_drafts=4)
     assert bonus._accept(state, slot, Reading(tokens=[4, 5, 12, 11, 10])) == 2
     assert slot.tokens[: slot.num_accepted] == [3, 4, 5, 12]
     assert (slot.num_cached, slot.num_drafts, slot.is_guessed) == (3, 2, True)

@@ -13,7 +13,7 @@ CONTEXT = 10
 SIZE = 4
 
 
-def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill:
+def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill[OpenSlot]:
     """Return slots 0, 1, ... with their tokens and accepted prefixes, after a context."""
     return SlotInfill(
         slots=[
@@ -93,7 +93,9 @@ def test_kept_entries_lie_where_the_branches_wrote_them() -> None:
     assert infill.kept_indices() == [*written[0], *written[1], *written[2][:2]]
 
 
-def drive(infill: SlotInfill, *, by_masks: bool, tokens: list[list[int]], scores: list[list[float]]) -> Forward:
+def drive(
+    infill: SlotInfill[OpenSlot], *, by_masks: bool, tokens: list[list[int]], scores: list[list[float]]
+) -> Forward:
     """Run one round of a single slot's infill; return its last forward."""
     steps = (infill_by_masks if by_masks else infill_autoregressively)(infill, 0.5)
     request = next(steps)
