@@ -37,8 +37,9 @@ DECODER = (
 
 
 def answer(
-    questions: Path, num_questions: int, work_dir: Path, dtype: str = "bfloat16", model: Path = BASE, first: int = 0
-) -> Path:
+    questions: Path, num_questions: int, work_dir: Path, dtype: str = "bfloat16", model: Path = BASE, first: int = 0,
+    temperature: float = 0.0,
+) -> Path:  # fmt: skip
     """Let a model answer questions, the base one token at a time; return the file of the answers.
 
     Args:
@@ -48,6 +49,7 @@ def answer(
         dtype: Of the decode.
         model: What answers: the base, or an exported model with the decoder that its directory names.
         first: Index of the first question.
+        temperature: Of the decode.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
     rows = read_json_lines(questions, "--questions", texts=("question",))[first : first + num_questions]
@@ -57,7 +59,7 @@ def answer(
     command(
         "generate", "--ckpt_path", str(model), "--dtype", dtype, "--batch_size", "64",
         "--max_new_tokens", str(MAX_NEW_TOKENS), "--prompts", str(prompts), "--output", str(answers), "--resume",
-        *(("--decoder", "Autoregressive") if model == BASE else ()),
+        "--temperature", str(temperature), *(("--decoder", "Autoregressive") if model == BASE else ()),
     )  # fmt: skip
     return answers
 

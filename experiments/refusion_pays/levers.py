@@ -33,6 +33,8 @@ from experiments.refusion_pays.real_model import compared
 
 HERE = Path(__file__).parent
 HYBRID, WINDOWS = "--model.objective=Hybrid", "--model.objective=MaskWindows"
+OF_4 = "--model.objective.init_args.window=4"
+SIZES = "--model.objective.init_args.slot_sizes"
 ADAPTERS = ("--model.backbone.lora.rank=16", "--model.backbone.lora.alpha=32", "--model.optimizer.init_args.lr=1e-3")
 RECIPES: dict[str, tuple[str, ...]] = {
     "own answers, MaskWindows": ("own", WINDOWS),
@@ -40,11 +42,16 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "human answers, MaskWindows": ("human", WINDOWS),
     "human answers, Hybrid": ("human", HYBRID),
     "own answers, SoftWindows": ("own", "--model.objective=experiments.refusion_pays.soft.SoftWindows"),
-    "own answers, windows of 4": ("own", WINDOWS, "--model.objective.init_args.window=4"),
-    "own answers, adapters": ("own", WINDOWS, "--model.objective.init_args.window=4", *ADAPTERS),
+    "own answers, windows of 4": ("own", WINDOWS, OF_4),
+    "own answers, adapters": ("own", WINDOWS, OF_4, *ADAPTERS),
+    "answers at 0.8, windows of 4": ("sampled", WINDOWS, OF_4),
+    "own answers, Hybrid of 4": ("own", HYBRID, f"{SIZES}=[4]"),
+    "own answers, Hybrid of 8": ("own", HYBRID, f"{SIZES}=[8]"),
 }
 """Whose answers, and the options of the training beside levers.yaml."""
 DECODERS = ["SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4"]
+SLOTS = [*DECODERS, "ReFusion bonus 8x4", "ReFusion bonus 4x8", "ReFusion mask 4x8"]
+"""What the models that were trained for one slot size are decoded with."""
 MAX_NEW_TOKENS = 96
 
 
@@ -70,7 +77,8 @@ def one_recipe(name: str, data: dict[str, Path], prompts: str, num_positions: in
     options += ["--data.task.init_args.keep", "all"] if whose == "human" else []
     options += ["--data.batch_size", "6"] if HYBRID in overrides else []  # rows, half as long as with windows
     last, figures = trained(work / name.replace(", ", "_").replace(" ", "_"), num_positions, *options)
-    return figures | measured(last, prompts, DECODERS, "bfloat16", "experiments/refusion_pays/levers.py")
+    chosen = SLOTS if any(each.startswith(SIZES) for each in overrides) else DECODERS
+    return figures | measured(last, prompts, chosen, "bfloat16", "experiments/refusion_pays/levers.py")
 
 
 def trained(folder: Path, num_positions: int, *options: str) -> tuple[Path, dict[str, Any]]:
@@ -113,6 +121,8 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     own = answer(args.questions, args.num_questions, args.work_dir)
     data = {"own": own, "human": human_answers(args.questions, own, args.work_dir / "human.jsonl")}
+    if any(RECIPES[name][0] == "sampled" for name in args.only):
+        data["sampled"] = answer(args.questions, args.num_questions, args.work_dir / "sampled", temperature=0.8)
     found = {}
     for name in args.only:
         part = args.work_dir / f"{name}.json"

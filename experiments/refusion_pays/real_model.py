@@ -45,7 +45,9 @@ def decoders(max_new_tokens: int) -> dict[str, Decoder]:
     loose = {"slot_threshold": 0.6, "token_threshold": 0.6}
     return {
         "SelfSpeculative, one slot": SelfSpeculative(slot_size=max_new_tokens, num_drafts=3),
+        "ReFusion mask 4x8": refusion(4, 8, "mask", **loose),
         "ReFusion mask 8x4": refusion(8, 4, "mask", **loose),
+        "ReFusion bonus 4x8": refusion(4, 8, **loose),
         "ReFusion bonus 8x4": refusion(8, 4, **loose),
         "ReFusion bonus 32x1": refusion(32, 1, num_drafts=3),
         "ReFusion bonus 16x2": refusion(16, 2, num_drafts=3),
