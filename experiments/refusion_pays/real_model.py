@@ -45,6 +45,9 @@ def decoders(max_new_tokens: int) -> dict[str, Decoder]:
     loose = {"slot_threshold": 0.6, "token_threshold": 0.6}
     return {
         "SelfSpeculative, one slot": SelfSpeculative(slot_size=max_new_tokens, num_drafts=3),
+        "SelfSpeculative, single_forward": SelfSpeculative(
+            slot_size=max_new_tokens, num_drafts=3, layout="single_forward"
+        ),
         "ReFusion mask 4x8": refusion(4, 8, "mask", **loose),
         "ReFusion mask 8x4": refusion(8, 4, "mask", **loose),
         "ReFusion bonus 4x8": refusion(4, 8, **loose),
