@@ -15,8 +15,10 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -127,6 +129,8 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=160)
     parser.add_argument("--decoders", nargs="+", choices=[*decoders(BLOCK)], default=[*decoders(BLOCK)], metavar="NAME")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    cost = "fixed cost of a forward that decoders are told, in positions; accelerators' is 256, a CPU's 32"
+    parser.add_argument("--forward_cost", type=float, default=None, help=cost)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("convert.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -140,8 +144,10 @@ def main() -> None:
         if name in result["runs"]:
             continue
         model = refusion_lit.load(checkpoint, device="cpu", dtype=args.dtype)
-        found = compared(base, model, prompts, args.max_new_tokens, args.decoders)
-        settings = {"max_new_tokens": args.max_new_tokens, "num_prompts": len(prompts), "dtype": args.dtype}
+        told = {} if args.forward_cost is None else {"forward_cost": args.forward_cost}
+        with patch.multiple(type(model.backbone), **told) if told else nullcontext():
+            found = compared(base, model, prompts, args.max_new_tokens, args.decoders)
+        settings = {"max_new_tokens": args.max_new_tokens, "num_prompts": len(prompts), "dtype": args.dtype, **told}
         result["runs"][name] = {**settings, "decoders": found, "environment": environment(0, sys.argv)}
         write_json(args.output, result)
         for decoder, figures in found.items():
