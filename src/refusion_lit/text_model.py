@@ -31,7 +31,6 @@ from refusion_lit.families.defaults import class_and_options
 from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.traces.document import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -180,47 +179,6 @@ class TextModel:
         require(self.verifier is not None, "verifier", "a second model for this decoder", None, fix)
         assert self.verifier is not None
         return PairedModel(self.backbone, self.verifier)
-
-    def piece(self, token_id: int) -> str:
-        """Return the text of a single token, special ones by name."""
-        name = self.tokenizer.convert_ids_to_tokens(token_id)
-        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
-        # Tokenizers that mark the beginning of a word drop the space from a text's first token.
-        return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
-
-    def trace(
-        self,
-        query: str,
-        *,
-        decoder: Decoder | None = None,
-        max_new_tokens: int = 128,
-        sampling: SamplingParams | None = None,
-        token_ids: Sequence[int] | None = None,
-        prompt_id: str = "0",
-        **options: Any,  # noqa: ANN401 - options of decode
-    ) -> tuple[Generation, Trace]:
-        """Answer a query, and record every forward; :func:`~refusion_lit.traces.display.page` shows the trace.
-
-        Args:
-            query: The text.
-            decoder: The strategy; by default :attr:`default_decoder`, fitted to the length limit.
-            max_new_tokens: Maximum number of tokens of the response; ignored if ``sampling`` is given.
-            sampling: Length limit, sampling options and stop strings.
-            token_ids: The query's prompt tokens, if they are not what :meth:`encode` returns.
-            prompt_id: Keys the sampling noise.
-            options: Options of :meth:`decode`.
-
-        Raises:
-            ValueError: As for :meth:`decode`.
-        """
-        require(isinstance(query, str), "query", "a text", query, "trace one text at a time")
-        ids = tuple(self.encode(query) if token_ids is None else token_ids)
-        sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
-        decoder = decoder or self.default_decoder.fitted(sampling)
-        row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
-        slot_size = getattr(decoder, "slot_size", None) or 1
-        shown = {"prompt": query, "prompt_length": len(ids), "decoder": type(decoder).__name__, "slot_size": slot_size}
-        return row, trace_of(row, **shown, piece=self.piece)
 
     def generate(
         self,
