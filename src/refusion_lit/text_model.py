@@ -27,7 +27,6 @@ from refusion_lit.decoding import (
 )
 from refusion_lit.engine.checks import check_arguments, decoding_options
 from refusion_lit.engine.output import GenerationCallback
-from refusion_lit.families.defaults import class_and_options
 from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
@@ -64,9 +63,7 @@ class TextModel:
         """The decoder of this model where none is named.
 
         It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the one that the model's
-        config or format names, or one for its traits; where they are not known, ReFusion, with a warning. What it is
-        set to is part of the config that an export writes; one that does not fit the model, or is not of this package,
-        raises a ``ValueError``.
+        config or format names, or one for its traits; where they are not known, ReFusion, with a warning.
         """
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
         own = default_decoder(self.backbone.traits, stored.get("decoder"))
@@ -75,15 +72,6 @@ class TextModel:
         if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:
             warnings.warn(GUESSED, stacklevel=2)
         return own
-
-    @default_decoder.setter
-    def default_decoder(self, decoder: Decoder) -> None:
-        check_model(self.backbone, decoder)
-        fits = self.backbone.drafter is None or isinstance(decoder, SelfSpeculative)
-        expected = "SelfSpeculative for a model with a drafter"
-        require(fits, "decoder", expected, type(decoder).__name__, "name it, or leave the drafter out")
-        stored = getattr(self.backbone.config, "refusion_lit", None) or {}
-        self.backbone.config.refusion_lit = {**stored, "decoder": class_and_options(decoder)}
 
     @cached_property
     def schemas(self) -> Schemas:

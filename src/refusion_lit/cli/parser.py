@@ -16,7 +16,6 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from refusion_lit.cli.given import PARSER_ERRORS, options_given
 from refusion_lit.cli.usage_errors import explained, located
 from refusion_lit.decoding import Decoder, check_context  # registers the checkpoint formats of all families
-from refusion_lit.families.defaults import class_and_options
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.require import require
@@ -80,7 +79,7 @@ class OneLineParser(ArgumentParser):
 
         given = {each.name: each.value for each in options_given(args)}
         own = own_decoder(vars(self.get_defaults()) | given)
-        return [f"--decoder={json.dumps(class_and_options(own))}", *args]
+        return [f"--decoder={json.dumps({'class_path': type(own).__name__, 'init_args': vars(own)})}", *args]
 
 
 def let_booleans_alone(parser: ArgumentParser) -> None:
