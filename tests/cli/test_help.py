@@ -84,8 +84,11 @@ def test_the_help_of_a_run_begins_with_a_short_usage_and_names_one_way_to_an_opt
     assert "--trainer.max_steps" in capsys.readouterr().out
 
 
-def test_the_options_of_a_class_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "args", ["--decoder.help ReFusion", "--decoder.help=ReFusion --prompt x", "--decoder.help ReFusion --prompt=x"]
+)
+def test_the_options_of_a_class_are_shown(args: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["generate", "--decoder.help", "ReFusion"])
+        main(["generate", *args.split()])
     assert stopped.value.code == 0
     assert "--decoder.slot_size" in capsys.readouterr().out

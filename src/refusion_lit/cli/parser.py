@@ -55,7 +55,7 @@ class OneLineParser(ArgumentParser):
         let_booleans_alone(self)
         num_stops = sum(arg.partition("=")[0] == "--stop" for arg in args)
         require(num_stops < 2, "stop", "the option once", f"{num_stops} times", "write several as [A, B]")
-        args = self._with_decoder_first(args)
+        args = self._with_decoder_in_place(args)
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
@@ -65,15 +65,19 @@ class OneLineParser(ArgumentParser):
         except ValueError as error:
             raise ValueError(located(error, {"decoder": parsed.get("decoder")})) from error
 
-    def _with_decoder_first(self, args: Sequence[str]) -> list[str]:
-        """Put the decoder before its options, as jsonargparse needs it to know them; none named: the model's own."""
+    def _with_decoder_in_place(self, args: Sequence[str]) -> list[str]:
+        """Put the decoder before its options, as jsonargparse needs it to know them; none named: the model's own.
+
+        The help of a decoder is put last: jsonargparse takes all that is after it for options of the decoder.
+        """
         names = [arg.partition("=")[0] for arg in args]
-        if "--decoder" in names:
-            place = names.index("--decoder")
-            end = place + (1 if "=" in args[place] else 2)
-            return [*args[place:end], *args[:place], *args[end:]]
-        is_told = not {"--decoder.class_path", "--decoder.help"}.isdisjoint(names)
-        if is_told or not any(name.startswith("--decoder.") for name in names):
+        for name in ("--decoder.help", "--decoder"):
+            if name in names:
+                place = names.index(name)
+                end = place + (1 if "=" in args[place] else 2)
+                own, others = args[place:end], [*args[:place], *args[end:]]
+                return [*own, *others] if name == "--decoder" else [*others, *own]
+        if "--decoder.class_path" in names or not any(name.startswith("--decoder.") for name in names):
             return list(args)
         from refusion_lit.checkpoints.models import own_decoder
 
@@ -182,7 +186,8 @@ def load_model_of(options: Namespace) -> TextModel:
     weight = next(model.backbone.parameters())
     size = sum(each.numel() for each in model.backbone.parameters())
     kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-    sys.stderr.write(f"{options.ckpt_path}: {size / 1e6:.1f} million parameters, {kind}\n")
+    number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
+    sys.stderr.write(f"{options.ckpt_path}: {number} parameters, {kind}\n")
     return model
 
 
