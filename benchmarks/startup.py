@@ -21,8 +21,8 @@ from pathlib import Path
 from benchmarks.common import ROOT, Work, aim, interleaved, write
 from jsonargparse import auto_cli
 
-from refusion_lit.decoding import Generation, TraceRound
-from refusion_lit.traces.document import trace_of, write_trace
+from refusion_lit.decoding import TraceRound
+from refusion_lit.traces.document import Trace, write_trace
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 COMMANDS = (
@@ -75,9 +75,10 @@ def saved_trace(folder: Path) -> Path:
     """Write a small trace."""
     draft = TraceRound(phase="plan", shape=(1, 4), positions=[2, 3], tokens=[5, 1], probabilities=[0.9, 0.8])
     draft.accepted = [2, 3]
-    row = Generation(id="0", token_ids=[5, 1], text="a", finish_reason="eos", num_forwards=1, num_positions=4)
-    row.trace = [draft]
-    trace = trace_of(row, prompt="a", prompt_length=2, decoder="ReFusion", slot_size=2, piece=str)
+    trace = Trace(
+        decoder="ReFusion", prompt="a", response="a", prompt_length=2, token_ids=(5, 1), slot_size=2,
+        finish_reason="eos", seconds=0.0, rounds=(draft,), pieces={1: "1", 5: "5"},
+    )  # fmt: skip
     write_trace(trace, folder / "trace.json")
     return folder / "trace.json"
 

@@ -10,8 +10,9 @@ from xml.sax.saxutils import escape
 
 import refusion_lit
 from refusion_lit.decoding import ReFusion
-from refusion_lit.traces.document import Trace, trace_of
+from refusion_lit.traces.document import Trace, traced
 from refusion_lit.traces.timeline import Change, timeline
+from refusion_lit.types import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-mid"
@@ -40,15 +41,8 @@ def decode() -> Trace:
     """Return the trace of the answer to the query."""
     model = refusion_lit.load(MODEL)
     decoder = ReFusion(slot_size=SLOT_SIZE, fused=True)  # counts do not depend on the machine
-    answer = model.generate([QUERY], decoder=decoder, max_new_tokens=40, trace=True)[0]
-    return trace_of(
-        answer,
-        prompt=QUERY,
-        prompt_length=len(model.encode(QUERY)),
-        decoder="ReFusion",
-        slot_size=SLOT_SIZE,
-        piece=lambda token: str(model.tokenizer.decode([token])),
-    )
+    _, trace = traced(model, QUERY, decoder, SamplingParams(max_new_tokens=40))
+    return trace
 
 
 def words(x: float, y: float, content: str, size: int = 12, anchor: str = "start") -> str:

@@ -13,6 +13,7 @@ import torch
 import refusion_lit
 from refusion_lit import TextModel
 from refusion_lit.decoding import GenerationCallback, ReFusion, SelfSpeculative
+from refusion_lit.traces.document import traced
 from refusion_lit.types import Prompt, SamplingParams
 
 MODEL = Path(__file__).parent / "goldens" / "models" / "additions-clean"
@@ -104,8 +105,9 @@ def test_stop_strings_are_a_list_of_texts(stop: Any) -> None:
         SamplingParams(stop=stop)
 
 
-def test_trace_takes_a_length_limit(model: TextModel) -> None:
-    assert model.trace(QUERY, max_new_tokens=8)[0].num_tokens == 8
+def test_a_trace_is_that_of_the_answer(model: TextModel) -> None:
+    row, trace = traced(model, QUERY, ReFusion(), SamplingParams(max_new_tokens=8))
+    assert (row.num_tokens, trace.token_ids) == (8, tuple(row.token_ids))
 
 
 def test_torch_types_are_taken(model: TextModel) -> None:
@@ -143,7 +145,7 @@ def test_overrides_of_another_type_are_refused() -> None:
 
 def test_an_option_of_another_method_is_not_among_those_that_are_expected(model: TextModel) -> None:
     with pytest.raises(TypeError, match=r"^unknown option templates; expected one of ") as caught:
-        model.trace(QUERY, templates=[None])
+        traced(model, QUERY, ReFusion(), SamplingParams(), templates=[None])
     assert str(caught.value).count("templates") == 1
 
 

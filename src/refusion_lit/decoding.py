@@ -7,8 +7,9 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, mo
 from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, text_branch, uncached, up_to_eos
 from refusion_lit.engine.engine import decode
 from refusion_lit.engine.memory import KeptCache
-from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound, cut_at_stop
+from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
+from refusion_lit.engine.stopping import cut_at_stop
 from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder, TrajectoryWriter, read_trajectories
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.d2f import D2F

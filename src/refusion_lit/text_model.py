@@ -1,11 +1,12 @@
-"""A model with its tokenizer: decodes texts and token ids. Every command decodes through :class:`TextModel`."""
+"""A model with its tokenizer, through which every command decodes, and the stream of a text that grows."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import index
+from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,16 +23,15 @@ from refusion_lit.decoding import (
     ReFusion,
     SelfSpeculative,
     check_model,
+    cut_at_stop,
     decode,
     default_decoder,
 )
 from refusion_lit.engine.checks import check_arguments, decoding_options
 from refusion_lit.engine.output import GenerationCallback
-from refusion_lit.families.defaults import class_and_options
 from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.traces.document import Trace, trace_of
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -65,9 +65,7 @@ class TextModel:
         """The decoder of this model where none is named.
 
         It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the one that the model's
-        config or format names, or one for its traits; where they are not known, ReFusion, with a warning. What it is
-        set to is part of the config that an export writes; one that does not fit the model, or is not of this package,
-        raises a ``ValueError``.
+        config or format names, or one for its traits; where they are not known, ReFusion, with a warning.
         """
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
         own = default_decoder(self.backbone.traits, stored.get("decoder"))
@@ -76,15 +74,6 @@ class TextModel:
         if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:
             warnings.warn(GUESSED, stacklevel=2)
         return own
-
-    @default_decoder.setter
-    def default_decoder(self, decoder: Decoder) -> None:
-        check_model(self.backbone, decoder)
-        fits = self.backbone.drafter is None or isinstance(decoder, SelfSpeculative)
-        expected = "SelfSpeculative for a model with a drafter"
-        require(fits, "decoder", expected, type(decoder).__name__, "name it, or leave the drafter out")
-        stored = getattr(self.backbone.config, "refusion_lit", None) or {}
-        self.backbone.config.refusion_lit = {**stored, "decoder": class_and_options(decoder)}
 
     @cached_property
     def schemas(self) -> Schemas:
@@ -181,47 +170,6 @@ class TextModel:
         assert self.verifier is not None
         return PairedModel(self.backbone, self.verifier)
 
-    def piece(self, token_id: int) -> str:
-        """Return the text of a single token, special ones by name."""
-        name = self.tokenizer.convert_ids_to_tokens(token_id)
-        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
-        # Tokenizers that mark the beginning of a word drop the space from a text's first token.
-        return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
-
-    def trace(
-        self,
-        query: str,
-        *,
-        decoder: Decoder | None = None,
-        max_new_tokens: int = 128,
-        sampling: SamplingParams | None = None,
-        token_ids: Sequence[int] | None = None,
-        prompt_id: str = "0",
-        **options: Any,  # noqa: ANN401 - options of decode
-    ) -> tuple[Generation, Trace]:
-        """Answer a query, and record every forward; :func:`~refusion_lit.traces.display.page` shows the trace.
-
-        Args:
-            query: The text.
-            decoder: The strategy; by default :attr:`default_decoder`, fitted to the length limit.
-            max_new_tokens: Maximum number of tokens of the response; ignored if ``sampling`` is given.
-            sampling: Length limit, sampling options and stop strings.
-            token_ids: The query's prompt tokens, if they are not what :meth:`encode` returns.
-            prompt_id: Keys the sampling noise.
-            options: Options of :meth:`decode`.
-
-        Raises:
-            ValueError: As for :meth:`decode`.
-        """
-        require(isinstance(query, str), "query", "a text", query, "trace one text at a time")
-        ids = tuple(self.encode(query) if token_ids is None else token_ids)
-        sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens)
-        decoder = decoder or self.default_decoder.fitted(sampling)
-        row = self.decode([Prompt(token_ids=ids, id=prompt_id)], decoder, sampling, trace=True, **options).rows[0]
-        slot_size = getattr(decoder, "slot_size", None) or 1
-        shown = {"prompt": query, "prompt_length": len(ids), "decoder": type(decoder).__name__, "slot_size": slot_size}
-        return row, trace_of(row, **shown, piece=self.piece)
-
     def generate(
         self,
         queries: Sequence[str],
@@ -286,6 +234,41 @@ class TextModel:
             return self.decode(named, decoder, sampling, **options).rows
         decode = partial(self.decode, decoder=decoder)
         return fill_templates(decode, named, templates, sampling, self.tokenizer, **options)
+
+
+class TextStream:
+    """Turns a response that grows into pieces of text that stay.
+
+    It holds back what may turn out to be the beginning of a stop string, and parts of a character. A tokenizer that
+    changes earlier text, such as one that removes spaces before punctuation, cannot take back what was told: the
+    stream goes on after the common prefix.
+
+    Args:
+        detokenize: Turns tokens into text.
+        sampling: Strings that end the response, and the window of tokens that a low entropy leaves out.
+    """
+
+    def __init__(self, detokenize: Callable[[list[int]], str], sampling: SamplingParams) -> None:
+        self._detokenize = detokenize
+        self._stop = sampling.stop
+        self._num_held = 0 if sampling.min_entropy is None else sampling.entropy_window
+        self._told = ""
+
+    def piece(self, tokens: list[int]) -> str:
+        """Return the text that is new in the final tokens so far."""
+        tokens = tokens[: max(len(tokens) - self._num_held, 0)]
+        text = self._detokenize(tokens)
+        text = (cut_at_stop(text, self._stop) if self._stop else text).rstrip("\N{REPLACEMENT CHARACTER}")
+        starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
+        held = max((len(start) for start in starts if text.endswith(start)), default=0)
+        stable = text[: len(text) - held]
+        return self.rest(stable) if len(stable) > len(self._told) else ""  # shorter where a request starts again
+
+    def rest(self, text: str) -> str:
+        """Return what is new in the final text, of which nothing is held back."""
+        told = self._told if text.startswith(self._told) else commonprefix([self._told, text])  # noqa: RUF071 - no paths
+        self._told = text
+        return text[len(told) :]
 
 
 def _prompt_of(tokens: Sequence[int], name: str) -> Prompt:

@@ -209,6 +209,15 @@ def test_init_copies_the_configs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "configs" / "quickstart.yaml").read_text() == "mine"
 
 
+@pytest.mark.parametrize("args", [[], ["a", "b"], ["--into", "a"]])
+def test_init_takes_one_directory(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", *args]) == 2
+    got = " ".join(args)
+    assert capsys.readouterr().err == (
+        f"refusion-lit: error: DIR: expected one directory, got {got!r}; write one, as in `refusion-lit init .`.\n"
+    )
+
+
 def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     before = {path: path.stat().st_mtime_ns for path in (REPOSITORY / "configs").rglob("*")}

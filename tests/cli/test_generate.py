@@ -111,6 +111,8 @@ def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixt
     captured = capsys.readouterr()
     assert captured.out == f"{expected.text}\n"
     assert f"ReFusion: {expected.num_tokens} tokens, {expected.num_forwards} forwards" in captured.err
+    num_parameters = sum(each.numel() for each in model.backbone.parameters())
+    assert f": {num_parameters / 1000:.1f} thousand parameters, " in captured.err
 
 
 @pytest.mark.parametrize("to_file", [False, True])

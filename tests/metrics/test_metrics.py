@@ -20,6 +20,7 @@ def _row(num_tokens: int, num_forwards: int, seconds: float = 0.5, reason: str =
     return Generation(
         id="x",
         token_ids=[3] * num_tokens,
+        num_tokens=num_tokens,
         finish_reason=reason,
         num_forwards=num_forwards,
         num_positions=10 * num_forwards,

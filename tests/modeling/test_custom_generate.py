@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import refusion_lit
+from refusion_lit.cli.export import name_decoder
 from refusion_lit.decoding import ReFusion, SelfSpeculative
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
@@ -68,7 +69,8 @@ def test_a_saved_directory_has_the_options_of_its_own_decoder(tmp_path: Path) ->
     model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
     options = {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.5, "token_threshold": 0.75}
     model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    model.default_decoder = decoder = ReFusion(**options, infill="bonus")
+    decoder = ReFusion(**options, infill="bonus")
+    name_decoder(model, decoder)
     save_model(model.backbone, model.tokenizer, tmp_path)
     library = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert set(PROGRAM_OPTIONS) == refusion.OPTIONS.keys()

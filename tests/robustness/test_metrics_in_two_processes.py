@@ -32,7 +32,7 @@ def _batch(index: int) -> tuple[DecodingOutput, list[float], LossOutput]:
     rows = [
         Generation(
             id=f"{index}.{i}",
-            token_ids=[3] * draw.randint(1, 20),
+            num_tokens=draw.randint(1, 20),
             finish_reason=draw.choice(["eos", "length", "unfinished"]),
             num_forwards=draw.randint(1, 9),
             num_positions=draw.randint(10, 90),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
@@ -12,8 +11,9 @@ from rich.text import Text
 from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.memory import KeptCache
+from refusion_lit.text_model import TextModel
 from refusion_lit.traces.display import round_style
-from refusion_lit.traces.document import Trace, visible, visible_lines
+from refusion_lit.traces.document import Trace, piece_of, traced, visible, visible_lines
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.require import require
 
@@ -133,9 +133,9 @@ class Chat:
         """
         ids = self._encode(question)
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
-            callbacks = [_Watch(live, self.model.piece)] if self.console.is_terminal else []
-            row, trace = self.model.trace(
-                question, decoder=self.setup.decoder, sampling=self.setup.sampling, token_ids=ids,
+            callbacks = [_Watch(live, self.model)] if self.console.is_terminal else []
+            row, trace = traced(
+                self.model, question, self.setup.decoder, self.setup.sampling, token_ids=ids,
                 prompt_id=str(len(self.turns)), callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
             )  # fmt: skip
         answer = row.text
@@ -167,9 +167,9 @@ class Chat:
 class _Watch(GenerationCallback):
     """Shows the canvas as it fills: text by the forward that decoded it, dots where nothing is final."""
 
-    def __init__(self, live: Live, piece: Callable[[int], str]) -> None:
+    def __init__(self, live: Live, model: TextModel) -> None:
         self._live = live
-        self._piece = piece
+        self._model = model
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
         text = Text()
@@ -179,7 +179,7 @@ class _Watch(GenerationCallback):
                 text.append("·", "dim")
             else:
                 style = round_style(state.commit_rounds[place], state.num_forwards)
-                text.append(visible(self._piece(state.tokens[place])), style)
+                text.append(visible(piece_of(self._model, state.tokens[place])), style)
         self._live.update(text, refresh=True)
 
 

@@ -1,4 +1,4 @@
-"""``refusion-lit export`` and ``import-gguf``: write a checkpoint or a GGUF file as a Hugging Face directory."""
+"""``refusion-lit export``: write a checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
+from refusion_lit.decoding import Decoder, ModelMismatchError, SelfSpeculative, check_model
+from refusion_lit.families.defaults import NAMEABLE
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import reason_of, write_failure
 from refusion_lit.utils.files import require_empty, write_atomically
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_choice
 
 if TYPE_CHECKING:
     from refusion_lit.text_model import TextModel
@@ -60,7 +62,7 @@ def run(args: list[str]) -> int:
     model = _load(options)
     backbone = model.backbone
     if options.decoder is not None:
-        model.default_decoder = options.decoder
+        name_decoder(model, options.decoder)
     card = _card(options, model)
     with atomic_directory(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
@@ -91,6 +93,30 @@ def _load(options: Namespace) -> TextModel:
     expected = "the checkpoint of a run with model.backbone.lora or drafter"
     require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
     return load_checkpoint(source)
+
+
+def name_decoder(model: TextModel, decoder: Decoder) -> None:
+    """Make a decoder the model's default, in the config that an export writes.
+
+    Raises:
+        ValueError: If it does not fit the model, or is not of this package: others may not have its class.
+    """
+    from refusion_lit.reports.model_card import changed_options
+
+    backbone = model.backbone
+    name = type(decoder).__name__
+    try:
+        check_model(backbone, decoder)
+    except ModelMismatchError as error:
+        offer = Decoder.mismatch_fix(decoder, backbone.traits)  # an option that export lacks
+        raise ValueError(str(error).replace(offer, "Name one that does, or leave --decoder out.")) from error
+    fits = backbone.drafter is None or isinstance(decoder, SelfSpeculative)
+    expected = "SelfSpeculative for a model with a drafter"
+    require(fits, "decoder", expected, name, "name it, or leave the drafter out")
+    require_choice("decoder", name if type(decoder) in NAMEABLE.values() else type(decoder), tuple(NAMEABLE))
+    stored = getattr(backbone.config, "refusion_lit", None) or {}
+    own = {"class_path": name, "init_args": changed_options(decoder)}
+    backbone.config.refusion_lit = {**stored, "decoder": own}
 
 
 def _card(options: Namespace, model: TextModel) -> str:
@@ -174,28 +200,3 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         raise ValueError(
             f"output: {path} cannot be written ({reason}). Make room, or choose another directory."
         ) from error
-
-
-def import_gguf(args: list[str]) -> int:
-    """Write the model of a GGUF file.
-
-    Raises:
-        ValueError: If the file cannot be read, or the directory is not empty.
-    """
-    text = "Write the model of a GGUF file as a Hugging Face directory, with weights in float32."
-    parser = OneLineParser(prog="refusion-lit import-gguf", description=text)
-    parser.add_argument("file", type=str, help="a GGUF file of an architecture that transformers reads")
-    parser.add_argument("--output", type=str, required=True, help="new or empty directory")
-    options = parser.parse(args)
-    output = Path(options.output)
-    require_empty(output)
-
-    from refusion_lit.modeling.loading import load_gguf
-
-    model, tokenizer = load_gguf(options.file)
-    with atomic_directory(output) as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-    size = sum(weight.numel() for weight in model.parameters()) / 1e6
-    sys.stdout.write(f"wrote {output}: {type(model).__name__}, {size:.1f} million parameters\n")
-    return 0

@@ -27,10 +27,12 @@ def run(args: list[str]) -> int:
     """Copy the configs; those that are there already, as in a clone, are kept.
 
     Raises:
-        ValueError: If the directory holds other configs under their names.
+        ValueError: If there is no directory, or it holds other configs under their names.
     """
     parser = ArgumentParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
     parser.add_argument("directory", metavar="DIR", help="where to put them; made if missing")
+    is_one = len(args) == 1 and (args[0] == "--help" or not args[0].startswith("-"))
+    require(is_one, "DIR", "one directory", " ".join(args), "write one, as in `refusion-lit init .`")
     target = Path(parser.parse_args(args).directory) / "configs"
     source = configs_directory()
     configs = sorted(source.rglob("*.yaml"))

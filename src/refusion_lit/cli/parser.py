@@ -16,7 +16,6 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from refusion_lit.cli.given import PARSER_ERRORS, options_given
 from refusion_lit.cli.usage_errors import explained, located
 from refusion_lit.decoding import Decoder, check_context  # registers the checkpoint formats of all families
-from refusion_lit.families.defaults import class_and_options
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.require import require
@@ -56,7 +55,7 @@ class OneLineParser(ArgumentParser):
         let_booleans_alone(self)
         num_stops = sum(arg.partition("=")[0] == "--stop" for arg in args)
         require(num_stops < 2, "stop", "the option once", f"{num_stops} times", "write several as [A, B]")
-        args = self._with_decoder_first(args)
+        args = self._with_decoder_in_place(args)
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
@@ -66,21 +65,25 @@ class OneLineParser(ArgumentParser):
         except ValueError as error:
             raise ValueError(located(error, {"decoder": parsed.get("decoder")})) from error
 
-    def _with_decoder_first(self, args: Sequence[str]) -> list[str]:
-        """Put the decoder before its options, as jsonargparse needs it to know them; none named: the model's own."""
+    def _with_decoder_in_place(self, args: Sequence[str]) -> list[str]:
+        """Put the decoder before its options, as jsonargparse needs it to know them; none named: the model's own.
+
+        The help of a decoder is put last: jsonargparse takes all that is after it for options of the decoder.
+        """
         names = [arg.partition("=")[0] for arg in args]
-        if "--decoder" in names:
-            place = names.index("--decoder")
-            end = place + (1 if "=" in args[place] else 2)
-            return [*args[place:end], *args[:place], *args[end:]]
-        is_told = not {"--decoder.class_path", "--decoder.help"}.isdisjoint(names)
-        if is_told or not any(name.startswith("--decoder.") for name in names):
+        for name in ("--decoder.help", "--decoder"):
+            if name in names:
+                place = names.index(name)
+                end = place + (1 if "=" in args[place] else 2)
+                own, others = args[place:end], [*args[:place], *args[end:]]
+                return [*own, *others] if name == "--decoder" else [*others, *own]
+        if "--decoder.class_path" in names or not any(name.startswith("--decoder.") for name in names):
             return list(args)
         from refusion_lit.checkpoints.models import own_decoder
 
         given = {each.name: each.value for each in options_given(args)}
         own = own_decoder(vars(self.get_defaults()) | given)
-        return [f"--decoder={json.dumps(class_and_options(own))}", *args]
+        return [f"--decoder={json.dumps({'class_path': type(own).__name__, 'init_args': vars(own)})}", *args]
 
 
 def let_booleans_alone(parser: ArgumentParser) -> None:
@@ -183,7 +186,8 @@ def load_model_of(options: Namespace) -> TextModel:
     weight = next(model.backbone.parameters())
     size = sum(each.numel() for each in model.backbone.parameters())
     kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-    sys.stderr.write(f"{options.ckpt_path}: {size / 1e6:.1f} million parameters, {kind}\n")
+    number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
+    sys.stderr.write(f"{options.ckpt_path}: {number} parameters, {kind}\n")
     return model
 
 

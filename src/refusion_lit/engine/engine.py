@@ -17,10 +17,11 @@ from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.memory import KeptCache, groups_within, rows_within
-from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, cut_at_stop
+from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
 from refusion_lit.engine.sampling import settle
+from refusion_lit.engine.stopping import cut_at_stop
 from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
@@ -316,7 +317,7 @@ class Engine:
             warnings.warn(f"prompt {result.id}: {name} left masks; the response ends before the first", stacklevel=2)
         result.token_ids = tokens
         result.num_forwards = state.num_forwards
-        result.num_given = sum(token is not None for token in state.prompt.given[: len(tokens)])
+        result.num_tokens = len(tokens) - sum(token is not None for token in state.prompt.given[: len(tokens)])
         result.seconds = synchronised_time(self.device) - row.started
         if self.detokenize is not None:
             text = self.detokenize(tokens)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
 from typing import TYPE_CHECKING
-
-from refusion_lit.types import SamplingParams
 
 if TYPE_CHECKING:
     from refusion_lit.engine.decoder import RowState
@@ -69,7 +66,7 @@ class Generation:
         text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
         finish_reason: ``eos``, ``length``, ``stop`` (a stop string or a low entropy), or ``unfinished`` (masked places
             remain before the end, which no correct decoder leaves).
-        num_given: Number of given tokens in ``token_ids``.
+        num_tokens: Number of generated tokens: those in ``token_ids`` that were not given.
         num_forwards: Forwards in which the prompt took part. Decoders that weigh a forward's cost (``SelfSpeculative``
             and ``infill: bonus`` of ``ReFusion``) take more or fewer beside other prompts, for the same text.
         num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
@@ -84,7 +81,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = "unfinished"
-    num_given: int = 0
+    num_tokens: int = 0
     num_forwards: int = 0
     num_positions: int = 0
     seconds: float = 0.0
@@ -93,9 +90,9 @@ class Generation:
     trace: list[TraceRound] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int:
-        """Number of generated tokens: up to and including the EOS token, without given tokens."""
-        return len(self.token_ids) - self.num_given
+    def num_given(self) -> int:
+        """Number of given tokens in ``token_ids``."""
+        return len(self.token_ids) - self.num_tokens
 
 
 @dataclass(kw_only=True)
@@ -121,43 +118,3 @@ class DecodingOutput:
     cache_bytes: int = 0
     cache_bytes_per_token: float = 0.0
     mismatches: list[str] = field(default_factory=list)
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Cut a text before the first stop string in it."""
-    ends = [index for index in (text.find(string) for string in stop) if index >= 0]
-    return text[: min(ends)] if ends else text
-
-
-class TextStream:
-    """Turns a response that grows into pieces of text that stay.
-
-    It holds back what may turn out to be the beginning of a stop string, and parts of a character. A tokenizer that
-    changes earlier text, such as one that removes spaces before punctuation, cannot take back what was told: the
-    stream goes on after the common prefix.
-
-    Args:
-        detokenize: Turns tokens into text.
-        sampling: Strings that end the response, and the window of tokens that a low entropy leaves out.
-    """
-
-    def __init__(self, detokenize: Callable[[list[int]], str], sampling: SamplingParams) -> None:
-        self._detokenize = detokenize
-        self._stop = sampling.stop
-        self._num_held = 0 if sampling.min_entropy is None else sampling.entropy_window
-        self._told = ""
-
-    def piece(self, tokens: list[int]) -> str:
-        """Return the text that is new in the final tokens so far."""
-        tokens = tokens[: max(len(tokens) - self._num_held, 0)]
-        text = cut_at_stop(self._detokenize(tokens), self._stop).rstrip("\N{REPLACEMENT CHARACTER}")
-        starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
-        held = max((len(start) for start in starts if text.endswith(start)), default=0)
-        stable = text[: len(text) - held]
-        return self.rest(stable) if len(stable) > len(self._told) else ""  # shorter where a request starts again
-
-    def rest(self, text: str) -> str:
-        """Return what is new in the final text, of which nothing is held back."""
-        told = self._told if text.startswith(self._told) else commonprefix([self._told, text])  # noqa: RUF071 - no paths
-        self._told = text
-        return text[len(told) :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from refusion_lit.types import SamplingParams
 
@@ -58,3 +58,9 @@ class Stopping:
         assert self._detokenize is not None
         text = self._detokenize(tokens)
         return any(string in text for string in self._sampling.stop)
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Cut a text before the first stop string in it."""
+    ends = [index for index in (text.find(string) for string in stop) if index >= 0]
+    return text[: min(ends)] if ends else text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from refusion_lit.engine.decoder import Decoder
@@ -18,9 +17,8 @@ from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.require import require_choice
 
-_CLASSES: Mapping[str, type[Decoder]] = {
+NAMEABLE: Mapping[str, type[Decoder]] = {
     cls.__name__: cls
     for cls in (
         Autoregressive, BlockDiffusion, CARD, D2F, FastDLLM, LLaDA, ReFusion, SelfSpeculative, SetDiffusion,
@@ -51,7 +49,7 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
     """
     if published is not None:
         try:
-            cls = _CLASSES.get(published["class_path"])
+            cls = NAMEABLE.get(published["class_path"])
             decoder = cls and cls(**published.get("init_args") or {})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -77,20 +75,3 @@ def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = N
     if "mask" in traits.predictions:
         return WeDLM()
     return CARD() if "mask_shifted" in traits.predictions else Autoregressive()
-
-
-def class_and_options(decoder: Decoder) -> dict[str, Any]:
-    """Return a decoder as class and options, for :func:`default_decoder`.
-
-    Raises:
-        ValueError: If a model cannot name it: others may not have its class.
-    """
-    name = type(decoder).__name__
-    require_choice("decoder", name if type(decoder) in _CLASSES.values() else type(decoder), tuple(_CLASSES))
-    return {"class_path": name, "init_args": changed_options(decoder)}
-
-
-def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
-    """Return the options of a decoder that are not its class's defaults."""
-    values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
-    return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}

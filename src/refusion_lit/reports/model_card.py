@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from refusion_lit.engine.decoder import Decoder
-from refusion_lit.families.defaults import changed_options, default_decoder
+from refusion_lit.families.defaults import default_decoder
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
@@ -97,6 +97,12 @@ def model_card(
         environment=described_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
+
+
+def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+    """Return the options of a decoder that are not its class's defaults."""
+    values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
+    return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}
 
 
 def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.output import TextStream, TraceRound
+from refusion_lit.engine.output import TraceRound
 from refusion_lit.engine.requests import MoreDrafts
 from refusion_lit.serving import Limits
-from refusion_lit.text_model import TextModel
+from refusion_lit.text_model import TextModel, TextStream
+from refusion_lit.traces.document import piece_of
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
@@ -207,7 +208,9 @@ class Worker:
         for entry in trace[job.num_rounds :]:
             found = {"drafted": entry.positions, "verified": entry.scored, "committed": entry.accepted}
             places = {name: [position - start for position in positions] for name, positions in found.items()}
-            rounds.append({"phase": entry.phase, "texts": [*map(self.model.piece, entry.tokens)], **places})
+            rounds.append(
+                {"phase": entry.phase, "texts": [piece_of(self.model, token) for token in entry.tokens], **places}
+            )
         job.num_rounds = max(job.num_rounds, len(trace))
         return rounds
 

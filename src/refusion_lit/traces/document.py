@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from refusion_lit.decoding import Generation
+from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.engine.output import TraceRound
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.files import digest, read_object, write_atomically
 from refusion_lit.utils.require import require
 
@@ -90,44 +93,54 @@ class Trace:
         return "?" if token is None else self.pieces.get(token, f"<{token}>")
 
 
-def trace_of(
-    generation: Generation,
+def traced(
+    model: TextModel,
+    query: str,
+    decoder: Decoder,
+    sampling: SamplingParams,
     *,
-    prompt: str,
-    prompt_length: int,
-    decoder: str,
-    slot_size: int,
-    piece: Callable[[int], str],
-) -> Trace:
-    """Build a trace of one prompt from the result of ``decode(..., trace=True)``.
+    token_ids: Sequence[int] | None = None,
+    prompt_id: str = "0",
+    **options: Any,  # noqa: ANN401 - options of TextModel.decode
+) -> tuple[Generation, Trace]:
+    """Answer a query, and record every forward; :func:`~refusion_lit.traces.display.page` shows the trace.
 
     Args:
-        generation: The prompt's generation.
-        prompt: The query, before any template.
-        prompt_length: Number of prompt tokens, template included.
-        decoder: Class name of the decoder.
-        slot_size: Tokens per slot; 1 for decoders without slots.
-        piece: Returns the text of a token id.
+        model: The model.
+        query: The text, before any template.
+        decoder: The strategy.
+        sampling: Length limit, sampling options and stop strings.
+        token_ids: The query's prompt tokens, if they are not what the model's ``encode`` returns.
+        prompt_id: Keys the sampling noise.
+        options: Options of the model's ``decode``.
 
     Raises:
-        ValueError: If the decode recorded no trace.
+        ValueError: As for :meth:`~refusion_lit.text_model.TextModel.decode`.
     """
-    number = len(generation.trace)
-    expected = f"one entry for each of {generation.num_forwards} forwards"
-    require(number == generation.num_forwards, "trace", expected, number, "decode with trace=True")
-    ids = {token for entry in generation.trace for token in entry.tokens} | set(generation.token_ids)
-    return Trace(
-        decoder=decoder,
-        prompt=prompt,
+    ids = tuple(model.encode(query) if token_ids is None else token_ids)
+    prompt = Prompt(token_ids=ids, id=prompt_id)
+    [generation] = model.decode([prompt], decoder, sampling, trace=True, **options).rows
+    shown = {token for entry in generation.trace for token in entry.tokens} | set(generation.token_ids)
+    return generation, Trace(
+        decoder=type(decoder).__name__,
+        prompt=query,
         response=generation.text,
-        prompt_length=prompt_length,
+        prompt_length=len(ids),
         token_ids=tuple(generation.token_ids),
-        slot_size=slot_size,
+        slot_size=getattr(decoder, "slot_size", None) or 1,
         finish_reason=generation.finish_reason,
         seconds=generation.seconds,
         rounds=tuple(generation.trace),
-        pieces={token: piece(token) for token in sorted(ids)},
+        pieces={token: piece_of(model, token) for token in sorted(shown)},
     )
+
+
+def piece_of(model: TextModel, token_id: int) -> str:
+    """Return the text of a single token, special ones by name."""
+    name = model.tokenizer.convert_ids_to_tokens(token_id)
+    text = str(model.tokenizer.decode([token_id], skip_special_tokens=False))
+    # Tokenizers that mark the beginning of a word drop the space from a text's first token.
+    return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
