@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
+from refusion_lit.modeling.vocabulary import special_tokens_of
 from refusion_lit.utils.files import write_atomically
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -59,7 +60,6 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
     """
     from refusion_lit.cli.lightning import RefusionCLI
     from refusion_lit.noise import KeyedNoise
-    from refusion_lit.types import SpecialTokens
 
     class Built(RefusionCLI):
         """Builds what a training needs, in no directory, and runs nothing."""
@@ -69,7 +69,7 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
         def _run_subcommand(self, subcommand: str) -> None: ...
 
     cli = Built(["fit", *args, "--trainer.logger=false"])
-    special_tokens = SpecialTokens.of(cli.datamodule.built_tokenizer)
+    special_tokens = special_tokens_of(cli.datamodule.built_tokenizer)
 
     def positions(batch: Any) -> int:
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)

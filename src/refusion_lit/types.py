@@ -16,12 +16,9 @@ from refusion_lit.traits import AttentionKind, ModelTraits, Prediction
 from refusion_lit.utils.require import check_options, is_number, require, require_at_least, require_number
 
 __all__ = [
-    "EOS_IDS", "AttentionKind", "Constraint", "ConstraintState", "DecodingOptions", "Example", "ModelTraits",
+    "AttentionKind", "Constraint", "ConstraintState", "DecodingOptions", "Example", "ModelTraits",
     "Prediction", "Prompt", "SamplingParams", "SpecialTokens",
 ]  # fmt: skip
-
-EOS_IDS = "ends_of_sequence"
-"""Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +39,6 @@ class SpecialTokens:
     pad_token_id: int
     vocab_size: int
     draft_token_ids: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - one of transformers
-        """Read a tokenizer's special ids; its own end-of-sequence token is the first of ``eos_token_ids``.
-
-        Raises:
-            ValueError: If it has no end-of-sequence token.
-        """
-        eos: Any = tokenizer.eos_token_id
-        mask: Any = tokenizer.mask_token_id
-        pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
-        if pad is None or eos is None:
-            raise ValueError(
-                "tokenizer: expected an end-of-sequence token, got none. Set eos_token in its tokenizer_config.json."
-            )
-        eos_token_ids = tuple(dict.fromkeys((int(eos), *tokenizer.init_kwargs.get(EOS_IDS, ()))))
-        return cls(mask_token_id=mask, eos_token_ids=eos_token_ids, pad_token_id=int(pad), vocab_size=len(tokenizer))
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:

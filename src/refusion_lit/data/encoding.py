@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.tokenizers import unknown_text
-from refusion_lit.types import EOS_IDS, Example
+from refusion_lit.modeling.vocabulary import EOS_IDS
+from refusion_lit.types import Example
 from refusion_lit.utils.require import require
 
 

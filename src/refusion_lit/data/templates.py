@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.decoding import DecodingOutput, Generation, GenerationCallback
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.modeling.vocabulary import special_tokens_of
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS = 64
@@ -144,7 +145,7 @@ def fill_templates(
     rows: list[Generation] = []
     for start in range(0, len(groups), _NUM_TOGETHER):  # a response is told once all lengths of its slice are decoded
         part = groups[start : start + _NUM_TOGETHER]
-        for row in choose_lengths(run, part, sampling, SpecialTokens.of(tokenizer).eos_token_ids):
+        for row in choose_lengths(run, part, sampling, special_tokens_of(tokenizer).eos_token_ids):
             row.trace = row.trace if trace else []
             for callback in callbacks:
                 callback.on_finished(len(rows), row)

@@ -17,8 +17,8 @@ from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.fused.body import is_known
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
-from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained
-from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained, special_tokens_of
+from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
@@ -134,7 +134,7 @@ class BackboneConfig:
                 model = add_adapters(model, self.lora)
             drafter = self._drafter(model)
         decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
-        backbone = Backbone(model, traits, SpecialTokens.of(tokenizer), **decoding)
+        backbone = Backbone(model, traits, special_tokens_of(tokenizer), **decoding)
         if drafter is not None:
             attach(backbone, drafter)
         if self.lora is not None:

@@ -1,4 +1,4 @@
-"""Special tokens that a tokenizer lacks, and the rows of a model's embedding and head for new tokens."""
+"""A tokenizer's special tokens, those that it lacks, and the rows of a model's embedding and head for new tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,29 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from refusion_lit.types import EOS_IDS, SpecialTokens
+from refusion_lit.types import SpecialTokens
+
+EOS_IDS = "ends_of_sequence"
+"""Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
 
 _NEW_MASK = "mask_token_is_new"
+
+
+def special_tokens_of(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a tokenizer of transformers
+    """Read a tokenizer's special ids; its own end-of-sequence token is the first of ``eos_token_ids``.
+
+    Raises:
+        ValueError: If it has no end-of-sequence token.
+    """
+    eos = tokenizer.eos_token_id
+    mask = tokenizer.mask_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
+    if pad is None or eos is None:
+        raise ValueError(
+            "tokenizer: expected an end-of-sequence token, got none. Set eos_token in its tokenizer_config.json."
+        )
+    ends = tuple(dict.fromkeys((int(eos), *tokenizer.init_kwargs.get(EOS_IDS, ()))))
+    return SpecialTokens(mask_token_id=mask, eos_token_ids=ends, pad_token_id=int(pad), vocab_size=len(tokenizer))
 
 
 def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> None:
@@ -87,7 +107,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
         _initialise_as_mean(model, num_rows, num_tokens)
         new += range(num_rows, num_tokens)
-    mask = SpecialTokens.of(tokenizer).mask_token_id
+    mask = special_tokens_of(tokenizer).mask_token_id
     if pretrained and mask_is_new(tokenizer) and mask is not None:
         _initialise_as_mean(model, mask, mask + 1)
         new.append(mask)
