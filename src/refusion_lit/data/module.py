@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -12,19 +11,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.batches import (
-    BatchDataset,
-    EncodedExample,
-    LengthGroupedBatches,
-    TrainingLoader,
-    collate_responses,
-)
-from refusion_lit.data.datasets import Encode, EncodedOnRead, collate_packed, packed_rows
-from refusion_lit.data.encoding import encode_example
+from refusion_lit.data.batches import BatchDataset, LengthGroupedBatches, TrainingLoader, collate_responses
+from refusion_lit.data.datasets import EncodedOnRead, collate_packed, packed_rows
 from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encoded_prompts
+from refusion_lit.data.examples import EncodedExample, encode_example, examples_of
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
-from refusion_lit.tasks.base import Split, Task, examples_of
+from refusion_lit.tasks.base import Split, Task
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require, require_at_least
 
@@ -184,7 +177,7 @@ class InstructionDataModule(L.LightningDataModule):
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]
 
     @property
-    def _encode(self) -> Encode:
+    def _encode(self) -> partial[EncodedExample]:
         return partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
 
     def _encoded(self, split: Split) -> EncodedOnRead | list[EncodedExample]:
@@ -208,16 +201,16 @@ class InstructionDataModule(L.LightningDataModule):
         num_malformed = num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
         for example in examples:
             try:
-                prompt, response = self._encode(example)
+                sample = self._encode(example)
             except ValueError:
                 if getattr(self.task, "malformed", "error") == "error":
                     raise
                 num_malformed += 1
                 continue
-            if len(prompt) + len(response) > self.max_length:
+            if len(sample) > self.max_length:
                 num_too_long += 1
-                continue
-            samples.append(EncodedExample(example.id, array("i", prompt), array("i", response)))  # 4 bytes per token
+            else:
+                samples.append(sample)
         num_left_out = getattr(self.task, "num_left_out", {}).get(split, 0)
         if num_too_long or num_malformed or num_left_out:
             rank_zero_info(
