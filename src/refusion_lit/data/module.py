@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import BatchDataset, LengthGroupedBatches, TrainingLoader, collate_responses
 from refusion_lit.data.datasets import EncodedOnRead, collate_packed, packed_rows
-from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encoded_prompts
+from refusion_lit.data.evaluation import PromptBatch, encoded_prompts, evaluation_loader
 from refusion_lit.data.examples import EncodedExample, encode_example, examples_of
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
@@ -140,11 +140,13 @@ class InstructionDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
         """Return a loader of validation batches, for the loss."""
-        return self._evaluation_loader(self._encoded("validation"), self._collate)
+        samples = self._encoded("validation")
+        return evaluation_loader(samples, self._collate, self.eval_batch_size, self.num_workers, self.trainer)
 
     def test_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
         """Return a loader of the test split's prompts."""
-        return self._evaluation_loader(self.test_prompts(), PromptBatch)
+        prompts = self.test_prompts()
+        return evaluation_loader(prompts, PromptBatch, self.eval_batch_size, self.num_workers, self.trainer)
 
     predict_dataloader = test_dataloader
 
@@ -161,16 +163,6 @@ class InstructionDataModule(L.LightningDataModule):
         is_lazy = isinstance(samples, EncodedOnRead)
         sample = samples[0] if is_lazy else max(samples, key=lambda each: len(each.prompt_ids))
         return Prompt(token_ids=tuple(sample.prompt_ids), id=sample.id)
-
-    def _evaluation_loader(self, data: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:  # noqa: ANN401
-        """Return a loader of all samples in order, shared by the processes without repetition."""
-        size = self.eval_batch_size
-        trainer = self.trainer
-        if trainer is None or trainer.world_size == 1 or getattr(trainer, "overfit_batches", 0):
-            return DataLoader(data, batch_size=size, num_workers=self.num_workers, collate_fn=collate)
-        share = EvaluationBatches(len(data), size, rank=trainer.global_rank, num_ranks=trainer.world_size)
-        batches = BatchDataset(data, collate)
-        return DataLoader(batches, sampler=share, batch_size=None, num_workers=self.num_workers)
 
     @property
     def _collate(self) -> partial[ResponseBatch]:
