@@ -168,10 +168,6 @@ class InstructionDataModule(L.LightningDataModule):
     def _collate(self) -> partial[ResponseBatch]:
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]
 
-    @property
-    def _encode(self) -> partial[EncodedExample]:
-        return partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
-
     def _encoded(self, split: Split) -> EncodedOnRead | list[EncodedExample]:
         if split not in self._splits:
             examples = examples_of(self.task, split)
@@ -181,7 +177,8 @@ class InstructionDataModule(L.LightningDataModule):
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.
             if is_generated and num_examples > _LAZY_ABOVE and self.pack_length is None:
-                self._splits[split] = EncodedOnRead(examples, self._encode, self.max_length)
+                encode = partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
+                self._splits[split] = EncodedOnRead(examples, encode, self.max_length)
             else:
                 self._splits[split] = self._stored(split, examples)
         return self._splits[split]
@@ -193,7 +190,7 @@ class InstructionDataModule(L.LightningDataModule):
         num_malformed = num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
         for example in examples:
             try:
-                sample = self._encode(example)
+                sample = encode_example(self.built_tokenizer, example, self.prompt_template)
             except ValueError:
                 if getattr(self.task, "malformed", "error") == "error":
                     raise
