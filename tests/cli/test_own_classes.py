@@ -137,7 +137,12 @@ def generated() -> Iterator[Example]:
 
 @pytest.mark.parametrize(
     ("given", "got"),
-    [(generated(), "'generator'"), (None, "'NoneType'"), ([{"query": "1", "response": "2"}], "'one of dict'")],
+    [
+        (generated(), "'generator'"),
+        (None, "'NoneType'"),
+        ([{"query": "1", "response": "2"}], "'one of dict'"),
+        ([None], "'one of NoneType'"),
+    ],
 )
 def test_examples_that_are_none_are_refused(given: Any, got: str) -> None:
     with pytest.raises(ValueError, match=rf"^Own\.examples: expected a sequence of .* got {got}; return a list of Ex"):
