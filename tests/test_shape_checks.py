@@ -8,7 +8,8 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from refusion_lit.data.batches import EncodedExample, collate_responses
+from refusion_lit.data.batches import collate_responses
+from refusion_lit.data.examples import EncodedExample
 from refusion_lit.learning.text_order import text_then_masks
 from shape_checks import NUM_CHECKED
 

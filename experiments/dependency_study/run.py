@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 
 import refusion_lit
 from refusion_lit import tasks
-from refusion_lit.data.encoding import encode_example
+from refusion_lit.data.examples import encode_example
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.reports.results import environment
 from refusion_lit.types import Example
@@ -42,7 +42,8 @@ def samples(model: refusion_lit.TextModel, source: str, count: int) -> list[tupl
         kinds = {**vars(tasks), "Latin": Latin, "Walk": Walk}
         validation = kinds[source](num_validation=count).examples("validation")
         examples = [validation[i] for i in range(count)]
-    return [encode_example(model.tokenizer, example, model.prompt_template) for example in examples]
+    encoded = [encode_example(model.tokenizer, example, model.prompt_template) for example in examples]
+    return [(list(each.prompt_ids), list(each.response_ids)) for each in encoded]
 
 
 def main() -> None:

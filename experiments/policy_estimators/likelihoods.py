@@ -235,7 +235,7 @@ def slots_apart(
     num_slots = is_masked.shape[1]
     positions, in_response = batch.positions, batch.in_response
     places = (positions - batch.prompt_lengths[:, None]).clamp(min=0)
-    rest = next_in_slot(batch, in_response, places, torch.full_like(batch.prompt_lengths, size))
+    rest = next_in_slot(batch, torch.full_like(batch.prompt_lengths, size))
     ranks = torch.where(is_masked, 2**53, order).argsort(dim=1, stable=True).argsort(dim=1)
     is_real = batch.is_real
     group = torch.where(in_response, 1 + ranks.gather(1, places // size), (~is_real).long() * (num_slots + 1))

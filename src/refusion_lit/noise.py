@@ -17,7 +17,6 @@ from torch import Tensor
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
 
 
 def stable_key(*parts: int | str) -> int:
@@ -29,7 +28,7 @@ def stable_key(*parts: int | str) -> int:
 
 def uniform_scalar(*parts: int | str) -> float:
     """Return one number in [0, 1) that depends on ``parts`` alone, for decisions made on the host."""
-    return ((stable_key(*parts) & _MASK) >> 11) * 2.0**-53
+    return (stable_key(*parts) % 2**64 >> 11) * 2.0**-53
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:

@@ -15,11 +15,12 @@ import pytest
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
+from refusion_lit.data.examples import examples_of
 from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, ReFusion, RowState
 from refusion_lit.evaluation.predictions import score_of
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.tasks import Additions, Task
-from refusion_lit.tasks.base import Split, examples_of
+from refusion_lit.tasks.base import Split
 from refusion_lit.types import Example, Prompt, SamplingParams, SpecialTokens
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -136,7 +137,12 @@ def generated() -> Iterator[Example]:
 
 @pytest.mark.parametrize(
     ("given", "got"),
-    [(generated(), "'generator'"), (None, "'NoneType'"), ([{"query": "1", "response": "2"}], "'one of dict'")],
+    [
+        (generated(), "'generator'"),
+        (None, "'NoneType'"),
+        ([{"query": "1", "response": "2"}], "'one of dict'"),
+        ([None], "'one of NoneType'"),
+    ],
 )
 def test_examples_that_are_none_are_refused(given: Any, got: str) -> None:
     with pytest.raises(ValueError, match=rf"^Own\.examples: expected a sequence of .* got {got}; return a list of Ex"):

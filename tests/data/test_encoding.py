@@ -8,7 +8,8 @@ from hypothesis import example as also
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_example, encode_prompt, encode_text
+from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.data.examples import encode_example
 from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
 from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.data.batches import EncodedExample, LengthGroupedBatches, collate_responses
+from refusion_lit.data.batches import LengthGroupedBatches, collate_responses
+from refusion_lit.data.examples import EncodedExample
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
 from refusion_lit.noise import stable_key

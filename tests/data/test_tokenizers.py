@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from refusion_lit.data.encoding import encode_example, encode_prompt, encode_text
+from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.data.examples import encode_example
 from refusion_lit.data.tokenizers import (
     CharacterTokenizer,
     PretrainedTokenizer,
@@ -129,9 +130,9 @@ def test_a_prompt_template_goes_around_the_query(characters) -> None:
 
 
 def test_an_example_ends_with_its_end_of_sequence(characters) -> None:
-    prompt, response = encode_example(characters, Example(id="1", query="ab", response="c"))
-    assert characters.decode(prompt) == "ab"
-    assert response == [*encode_text(characters, "c"), characters.eos_token_id]
+    sample = encode_example(characters, Example(id="1", query="ab", response="c"))
+    assert characters.decode(list(sample.prompt_ids)) == "ab"
+    assert list(sample.response_ids) == [*encode_text(characters, "c"), characters.eos_token_id]
     with pytest.raises(ValueError, match="example 1: expected a response"):
         encode_example(characters, Example(id="1", query="ab", response=""))
     with pytest.raises(ValueError, match="empty prompt"):

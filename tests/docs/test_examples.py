@@ -18,7 +18,8 @@ import torch
 import refusion_lit
 from fakes import tiny_backbone
 from refusion_lit.cli import main
-from refusion_lit.data.batches import EncodedExample, collate_responses
+from refusion_lit.data.batches import collate_responses
+from refusion_lit.data.examples import EncodedExample
 from refusion_lit.decoding import Decoder, decode
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.tasks import SPLITS

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fakes import SPECIAL
-from refusion_lit.data.batches import EncodedExample, collate_responses
+from refusion_lit.data.batches import collate_responses
+from refusion_lit.data.examples import EncodedExample
 from refusion_lit.learning.batch import CorruptedBatch
 from refusion_lit.learning.objective import Objective, corrupt_checked
 from refusion_lit.noise import KeyedNoise

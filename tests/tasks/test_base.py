@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from refusion_lit.data.examples import examples_of
 from refusion_lit.evaluation.predictions import score_of
-from refusion_lit.tasks.base import Task, examples_of
+from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example
 
 

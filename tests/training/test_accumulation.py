@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
-from refusion_lit.data.batches import EncodedExample, TrainingLoader, collate_responses
+from refusion_lit.data.batches import TrainingLoader, collate_responses
+from refusion_lit.data.examples import EncodedExample
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -129,19 +128,6 @@ class CheckpointMetadata:
                 f"ckpt_path: the metadata in {path}, which refusion-lit {stored.get('version')} wrote, cannot be read "
                 f"({reason_of(error)}). Export it with that version."
             ) from error
-
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a tokenizer with other tokens than the weights were trained with.
-
-        Raises:
-            ValueError: If the vocabularies differ.
-        """
-        stored = tokenizer_from_files(self.tokenizer_files)
-        if stored.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(
-                f"data.tokenizer: expected the {len(stored)} tokens that the checkpoint was trained with, got "
-                f"{len(tokenizer)} others. Take the config and the data that the checkpoint was trained with."
-            )
 
     def backbone_config(self) -> BackboneConfig:
         """Return options that rebuild the model with random weights, adapters and drafter included."""
@@ -339,20 +325,33 @@ def load_checkpoint(
     return TextModel(backbone, tokenizer, metadata.prompt_template)
 
 
-def merged_weights(weights: Mapping[str, Tensor], metadata: CheckpointMetadata) -> dict[str, Tensor]:
-    """Return a checkpoint's weights with the adapters merged, under the names of a model without adapters.
+def restore_metadata(
+    checkpoint: dict[str, Any], backbone: Backbone, tokenizer: PreTrainedTokenizerBase | None, *, resumes: bool
+) -> None:
+    """Tell a training module's backbone what the weights of a checkpoint were trained for, before it loads them.
 
     Args:
-        weights: The ``state_dict`` of the checkpoint.
-        metadata: Its metadata.
+        checkpoint: The checkpoint. Its weights get their adapters merged if the backbone has none.
+        backbone: The backbone; its traits are set.
+        tokenizer: Its tokenizer.
+        resumes: Whether a training resumes from the checkpoint; adapters then stay as they are.
 
     Raises:
-        ValueError: If the weights do not fit the metadata.
+        ValueError: If the weights were trained with other tokens, or do not fit the metadata.
     """
-    backbone = _rebuilt(metadata, tokenizer_from_files(metadata.tokenizer_files), None)
-    _load_weights(backbone, weights)
-    backbone.model = merged(backbone.model)
-    return {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()}
+    metadata = CheckpointMetadata.from_checkpoint(checkpoint, "the checkpoint")
+    stored = tokenizer_from_files(metadata.tokenizer_files)
+    if tokenizer is not None and stored.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"data.tokenizer: expected the {len(stored)} tokens that the checkpoint was trained with, got "
+            f"{len(tokenizer)} others. Take the config and the data that the checkpoint was trained with."
+        )
+    backbone.traits = metadata.traits
+    if metadata.adapters is not None and backbone.adapters is None and not resumes:
+        adapted = _rebuilt(metadata, stored, None)
+        _load_weights(adapted, checkpoint["state_dict"])
+        adapted.model = merged(adapted.model)
+        checkpoint["state_dict"] = {_WEIGHTS_PREFIX + name: value for name, value in adapted.state_dict().items()}
 
 
 def _rebuilt(

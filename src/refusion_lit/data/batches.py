@@ -1,9 +1,8 @@
-"""Training batches: encoded examples, which of them form a batch, and the loader of optimizer steps."""
+"""Training batches: which examples form a batch, how they are padded, and the loader of optimizer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -13,21 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from refusion_lit.data.examples import EncodedExample
 from refusion_lit.learning.batch import MicroBatch, ResponseBatch
 from refusion_lit.noise import stable_key
 from refusion_lit.utils.require import require
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedExample:
-    """An example as token ids."""
-
-    id: str
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
 
 
 class BatchDataset(Dataset[Any]):

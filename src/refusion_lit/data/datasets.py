@@ -11,14 +11,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
-from refusion_lit.data.batches import EncodedExample, collate_responses
+from refusion_lit.data.batches import collate_responses
+from refusion_lit.data.examples import EncodedExample
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import stable_key
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require
-
-Encode = Callable[[Example], tuple[list[int], list[int]]]
-"""Returns an example's prompt and response as token ids; raises a ``ValueError`` for a malformed example."""
 
 _PACKED_TOGETHER = 4096
 """Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
@@ -29,11 +27,13 @@ class EncodedOnRead(Dataset[EncodedExample]):
 
     Args:
         examples: The examples of a generated task.
-        encode: Encodes an example.
+        encode: Encodes an example; raises a ``ValueError`` for a malformed one.
         max_length: Maximum number of tokens of an example; a longer one raises a ``ValueError`` when it is read.
     """
 
-    def __init__(self, examples: Sequence[Example], encode: Encode, max_length: int) -> None:
+    def __init__(
+        self, examples: Sequence[Example], encode: Callable[[Example], EncodedExample], max_length: int
+    ) -> None:
         self._examples = examples
         self._encode = encode
         self.max_length = max_length
@@ -42,9 +42,8 @@ class EncodedOnRead(Dataset[EncodedExample]):
         return len(self._examples)
 
     def __getitem__(self, index: int) -> EncodedExample:
-        example = self._examples[index]
-        sample = EncodedExample(example.id, *self._encode(example))
-        expected = f"at most {self.max_length} tokens in the sample {example.id}"
+        sample = self._encode(self._examples[index])
+        expected = f"at most {self.max_length} tokens in the sample {sample.id}"
         fix = "raise it, or make the task's examples shorter"
         require(len(sample) <= self.max_length, "data.max_length", expected, len(sample), fix)
         return sample

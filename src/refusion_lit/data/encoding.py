@@ -1,4 +1,4 @@
-"""Encoding of prompts and examples; text from users and data sets never becomes a special token."""
+"""Encoding of prompts and responses; text from users and data sets never becomes a special token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.tokenizers import unknown_text
 from refusion_lit.modeling.vocabulary import EOS_IDS
-from refusion_lit.types import Example
 from refusion_lit.utils.require import require
 
 
@@ -50,24 +49,6 @@ def encode_prompt(
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
     return ids
-
-
-def encode_example(
-    tokenizer: PreTrainedTokenizerBase, example: Example, prompt_template: str = "{query}"
-) -> tuple[list[int], list[int]]:
-    """Encode an example as prompt and response; the response ends with the end-of-sequence token.
-
-    Raises:
-        ValueError: If the response is empty or the example cannot be encoded; names the example.
-    """
-    fix = "remove it, or set malformed: skip in the task"
-    require(bool(example.response), f"example {example.id}", "a response", example.response, fix)
-    try:
-        prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
-        response = encode_text(tokenizer, example.response)
-    except ValueError as error:
-        raise ValueError(f"example {example.id}: {error}") from error
-    return prompt, [*response, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
 
 
 class _Guard:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import lightning as L
 import numpy as np
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.batches import BatchDataset
 from refusion_lit.data.encoding import encode_prompt, encode_text
-from refusion_lit.tasks.base import Task, examples_of
+from refusion_lit.data.examples import examples_of
+from refusion_lit.tasks.base import Task
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require
 
@@ -75,6 +80,20 @@ class PromptBatch:
     def __init__(self, samples: Sequence[tuple[Prompt, Example]]) -> None:
         self.prompts = [prompt for prompt, _ in samples]
         self.examples = [example for _, example in samples]
+
+
+def evaluation_loader(
+    samples: Any,  # noqa: ANN401 - examples or prompts
+    collate: Callable[[list[Any]], Any],
+    batch_size: int,
+    num_workers: int,
+    trainer: L.Trainer | None,
+) -> DataLoader[Any]:
+    """Return a loader of all samples in order, shared by the processes of the trainer without repetition."""
+    if trainer is None or trainer.world_size == 1 or getattr(trainer, "overfit_batches", 0):
+        return DataLoader(samples, batch_size=batch_size, num_workers=num_workers, collate_fn=collate)
+    share = EvaluationBatches(len(samples), batch_size, rank=trainer.global_rank, num_ranks=trainer.world_size)
+    return DataLoader(BatchDataset(samples, collate), sampler=share, batch_size=None, num_workers=num_workers)
 
 
 class EvaluationBatches(DistributedSampler[list[int]]):

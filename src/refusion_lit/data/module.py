@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,19 +11,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.batches import (
-    BatchDataset,
-    EncodedExample,
-    LengthGroupedBatches,
-    TrainingLoader,
-    collate_responses,
-)
-from refusion_lit.data.datasets import Encode, EncodedOnRead, collate_packed, packed_rows
-from refusion_lit.data.encoding import encode_example
-from refusion_lit.data.evaluation import EvaluationBatches, PromptBatch, encoded_prompts
+from refusion_lit.data.batches import BatchDataset, LengthGroupedBatches, TrainingLoader, collate_responses
+from refusion_lit.data.datasets import EncodedOnRead, collate_packed, packed_rows
+from refusion_lit.data.evaluation import PromptBatch, encoded_prompts, evaluation_loader
+from refusion_lit.data.examples import EncodedExample, encode_example, examples_of
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
-from refusion_lit.tasks.base import Split, Task, examples_of
+from refusion_lit.tasks.base import Split, Task
 from refusion_lit.types import Example, Prompt
 from refusion_lit.utils.require import require, require_at_least
 
@@ -147,11 +140,13 @@ class InstructionDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
         """Return a loader of validation batches, for the loss."""
-        return self._evaluation_loader(self._encoded("validation"), self._collate)
+        samples = self._encoded("validation")
+        return evaluation_loader(samples, self._collate, self.eval_batch_size, self.num_workers, self.trainer)
 
     def test_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
         """Return a loader of the test split's prompts."""
-        return self._evaluation_loader(self.test_prompts(), PromptBatch)
+        prompts = self.test_prompts()
+        return evaluation_loader(prompts, PromptBatch, self.eval_batch_size, self.num_workers, self.trainer)
 
     predict_dataloader = test_dataloader
 
@@ -169,23 +164,9 @@ class InstructionDataModule(L.LightningDataModule):
         sample = samples[0] if is_lazy else max(samples, key=lambda each: len(each.prompt_ids))
         return Prompt(token_ids=tuple(sample.prompt_ids), id=sample.id)
 
-    def _evaluation_loader(self, data: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:  # noqa: ANN401
-        """Return a loader of all samples in order, shared by the processes without repetition."""
-        size = self.eval_batch_size
-        trainer = self.trainer
-        if trainer is None or trainer.world_size == 1 or getattr(trainer, "overfit_batches", 0):
-            return DataLoader(data, batch_size=size, num_workers=self.num_workers, collate_fn=collate)
-        share = EvaluationBatches(len(data), size, rank=trainer.global_rank, num_ranks=trainer.world_size)
-        batches = BatchDataset(data, collate)
-        return DataLoader(batches, sampler=share, batch_size=None, num_workers=self.num_workers)
-
     @property
     def _collate(self) -> partial[ResponseBatch]:
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]
-
-    @property
-    def _encode(self) -> Encode:
-        return partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
 
     def _encoded(self, split: Split) -> EncodedOnRead | list[EncodedExample]:
         if split not in self._splits:
@@ -196,7 +177,8 @@ class InstructionDataModule(L.LightningDataModule):
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.
             if is_generated and num_examples > _LAZY_ABOVE and self.pack_length is None:
-                self._splits[split] = EncodedOnRead(examples, self._encode, self.max_length)
+                encode = partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
+                self._splits[split] = EncodedOnRead(examples, encode, self.max_length)
             else:
                 self._splits[split] = self._stored(split, examples)
         return self._splits[split]
@@ -208,16 +190,16 @@ class InstructionDataModule(L.LightningDataModule):
         num_malformed = num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
         for example in examples:
             try:
-                prompt, response = self._encode(example)
+                sample = encode_example(self.built_tokenizer, example, self.prompt_template)
             except ValueError:
                 if getattr(self.task, "malformed", "error") == "error":
                     raise
                 num_malformed += 1
                 continue
-            if len(prompt) + len(response) > self.max_length:
+            if len(sample) > self.max_length:
                 num_too_long += 1
-                continue
-            samples.append(EncodedExample(example.id, array("i", prompt), array("i", response)))  # 4 bytes per token
+            else:
+                samples.append(sample)
         num_left_out = getattr(self.task, "num_left_out", {}).get(split, 0)
         if num_too_long or num_malformed or num_left_out:
             rank_zero_info(

@@ -149,7 +149,7 @@ class LeftToRight(Likelihood):
         num_samples, num_tokens = batch.input_ids.shape
         positions = batch.positions
         places = positions - batch.prompt_lengths[:, None]
-        rest = next_in_slot(batch, batch.in_response, places.clamp(min=0), torch.full_like(batch.prompt_lengths, size))
+        rest = next_in_slot(batch, torch.full_like(batch.prompt_lengths, size))
         starts = (torch.arange(-(-num_tokens // size), device=positions.device) * size).expand(num_samples, -1)
         exists = starts < batch.response_lengths[:, None]
         firsts = batch.prompt_lengths[:, None] + starts

@@ -138,11 +138,10 @@ def corrupt_slots(
     clean_order = noise.bits("slot_order", num_slots) if clean_order is None else clean_order
     slot_keys = torch.where(slot_is_masked, _ORDER_LIMIT + masked_order, clean_order)
     following = positions >= batch.ends[:, None]
-    labels = next_in_slot(batch, in_response, offsets, slot_sizes)
     slot_ranks = slot_keys.argsort(dim=1, stable=True).argsort(dim=1)
 
     is_masked = slot_is_masked.gather(1, slots) & in_response
-    labels = torch.where(is_masked, batch.input_ids, labels)
+    labels = torch.where(is_masked, batch.input_ids, next_in_slot(batch, slot_sizes))
     input_ids = batch.input_ids.masked_fill(is_masked, mask_token_id)
 
     # One sort key per token: prompt, then the response by rank of its slot, then padding, each in text order.
@@ -161,14 +160,9 @@ def corrupt_slots(
     )
 
 
-def next_in_slot(
-    batch: ResponseBatch,
-    in_response: Bool[Tensor, "batch token"],
-    offsets: Int[Tensor, "batch token"],
-    slot_sizes: Int[Tensor, " batch"],
-) -> Int[Tensor, "batch token"]:
+def next_in_slot(batch: ResponseBatch, slot_sizes: Int[Tensor, " batch"]) -> Int[Tensor, "batch token"]:
     """Label each response token with the next one of its slot; the last of a slot has none."""
     following = batch.input_ids.roll(-1, dims=1)
-    ends_slot = (offsets + 1) % slot_sizes[:, None] == 0
-    ends_response = offsets + 1 == batch.response_lengths[:, None]
-    return following.masked_fill(~in_response | ends_slot | ends_response, IGNORE_INDEX)
+    lengths = batch.positions - batch.prompt_lengths[:, None] + 1  # of the response up to each token
+    ends = (lengths % slot_sizes[:, None] == 0) | (lengths == batch.response_lengths[:, None])
+    return following.masked_fill(~batch.in_response | ends, IGNORE_INDEX)

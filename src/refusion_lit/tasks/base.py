@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from refusion_lit.types import Example
-from refusion_lit.utils.require import require
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -65,23 +64,3 @@ class Task(ABC):
     def characters(self) -> str | None:
         """Return all characters of queries and responses, for a character tokenizer; ``None`` if unknown."""
         return None
-
-
-def examples_of(task: Task, split: Split) -> Sequence[Example]:
-    """Return the examples of a split.
-
-    Raises:
-        ValueError: If the task returns something else than a sequence of examples.
-    """
-    examples = task.examples(split)
-    name = f"{type(task).__name__}.examples"
-    fix = "return a list of Example"
-    is_sequence = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-    require(is_sequence, name, "a sequence of examples", type(examples).__name__, fix)
-    first = examples[0] if len(examples) else None
-    holds = first is None or isinstance(first, Example)
-    require(holds, name, "a sequence of refusion_lit.types.Example", f"one of {type(first).__name__}", fix)
-    texts = () if first is None else (first.query, first.response)
-    holds = all(isinstance(text, str) for text in texts)
-    require(holds, name, "examples whose query and response are texts", texts, "convert them with str")
-    return examples

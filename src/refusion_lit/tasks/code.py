@@ -12,7 +12,8 @@ from itertools import chain
 
 from refusion_lit.sandbox import LEVELS, Level, Limits, Sandbox
 from refusion_lit.tasks.base import Split
-from refusion_lit.tasks.files import FileTask, Row, text_field, values_of
+from refusion_lit.tasks.files import Row, rows_of, text_field, values_of
+from refusion_lit.tasks.hub import HubTask
 from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_choice
 
@@ -22,7 +23,7 @@ _END_OF_BODY = re.compile(r"\n(?=class\s|def\s|async def\s|@|#|if\s|print\b|asse
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeTask(FileTask):
+class CodeTask(HubTask):
     """Programming problems from a file or a hub data set; a response passes if its program passes the problem's tests.
 
     Generated code runs only with ``allow_code_execution``. Without it, scores are missing from the predictions, and
@@ -96,7 +97,7 @@ class CodeTask(FileTask):
         problems: dict[Split, list[Example]] = {"train": [], "validation": [], "test": []}
         sources = [self.files] if isinstance(self.files, str) else self.files or self.hub_splits
         seen: set[str] = set()
-        for row in chain.from_iterable(map(self.rows, sources)):
+        for row in chain.from_iterable(rows_of(self, source) for source in sources):
             split, example = self.read(row)
             if example.id in seen:
                 raise ValueError(f"{row.location}: expected each problem once, got {example.id} again; remove one.")

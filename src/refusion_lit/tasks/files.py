@@ -23,7 +23,6 @@ _FIELDS: Mapping[Preset, tuple[str, str]] = {
     "query_response": ("query", "response"),
     "question_answer": ("question", "answer"),
     "instruction": ("instruction", "output"),
-    "messages": ("messages", "messages"),
 }
 
 
@@ -151,11 +150,10 @@ def json_rows(file: str, text: str) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
+            row = _row(file, number, json.loads(line))
         except (ValueError, RecursionError) as error:
-            yield Row(file, number, None, f"broken JSON ({error})")
-        else:
-            yield _row(file, number, values)
+            row = Row(file, number, None, f"broken JSON ({error})")
+        yield row
 
 
 def _read_json_list(file: str, text: str) -> Iterator[Row]:
@@ -178,24 +176,20 @@ def _row(file: str, number: int, values: object) -> Row:
     return Row(file, number, values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileTask(HubTask):
-    """A task whose examples are rows of files or of a hub data set."""
+def rows_of(task: HubTask, source: str) -> Iterator[Row]:
+    """Return the rows of a task's file or, if it has a hub data set, of one of its splits.
 
-    def rows(self, source: str) -> Iterator[Row]:
-        """Return the rows of a file or, with ``dataset``, of one of its splits.
-
-        Raises:
-            ValueError: If it cannot be read; the message names it.
-        """
-        if self.dataset is None:
-            return read_rows(source)
-        loaded = self.hub_rows(source)
-        return (Row(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
+    Raises:
+        ValueError: If it cannot be read; the message names it.
+    """
+    if task.dataset is None:
+        return read_rows(source)
+    loaded = task.hub_rows(source)
+    return (Row(f"{task.dataset}/{source}", number, dict(row)) for number, row in enumerate(loaded, start=1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstructionFiles(FileTask):
+class InstructionFiles(HubTask):
     """Queries with responses from JSON or JSONL files (also ``.gz``), or from a hub data set.
 
     The ``id`` of a row, text or an integer, is the example's id; a row without one is named by split, file and line.
@@ -279,7 +273,7 @@ class InstructionFiles(FileTask):
             if sources is None:
                 raise ValueError(f"task.{split}: expected files, got none; set task.{split}.")
             labels = _unique_labels(sources, f"task.{split}")
-            rows = ((row, label) for source, label in zip(sources, labels, strict=True) for row in self.rows(source))
+            rows = ((row, labels[source]) for source in sources for row in rows_of(self, source))
             examples: list[Example] = []
             num_skipped = num_left_out = 0
             places: dict[str, str] = {}
@@ -358,9 +352,9 @@ def _from_messages(row: Row, identity: str, name: str) -> Example:
     return Example(id=identity, query=before[-1]["content"], response=turns[last]["content"], messages=before)
 
 
-def _unique_labels(sources: list[str], option: str) -> list[str]:
+def _unique_labels(sources: list[str], option: str) -> dict[str, str]:
     """Return a short label of each source for ids: the file names, or the paths if file names repeat."""
     if len(set(sources)) < len(sources):
         raise ValueError(f"{option}: expected each file once, got {sources}; remove the repetitions.")
     names = [Path(source).name for source in sources]
-    return names if len(set(names)) == len(names) else sources
+    return dict(zip(sources, names if len(set(names)) == len(names) else sources, strict=True))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.files import check_weights
-from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, merged_weights
+from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, restore_metadata
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import check_vocabulary
@@ -126,15 +125,12 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what the weights were trained for; refuse the weights of another model."""
+        trainer = self._trainer
         if METADATA_KEY in checkpoint:
-            metadata = CheckpointMetadata.from_checkpoint(checkpoint, "the checkpoint")
-            if self.tokenizer is not None:
-                metadata.check_tokenizer(self.tokenizer)
-            self.model.traits = metadata.traits
-            is_fit = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-            if metadata.adapters is not None and self.model.adapters is None and not is_fit:
-                checkpoint["state_dict"] = merged_weights(checkpoint["state_dict"], metadata)
-        if "state_dict" in checkpoint and (self._trainer is None or _is_whole(self._trainer.strategy)):
+            resumes = trainer is not None and trainer.state.fn == "fit"
+            restore_metadata(checkpoint, self.model, self.tokenizer, resumes=resumes)
+        # A strategy that shards the weights restores them after the setup; no process holds them all.
+        if "state_dict" in checkpoint and (trainer is None or not trainer.strategy.restore_checkpoint_after_setup):
             check_weights(checkpoint["state_dict"], self.state_dict())
         self.progress.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
@@ -260,11 +256,8 @@ class SlotDiffusionModule(L.LightningModule):
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's dictionary
         """Make optimizer and schedule."""
         optimizer = make_optimizer(self.model, self.optimizer_callable)
-        if self.scheduler_callable is not None:
-            scheduler = self.scheduler_callable(optimizer)
-        else:
-            scheduler = self.schedule(optimizer, self._num_steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        make_scheduler = self.scheduler_callable or partial(self.schedule, num_steps=self._num_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add the loss of a batch, which is empty on a process without samples."""
@@ -273,18 +266,10 @@ class SlotDiffusionModule(L.LightningModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Return validation, evaluation and roll-outs, whose hooks begin and end them."""
-        rollouts = [] if self.rollouts is None else [self.rollouts]
-        return [self.validation, self.evaluation, *rollouts]
-
-    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
-        """Decode a batch of prompts with every decoder."""
-        self.evaluation.step(batch)
+        return [each for each in (self.validation, self.evaluation, self.rollouts) if each is not None]
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Decode a batch with the first decoder; write and return its predictions."""
+        """Decode a batch with the first decoder, in a test with every decoder; write and return the predictions."""
         return self.evaluation.step(batch)
 
-
-def _is_whole(strategy: Strategy) -> bool:
-    """Whether each process holds all weights and can run the model without the others."""
-    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    test_step = predict_step  # type: ignore[assignment] - Lightning hands the predictions to hooks alone

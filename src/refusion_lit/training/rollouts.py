@@ -17,7 +17,8 @@ import lightning as L
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from refusion_lit.data.batches import EncodedExample, collate_responses
+from refusion_lit.data.batches import collate_responses
+from refusion_lit.data.examples import EncodedExample, examples_of
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Generation, check_prompts
 from refusion_lit.engine.trajectory import Trajectory, TrajectoryRecorder
@@ -27,7 +28,7 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.noise import stable_key
 from refusion_lit.policy.likelihood import Answers, LaidOut
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
-from refusion_lit.tasks.base import Task, examples_of
+from refusion_lit.tasks.base import Task
 from refusion_lit.tasks.code import CodeTask
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Example, Prompt

@@ -1,0 +1,66 @@
+"""The examples of a task: checked when they are read, and encoded as token ids for training."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.tasks.base import Split, Task
+from refusion_lit.types import Example
+from refusion_lit.utils.require import require
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExample:
+    """An example as token ids."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def examples_of(task: Task, split: Split) -> Sequence[Example]:
+    """Return the examples of a split.
+
+    Raises:
+        ValueError: If the task returns something else than a sequence of examples.
+    """
+    examples = task.examples(split)
+    name = f"{type(task).__name__}.examples"
+    fix = "return a list of Example"
+    is_sequence = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+    require(is_sequence, name, "a sequence of examples", type(examples).__name__, fix)
+    if len(examples):
+        first = examples[0]
+        is_example = isinstance(first, Example)
+        require(is_example, name, "a sequence of refusion_lit.types.Example", f"one of {type(first).__name__}", fix)
+        texts = (first.query, first.response)
+        holds = all(isinstance(text, str) for text in texts)
+        require(holds, name, "examples whose query and response are texts", texts, "convert them with str")
+    return examples
+
+
+def encode_example(
+    tokenizer: PreTrainedTokenizerBase, example: Example, prompt_template: str = "{query}"
+) -> EncodedExample:
+    """Encode an example as prompt and response; the response ends with the end-of-sequence token.
+
+    Raises:
+        ValueError: If the response is empty or the example cannot be encoded; names the example.
+    """
+    fix = "remove it, or set malformed: skip in the task"
+    require(bool(example.response), f"example {example.id}", "a response", example.response, fix)
+    try:
+        prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
+        response = encode_text(tokenizer, example.response)
+    except ValueError as error:
+        raise ValueError(f"example {example.id}: {error}") from error
+    eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    return EncodedExample(example.id, array("i", prompt), array("i", [*response, eos]))  # 4 bytes per token
