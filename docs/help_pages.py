@@ -44,11 +44,11 @@ def pages() -> dict[str, str]:
     from refusion_lit.cli.lightning import parse_only
 
     found = {}
-    for command in OWN:
-        module = command.replace("-", "_")
+    for command, place in OWN.items():
+        module, _, function = place.partition(".")
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            import_module(f"refusion_lit.cli.{module}").run(["--help"])
+            getattr(import_module(f"refusion_lit.cli.{module}"), function)(["--help"])
         found[command] = shown.getvalue()
     groups = {
         command: re.split(r"\n\n(?=\S)", _described(command, parser).format_help().rstrip())

@@ -61,7 +61,7 @@ def test_all_options_exist(monkeypatch: pytest.MonkeyPatch) -> None:
             if command not in OWN:
                 cli.parse(cli.parser, [command, "--config", QUICKSTART, *given])
                 checked += 1
-            elif hasattr(module := import_module(f"refusion_lit.cli.{command.replace('-', '_')}"), "build_parser"):
+            elif hasattr(module := import_module(f"refusion_lit.cli.{OWN[command].partition('.')[0]}"), "build_parser"):
                 module.build_parser().parse(given)
                 checked += 1
     assert checked > 25

@@ -9,10 +9,20 @@ from pathlib import Path
 
 from refusion_lit.version import __version__
 
-OWN = (
-    "generate", "serve", "chat", "trace", "score", "evaluate", "export", "import-gguf", "sweep", "init", "report",
-)  # fmt: skip
-"""Commands that do not need Lightning, each in the module of its name."""
+OWN = {
+    "generate": "generate.run",
+    "serve": "serve.run",
+    "chat": "chat.run",
+    "trace": "trace.run",
+    "score": "score.run",
+    "evaluate": "evaluate.run",
+    "export": "export.run",
+    "import-gguf": "export.import_gguf",
+    "sweep": "sweep.run",
+    "init": "init.run",
+    "report": "report.run",
+}
+"""Module and function of the commands that do not need Lightning."""
 _HELP = Path(__file__).with_name("help")
 """Pages that ``docs/help_pages.py`` renders, as the parsers need imports of seconds."""
 _TRAINER = ("fit", "validate", "test", "predict")
@@ -57,7 +67,8 @@ def _run(command: str, rest: list[str]) -> int:
         print("".join((_HELP / f"{page}.txt").read_text(encoding="utf-8") for page in pages), end="")
         return 0
     if command in OWN:
-        return import_module(f"refusion_lit.cli.{command.replace('-', '_')}").run(rest)
+        module, _, function = OWN[command].partition(".")
+        return getattr(import_module(f"refusion_lit.cli.{module}"), function)(rest)
     if command in _TRAINER:
         from refusion_lit.cli.trainer import run
 
