@@ -236,7 +236,7 @@ def test_a_run_that_cannot_start_leaves_nothing(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert message in line
     assert len(line) < 300
-    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("version_")]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_fails_without_a_result_leaves_nothing(
@@ -247,9 +247,9 @@ def test_a_run_that_fails_without_a_result_leaves_nothing(
     too_long = ["--data.task.min_terms=64", "--data.task.max_terms=64", "--model.sampling.max_new_tokens=200"]
     assert main([*args, *too_long]) == 2
     assert "(a context of" in capsys.readouterr().err
-    assert not list((tmp_path / "quickstart").iterdir())
+    assert not list(tmp_path.iterdir())
     own = tmp_path / "quickstart" / "version_0"
-    own.mkdir()
+    own.mkdir(parents=True)
     (own / "config.yaml").write_text("a: 1\n")  # existing files are never deleted
     assert main([*args, *too_long, "--run_version=version_0"]) == 2
     assert (own / "config.yaml").is_file()
