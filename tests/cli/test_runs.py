@@ -70,6 +70,25 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
     ]
 
 
+def test_what_is_damaged_in_a_resumed_run_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs / "quickstart" / "version_0"
+    resumed = ["fit", f"--resume={run}", "--trainer.max_steps=6"]
+    losses = (run / "metrics.csv").read_bytes()
+    (run / "metrics.csv").write_bytes(b"\xff")
+    assert main(resumed) == 2
+    assert f"resume: {run / 'metrics.csv'} is not UTF-8 text" in capsys.readouterr().err
+    (run / "metrics.csv").write_bytes(losses)
+    for path in run.rglob("*.ckpt"):
+        path.write_bytes(b"")
+    assert main(resumed) == 2
+    error = capsys.readouterr().err
+    assert "resume: expected a whole checkpoint, with the optimizer's state, got" in error
+    assert "beginning: " not in error
+    shutil.rmtree(run / "checkpoints")
+    assert main(resumed) == 0
+    assert steps(run / "checkpoints" / "last.ckpt") == 6
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_losses_are_written_with_and_without_tensorboard(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ from refusion_lit.utils.files import (
     acquire_lock,
     differences,
     read_object,
+    read_text,
     read_yaml,
     release_lock,
     write_atomically,
@@ -193,7 +194,7 @@ class _MetricsWriter(ExperimentWriter):
         path = Path(self.metrics_file_path)
         with _writing(str(path)):
             if self.metrics and self._first_step is not None:
-                reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+                reader = csv.DictReader(io.StringIO(read_text(path, "resume")))
                 self.metrics_keys = list(reader.fieldnames or ())
                 text = io.StringIO()
                 writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")

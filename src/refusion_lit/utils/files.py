@@ -247,7 +247,7 @@ def prompts_fingerprint(prompts: Iterable[tuple[str, object]]) -> dict[str, Any]
 
 def meta_path(file: Path) -> Path:
     """Return where the fingerprint of a file lies: beside it, as ``NAME.meta.json``."""
-    return file.with_name(f"{file.name}.meta.json")
+    return Path(f"{file}.meta.json")  # with_name refuses names such as "."
 
 
 def read_fingerprint(file: Path) -> Fingerprint | None:
