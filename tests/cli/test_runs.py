@@ -274,6 +274,16 @@ def test_a_run_that_fails_without_a_result_leaves_nothing(
     assert (own / "config.yaml").is_file()
 
 
+@pytest.mark.parametrize(("command", "what"), [("test", "test"), ("predict", "predict"), ("validate", "val")])
+def test_a_run_without_batches_is_refused(
+    checkpoint: str, tmp_path: Path, command: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [command, "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    assert main([*args, f"--trainer.limit_{what}_batches=0"]) == 2
+    assert f"trainer.limit_{what}_batches: expected some batches, got 0; leave it out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_predictions_are_replaced_by_no_other_test(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runs / "quickstart" / "version_0"
     test = ["test", "--config", str(run / "config.yaml"), f"--runs_dir={runs}", "--data.task.num_test=2"]
