@@ -174,7 +174,7 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
     import yaml  # most commands read none
 
     class Loader(yaml.SafeLoader):
-        def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # noqa: ANN401 - a text or null
             node = super().compose_mapping_node(anchor)
             names = set()
             for key, _ in node.value:
