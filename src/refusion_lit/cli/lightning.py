@@ -178,8 +178,8 @@ class RefusionCLI(LightningCLI):
                 torch.set_num_threads(config.num_threads)
         _check_trainer(config.trainer)
         limit = {"validate": "limit_val_batches"}.get(str(self.subcommand), f"limit_{self.subcommand}_batches")
-        number = config.trainer.get(limit)  # a fit has others, and says so if no step is done
-        require(number != 0, f"trainer.{limit}", "some batches", number, "leave it out for all")
+        has_batches = config.trainer.get(limit) != 0  # a fit has another limit, and says so if no step is done
+        require(has_batches, f"trainer.{limit}", "some batches", 0, "leave it out for all")
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
             path = resume.last_checkpoint(config, str(self.subcommand))

@@ -129,13 +129,8 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
 
 def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
     path = str(Path(__file__).with_name(template))
-    values |= {
-        "name": name,
-        "title": Path(name).absolute().name,
-        "version": __version__,
-        "quoted": repr,
-        "word": shlex.quote,
-    }
+    values |= {"name": name, "title": Path(name).absolute().name, "version": __version__}
+    values |= {"quoted": repr, "word": shlex.quote}
     return str(ModelCard.from_template(data, template_path=path, **values))
 
 
