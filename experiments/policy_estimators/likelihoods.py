@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative, Trajectory
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
-from refusion_lit.families.llada.objective import all_of
 from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import Head, required_mask_id
 from refusion_lit.learning.text_order import extend_responses, random_subset
@@ -65,7 +64,7 @@ class MaskedBound(Likelihood):
             weights=is_masked * weights[:, None].float(),
             input_ids=ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
             position_ids=positions.expand_as(ids),
-            visible=all_of(ends, len(positions)),
+            visible=batch.bidirectional.repeat(self.num_forwards, 1, 1, 1),
             is_masked=is_masked,
             is_real=positions < ends[:, None],
             num_views=self.num_forwards,

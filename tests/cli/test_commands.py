@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +193,14 @@ def test_a_full_disk_at_standard_output_is_named() -> None:
                               check=False)  # fmt: skip
     message = b"refusion-lit: error: standard output or a log file: No space left on device\n"
     assert (done.returncode, done.stderr.startswith(message)) == (2, True)
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "refusion_lit.cli", "init", "läufe"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"configs in l\\xe4ufe/configs\n")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

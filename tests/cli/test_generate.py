@@ -212,8 +212,9 @@ def test_an_output_that_cannot_be_opened_keeps_what_is_beside_it(
 
 def test_a_directory_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "dir").mkdir()
-    assert main(["generate", "--ckpt_path=x", "--prompt=1", f"--output={tmp_path / 'dir'}", "--overwrite"]) == 2
-    assert "output: expected a file, got" in capsys.readouterr().err
+    for output, option in ((tmp_path / "dir", ["--overwrite"]), (".", []), ("/", [])):
+        assert main(["generate", "--ckpt_path=x", "--prompt=1", f"--output={output}", *option]) == 2
+        assert "output: expected a file, got" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["dir"]
 
 

@@ -70,6 +70,25 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
     ]
 
 
+def test_what_is_damaged_in_a_resumed_run_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs / "quickstart" / "version_0"
+    resumed = ["fit", f"--resume={run}", "--trainer.max_steps=6"]
+    losses = (run / "metrics.csv").read_bytes()
+    (run / "metrics.csv").write_bytes(b"\xff")
+    assert main(resumed) == 2
+    assert f"resume: {run / 'metrics.csv'} is not UTF-8 text" in capsys.readouterr().err
+    (run / "metrics.csv").write_bytes(losses)
+    for path in run.rglob("*.ckpt"):
+        path.write_bytes(b"")
+    assert main(resumed) == 2
+    error = capsys.readouterr().err
+    assert "resume: expected a whole checkpoint, with the optimizer's state, got" in error
+    assert "beginning: " not in error
+    shutil.rmtree(run / "checkpoints")
+    assert main(resumed) == 0
+    assert steps(run / "checkpoints" / "last.ckpt") == 6
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_losses_are_written_with_and_without_tensorboard(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +255,7 @@ def test_a_run_that_cannot_start_leaves_nothing(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert message in line
     assert len(line) < 300
-    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("version_")]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_fails_without_a_result_leaves_nothing(
@@ -247,12 +266,22 @@ def test_a_run_that_fails_without_a_result_leaves_nothing(
     too_long = ["--data.task.min_terms=64", "--data.task.max_terms=64", "--model.sampling.max_new_tokens=200"]
     assert main([*args, *too_long]) == 2
     assert "(a context of" in capsys.readouterr().err
-    assert not list((tmp_path / "quickstart").iterdir())
+    assert not list(tmp_path.iterdir())
     own = tmp_path / "quickstart" / "version_0"
-    own.mkdir()
+    own.mkdir(parents=True)
     (own / "config.yaml").write_text("a: 1\n")  # existing files are never deleted
     assert main([*args, *too_long, "--run_version=version_0"]) == 2
     assert (own / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize(("command", "what"), [("test", "test"), ("predict", "predict"), ("validate", "val")])
+def test_a_run_without_batches_is_refused(
+    checkpoint: str, tmp_path: Path, command: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [command, "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
+    assert main([*args, f"--trainer.limit_{what}_batches=0"]) == 2
+    assert f"trainer.limit_{what}_batches: expected some batches, got 0; leave it out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_predictions_are_replaced_by_no_other_test(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,11 +115,13 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
     wrong["missing"] = ["score", str(tmp_path / "no.jsonl"), *gsm8k[2:]]
     wrong["same"] = [*gsm8k, f"--output={gsm8k[1]}"]
     wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
+    wrong["a directory"] = ["score", ".", *gsm8k[2:]]
     wrong["flag"] = [*gsm8k, "--overwrite=true"]
     wrong["packed"] = [*gsm8k, f"--output={tmp_path / 'p.jsonl.gz'}"]  # which would be read as a compressed file
     messages = {
         "flag": "overwrite: expected no value, got 'true'; write --overwrite alone.",
         "packed": "output: expected a name without .gz, as it is not compressed, got",
+        "a directory": "predictions: expected a file, got '.'; name a file in that directory.",
         "folder": "output: expected a file in a directory that exists",
         "twice": "expected each id once, got 'test:test.jsonl:1 2 times in",
         "unknown": "1 of 1 ids",

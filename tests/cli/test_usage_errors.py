@@ -41,6 +41,8 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         ),
         (["--data.batch_size=1.5"], "data.batch_size: expected an integer, got 1.5; set it to such a value"),
         (["--model.seed=null"], "model.seed: expected an integer, got None; set it to such a value"),
+        (["--model.sampling.stop=x"], 'model.sampling.stop: expected a list (["a", "b"]), got \'x\'; set it to such'),
+        (["--seed_everything=-1"], "seed_everything: expected an integer from 0 to 4294967295, got -1; set"),
         (
             ["--data.task.class_path=InstructionFiles", "--data.task.init_args.malformed=ignore"],
             "data.task.init_args.malformed: expected error or skip, got 'ignore'; set it to such a value",

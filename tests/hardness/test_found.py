@@ -147,6 +147,8 @@ def test_a_damaged_fingerprint_is_refused_and_the_predictions_kept(tmp_path: Pat
         (b"a: !!set {b}", "got set"),
         (b"[" * 5000, "not YAML"),
         (b"- 1", "expected a mapping of options"),
+        (b"a: {b: 1}\nc: {b: 1}\na: 2", r"a is given twice .*line 3"),
+        (b"a: {b: 1, c: 2, b: 3}", r"b is given twice .*column 17"),
     ],
 )
 def test_yaml_without_options_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -49,6 +49,10 @@ def response_batch() -> ResponseBatch:
     )
 
 
+def test_bidirectional_attention_shows_each_token_all_of_its_own_text() -> None:
+    assert response_batch().bidirectional.tolist() == [[[[0, 5]]] * 5, [[[0, 2]]] * 5]
+
+
 @pytest.mark.parametrize("visible", [None, torch.ones(2, 5, 1, 2, dtype=torch.long)])
 def test_batches_move_as_a_whole(visible: torch.Tensor | None) -> None:
     moved = response_batch().to("meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +13,8 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from refusion_lit.decoding import FastDLLM, ReFusion
-from refusion_lit.reports.model_card import model_card
+from refusion_lit.modeling.drafter import DrafterOptions, DrafterOrigin
+from refusion_lit.reports.model_card import drafter_card, model_card
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction
 from reports.samples import predictions, write_run
 
@@ -49,6 +51,16 @@ def test_a_card_says_what_works_without_this_package() -> None:
     assert "`lm_eval --model hf` gives wrong ones" in model_card("out", hybrid, None)
     bidirectional = ModelTraits(attention="bidirectional", predictions=("mask",))
     assert "Without refusion-lit" not in model_card("out", bidirectional, None)
+
+
+def test_the_commands_of_a_card_quote_its_path() -> None:
+    card = model_card("my models/it's", ModelTraits(predictions=("next_token",)), None)
+    (line,) = [line for line in card.splitlines() if line.startswith("or `")]
+    assert shlex.split(line.split("`")[1])[:4] == ["refusion-lit", "generate", "--ckpt_path", "my models/it's"]
+    quoted = shlex.quote("pretrained=my models/it's")
+    assert f"--model_args {quoted}`" in card
+    card = drafter_card("my drafter", DrafterOrigin(options=DrafterOptions(), base="base model"))
+    assert "generate --ckpt_path 'base model' --draft 'my drafter' --prompt" in card
 
 
 def test_a_card_has_the_results_of_tests(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,27 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     assert main([*args, "--model.resume=true"]) == 2
     assert f"resume: expected {NUM_PROMPTS} answers, got '{path} with 3, which was complete'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["refusion", "other"])
+def test_only_the_decoder_without_predictions_is_tested_again(
+    tmp_path: Path, unbroken: Path, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "r" / "v"
+    shutil.copytree(unbroken, run)
+    (run / f"predictions_{missing}.jsonl").unlink()
+    assert main(["test", f"--resume={run}"]) == 0
+    assert _lines(run / f"predictions_{missing}.jsonl") == _lines(unbroken / f"predictions_{missing}.jsonl")
+    assert _figures(run) == _figures(unbroken)
+    found, before = (json.loads((each / "results.json").read_text()) for each in (run, unbroken))
+    assert found["decoders"] == before["decoders"]
+    assert found["fingerprints"] == before["fingerprints"]
+    (kept,) = before["results"].keys() - {missing}
+    assert found["results"][kept] == before["results"][kept]
+    for name in ("results.json", f"predictions_{missing}.jsonl"):
+        (run / name).unlink()
+    assert main(["test", f"--resume={run}"]) == 2
+    assert f"resume: expected results.json with the figures of {kept}" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) -> None:

@@ -42,6 +42,8 @@ def main(args: Sequence[str] | None = None) -> int:
         from refusion_lit.cli.messages import show_warnings
 
         show_warnings()
+        # A name or an answer that the terminal's encoding lacks must not end a command that has done its work.
+        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - a TextIOWrapper
     try:
         try:
             return _run(argv[0] if argv else "", argv[1:])

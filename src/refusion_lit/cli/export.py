@@ -54,6 +54,11 @@ def run(args: list[str]) -> int:
     for results in as_list(options.results):
         is_run = (Path(results) / RESULTS).is_file()
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
+    kind = type(options.decoder)
+    is_ours = options.decoder is None or kind.__module__.startswith("refusion_lit.")
+    expected = "a decoder of refusion-lit, which all who load the directory have"
+    fix = "leave it out here, and give it to the commands that decode"
+    require(is_ours, "decoder", expected, f"{kind.__module__}.{kind.__name__}", fix)
 
     from refusion_lit.checkpoints.files import model_source
     from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model

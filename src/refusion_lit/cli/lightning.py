@@ -34,7 +34,7 @@ from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import read_yaml
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_between
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
 
@@ -119,6 +119,7 @@ class RefusionCLI(LightningCLI):
         except PARSER_ERRORS as error:
             raise explained(own, options, error, command) from error
         if type(config[command].seed_everything) is int:
+            require_between("seed_everything", config[command].seed_everything, 0, 2**32 - 1)
             # On the command line it goes before the seeds of a file, such as a run's config, which names all options.
             is_own = any(each.name == "seed_everything" and not each.file for each in given)
             for name in {"model.seed", "data.seed"} - {each.name for each in given if not (is_own and each.file)}:
@@ -176,6 +177,9 @@ class RefusionCLI(LightningCLI):
             if self._names_threads or "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(config.num_threads)
         _check_trainer(config.trainer)
+        limit = {"validate": "limit_val_batches"}.get(str(self.subcommand), f"limit_{self.subcommand}_batches")
+        has_batches = config.trainer.get(limit) != 0  # a fit has another limit, and says so if no step is done
+        require(has_batches, f"trainer.{limit}", "some batches", 0, "leave it out for all")
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
             path = resume.last_checkpoint(config, str(self.subcommand))

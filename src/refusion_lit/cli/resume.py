@@ -13,7 +13,7 @@ from refusion_lit.cli.given import options_given
 from refusion_lit.cli.run_directory import PLACE
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.utils.errors import NothingToDoError
-from refusion_lit.utils.files import read_yaml
+from refusion_lit.utils.files import read_text, read_yaml
 from refusion_lit.utils.require import require
 
 
@@ -68,14 +68,14 @@ def _command_of(config: Path) -> str:
     if "verbose" not in values:
         return "fit"
     metrics = config.with_name("metrics.csv")
-    return "validate" if metrics.is_file() and ",val/" in metrics.read_text(encoding="utf-8") else "test"
+    return "validate" if metrics.is_file() and ",val/" in read_text(metrics, "resume") else "test"
 
 
 def last_checkpoint(config: Namespace, command: str) -> Path | None:
     """Return the newest checkpoint of the run's name; for ``fit``, of the run's version if one is named.
 
     Raises:
-        ValueError: If there is none, except for ``fit``.
+        ValueError: If there is none, except for a ``fit``, whose version may not have one yet.
     """
     folder = Path(config.runs_dir) / config.run_name
     folders = [folder / config.run_version if config.run_version and command == "fit" else folder]
@@ -85,6 +85,10 @@ def last_checkpoint(config: Namespace, command: str) -> Path | None:
     path = newest_checkpoint(folders, resumable=command == "fit")
     if path is None and command != "fit":
         raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folders[0]}, found none; give its path.")
+    if path is None and config.run_version:
+        left = next(folders[0].rglob("*.ckpt"), None)
+        fix = "remove it to start at the beginning, or name another run"
+        require(left is None, "resume", "a whole checkpoint, with the optimizer's state", f"{left}, which is none", fix)
     return path
 
 

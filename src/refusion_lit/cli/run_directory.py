@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ from refusion_lit.utils.files import (
     acquire_lock,
     differences,
     read_object,
+    read_text,
     read_yaml,
     release_lock,
     write_atomically,
@@ -72,19 +73,22 @@ class Claim:
 
     Attributes:
         directory: The directory.
-        is_new: Whether this run has created it.
+        created: What this run has created of it and the directories above it, from below; empty if it was there.
         lock: What keeps other processes out.
     """
 
     directory: Path
-    is_new: bool
+    created: list[Path]
     lock: Lock
 
     def release(self, *, failed: bool) -> None:
-        """Give the right up; remove a new directory if the run has failed and left no result in it."""
+        """Give the right up; remove what was created for a run that has failed and left no result."""
         release_lock(self.lock)
-        if failed and self.is_new and all(map(_is_beginning, self.directory.rglob("*"))):
+        if failed and self.created and all(map(_is_beginning, self.directory.rglob("*"))):
             shutil.rmtree(self.directory, ignore_errors=True)
+            with suppress(OSError):  # one that another run uses is not empty
+                for parent in self.created[1:]:
+                    parent.rmdir()
 
 
 def claim(directory: Path) -> Claim | None:
@@ -100,7 +104,7 @@ def claim(directory: Path) -> Claim | None:
     rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
     if int(rank) > 0:
         return None
-    is_new = not directory.exists()
+    created = [path for path in (directory, *directory.parents) if not path.exists()]
     fix = "wait for it, or choose another name"
     try:
         lock = acquire_lock(directory / ".lock", "run_version", f"other process that writes to {directory}", fix)
@@ -109,7 +113,7 @@ def claim(directory: Path) -> Claim | None:
         raise ValueError(
             f"runs_dir: expected a directory that can be written, got {directory} ({reason}); choose another one."
         ) from error
-    return Claim(directory, is_new, lock)
+    return Claim(directory, created, lock)
 
 
 def _is_beginning(path: Path) -> bool:
@@ -190,7 +194,7 @@ class _MetricsWriter(ExperimentWriter):
         path = Path(self.metrics_file_path)
         with _writing(str(path)):
             if self.metrics and self._first_step is not None:
-                reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+                reader = csv.DictReader(io.StringIO(read_text(path, "resume")))
                 self.metrics_keys = list(reader.fieldnames or ())
                 text = io.StringIO()
                 writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")

@@ -48,6 +48,7 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     source = Path(options.predictions)
+    require(not source.is_dir(), "predictions", "a file", str(source), "name a file in that directory")
     unpacked = source.with_suffix("") if source.suffix == ".gz" else source
     output = Path(options.output) if options.output else unpacked.with_suffix(".scored.jsonl")
     require_at_least("num_workers", options.num_workers, 1)

@@ -26,7 +26,7 @@ _WORDS = {
     "bool": "true or false",
     "str": "text",
     "NoneType": "null",
-    "list": 'a list (["a", "b"])',
+    **dict.fromkeys(("list", "tuple"), 'a list (["a", "b"])'),
     "dict": "a mapping",
 }
 _OF_ARGPARSE = {

@@ -31,7 +31,8 @@ from refusion_lit.reports.write import report_results
 from refusion_lit.tasks.base import Task
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.files import Fingerprint, write_json_atomically
+from refusion_lit.utils.errors import NothingToDoError
+from refusion_lit.utils.files import Fingerprint, read_object, write_json_atomically
 from refusion_lit.utils.require import require
 
 
@@ -100,6 +101,8 @@ class Evaluation(L.Callback):
     _model: TextModel
     _task: Task
     _directory: Path
+    _decoders: dict[str, Decoder]
+    _before: dict[str, Any]
     _batch_size: int
     _num_prompts: int
 
@@ -194,10 +197,21 @@ class Evaluation(L.Callback):
         contents = {}
         for prompt, example in zip(batch.prompts, batch.examples, strict=True):
             contents[prompt.id] = (list(prompt.token_ids), example.response, *filter(None, [prompt.given]))
-        self._running = {}
+        self._decoders, self._running, self._before = decoders, {}, {}
+        complete: dict[str, NothingToDoError] = {}
         for name, decoder in decoders.items():
             path = self._directory / (f"predictions_{name}.jsonl" if trainer.testing else "predictions.jsonl")
-            self._running[name] = self._opened(path, decoder, contents)
+            try:
+                self._running[name] = self._opened(path, decoder, contents)
+            except NothingToDoError as error:
+                complete[name] = error
+        if not self._running:
+            raise next(iter(complete.values()))
+        if complete:  # their figures stay
+            self._before = read_object(self._directory / RESULTS)
+            has_all = complete.keys() <= (self._before.get("results") or {}).keys()
+            expected = f"{RESULTS} with the figures of {', '.join(complete)}, which is complete"
+            require(has_all, "resume", expected, "one without", "restore it, or start again without resume")
 
     on_predict_start = on_test_start
 
@@ -256,7 +270,7 @@ class Evaluation(L.Callback):
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join the predictions of all processes; print, write and log the figures of a test."""
         metrics = {name: state.metrics for name, state in self._running.items() if state.metrics is not None}
-        self.results = {name: each.compute() for name, each in metrics.items()}
+        self.results = self._of_all("results", {name: each.compute() for name, each in metrics.items()})
         for state in self._running.values():
             state.file.close()
         trainer.strategy.barrier("predictions written")
@@ -273,9 +287,14 @@ class Evaluation(L.Callback):
 
     on_predict_end = on_test_epoch_end
 
+    def _of_all(self, part: str, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Add to a part of ``results.json`` what it said before of the decoders that were complete already."""
+        values = {**(self._before.get(part) or {}), **own}
+        return {name: values[name] for name in self._decoders if name in values}
+
     def _report(self) -> None:
         """Print the table of the decoders, and write ``results.json`` and the report."""
-        shown = {name: with_class(name, type(state.decoder).__name__) for name, state in self._running.items()}
+        shown = {name: with_class(name, type(decoder).__name__) for name, decoder in self._decoders.items()}
         marked = {shown[name] for name, why in self.mismatches.items() if why}
         figures = {shown[name]: each for name, each in self.results.items()}
         decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics)
@@ -283,8 +302,8 @@ class Evaluation(L.Callback):
             "sampling": asdict(self.sampling),
             **asdict(self.options),
             "batch_size": self._batch_size,
-            "decoders": {name: described(state.decoder) for name, state in self._running.items()},
-            "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
+            "decoders": {name: described(decoder) for name, decoder in self._decoders.items()},
+            "fingerprints": self._of_all("fingerprints", {n: state.fingerprint for n, state in self._running.items()}),
             "results": self.results,
             "metrics": list(self._task.metrics),
             "tested": self._task.tested(),

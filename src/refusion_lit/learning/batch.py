@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 import torch
+from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -65,6 +66,12 @@ class ResponseBatch(_Movable):
         """Which positions hold a response token."""
         return self.is_real & (self.positions >= self.prompt_lengths[:, None])
 
+    @property
+    def bidirectional(self) -> Int[Tensor, "batch token range 2"]:
+        """Bidirectional attention, for ``CorruptedBatch.visible``: every token, padding too, sees all of its text."""
+        everything = torch.stack((torch.zeros_like(self.ends), self.ends), -1)
+        return repeat(everything, "batch bound -> batch token 1 bound", token=self.input_ids.shape[1])
+
 
 @dataclass
 class MicroBatch:
@@ -110,7 +117,8 @@ class CorruptedBatch(_Movable):
         terms: Index of each labelled position's term in :attr:`Objective.terms`.
         counts: Denominator of each term's sum (tokens or samples).
         visible: Ranges ``(start, stop)`` of the sequence's tokens that together are what each token sees; unused ones
-            are empty. ``None``: causal attention over the sequence, padding on the right.
+            are empty. ``None``: causal attention over the sequence, padding on the right. For bidirectional attention:
+            :attr:`ResponseBatch.bidirectional`.
         is_masked: Positions that corruption replaced by the mask token.
         is_real: Positions that hold a sample's tokens rather than padding. ``None``: the objective does not say, and
             its samples cannot be packed.

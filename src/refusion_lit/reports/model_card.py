@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -134,7 +135,8 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
 
 def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
     path = str(Path(__file__).with_name(template))
-    values |= {"name": name, "title": Path(name).absolute().name, "version": __version__, "quoted": repr}
+    values |= {"name": name, "title": Path(name).absolute().name, "version": __version__}
+    values |= {"quoted": repr, "word": shlex.quote}
     return str(ModelCard.from_template(data, template_path=path, **values))
 
 

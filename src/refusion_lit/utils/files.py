@@ -173,9 +173,19 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
     """
     import yaml  # most commands read none
 
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # noqa: ANN401 - a text or null
+            node = super().compose_mapping_node(anchor)
+            names = set()
+            for key, _ in node.value:
+                if key.value in names:  # PyYAML would keep the last value without a word
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                names.add(key.value)
+            return node
+
     text = read_text(path, option, "a YAML file")
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, Loader)
     # PyYAML lets the errors of Python's own conversions through, as of !!int x or the date 2001-99-99.
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         reason = " ".join(str(error).split())
@@ -247,7 +257,7 @@ def prompts_fingerprint(prompts: Iterable[tuple[str, object]]) -> dict[str, Any]
 
 def meta_path(file: Path) -> Path:
     """Return where the fingerprint of a file lies: beside it, as ``NAME.meta.json``."""
-    return file.with_name(f"{file.name}.meta.json")
+    return Path(f"{file}.meta.json")  # with_name refuses names such as "."
 
 
 def read_fingerprint(file: Path) -> Fingerprint | None:

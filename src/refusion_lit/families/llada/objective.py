@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
@@ -77,16 +76,10 @@ class Masked(Objective):
             weights=weights,
             terms=torch.zeros_like(labels),
             counts=labels.new_full((1,), len(labels)).float(),  # explicit: the default type may be bfloat16
-            visible=all_of(batch.ends, num_tokens),
+            visible=batch.bidirectional,
             is_masked=is_masked,
             is_real=batch.is_real,
         )
-
-
-def all_of(lengths: Int[Tensor, " batch"], num_tokens: int) -> Int[Tensor, "batch token range 2"]:
-    """Let every token, padding too, see all tokens of its text."""
-    everything = torch.stack((torch.zeros_like(lengths), lengths), -1)
-    return repeat(everything, "batch bound -> batch token 1 bound", token=num_tokens)
 
 
 def cart_weights(is_clean: Bool[Tensor, "batch token"], sharpness: float) -> Float[Tensor, "batch token"]:
@@ -180,7 +173,7 @@ class R2FT(Objective):
             weights=(1 / lengths.double())[:, None].float().where(is_masked, 0.0),
             terms=is_masked.long(),
             counts=torch.stack((num_valid, torch.full_like(num_valid, len(lengths)))).float(),
-            visible=all_of(batch.ends, batch.input_ids.shape[1]),
+            visible=batch.bidirectional,
             is_masked=is_masked,
             rejected=rejected,
         )
