@@ -18,7 +18,7 @@ from refusion_lit.families.defaults import NAMEABLE
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import reason_of, write_failure
 from refusion_lit.utils.files import require_empty, write_atomically
-from refusion_lit.utils.require import require, require_choice
+from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
     from refusion_lit.text_model import TextModel
@@ -55,10 +55,10 @@ def run(args: list[str]) -> int:
         is_run = (Path(results) / RESULTS).is_file()
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
     kind = type(options.decoder)
-    is_ours = options.decoder is None or kind.__module__.startswith("refusion_lit.")
-    expected = "a decoder of refusion-lit, which all who load the directory have"
+    holds = options.decoder is None or kind in NAMEABLE.values()
+    expected = f"one of {', '.join(NAMEABLE)}, which all who load the directory have"
     fix = "leave it out here, and give it to the commands that decode"
-    require(is_ours, "decoder", expected, f"{kind.__module__}.{kind.__name__}", fix)
+    require(holds, "decoder", expected, f"{kind.__module__}.{kind.__name__}", fix)
 
     from refusion_lit.checkpoints.files import model_source
     from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model
@@ -104,7 +104,7 @@ def name_decoder(model: TextModel, decoder: Decoder) -> None:
     """Make a decoder the model's default, in the config that an export writes.
 
     Raises:
-        ValueError: If it does not fit the model, or is not of this package: others may not have its class.
+        ValueError: If it does not fit the model.
     """
     from refusion_lit.reports.model_card import changed_options
 
@@ -118,7 +118,6 @@ def name_decoder(model: TextModel, decoder: Decoder) -> None:
     fits = backbone.drafter is None or isinstance(decoder, SelfSpeculative)
     expected = "SelfSpeculative for a model with a drafter"
     require(fits, "decoder", expected, name, "name it, or leave the drafter out")
-    require_choice("decoder", name if type(decoder) in NAMEABLE.values() else type(decoder), tuple(NAMEABLE))
     stored = getattr(backbone.config, "refusion_lit", None) or {}
     own = {"class_path": name, "init_args": changed_options(decoder)}
     backbone.config.refusion_lit = {**stored, "decoder": own}
