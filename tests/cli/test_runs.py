@@ -89,6 +89,12 @@ def test_what_is_damaged_in_a_resumed_run_is_named(runs: Path, capsys: pytest.Ca
     assert steps(run / "checkpoints" / "last.ckpt") == 6
 
 
+def test_a_run_is_resumed_with_its_own_optimizer(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = ["fit", f"--resume={runs / 'quickstart' / 'version_0'}", "--trainer.max_steps=6"]
+    assert main([*resumed, "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.1"]) == 2
+    assert "model.optimizer: expected the optimizer of the run's start" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_losses_are_written_with_and_without_tensorboard(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,14 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--data.task.num_tran=3"], "unknown option 'data.task.num_tran'; did you mean 'data.task.num_train'?"),
         (["--data.task=Additoins"], "got 'Additoins'; did you mean 'Additions'?"),
         (
+            ["--model.objective=GroupPolicy", "--model.objective.likelihood=Exact"],
+            "path of a class, or a YAML file, got 'Exact'; choose one of LeftToRight, NextToken",
+        ),
+        (
+            ["--model.objective=GroupPolicy", "--model.objective.rewards=[Additions]"],
+            "or a YAML file, got 'Additions'; name such a class, as in my_module.MyClass",
+        ),
+        (
             ["--model.sampling=abc"],
             "model.sampling: expected a mapping or a YAML file, got 'abc'; write a mapping below",
         ),

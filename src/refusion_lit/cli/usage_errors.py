@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 from refusion_lit.cli.given import MODULE_ERRORS, Given, is_yaml_file, options_given
 from refusion_lit.utils.files import read_yaml
@@ -235,7 +235,15 @@ class _Refusal:
 
     def _classes(self, name: str) -> list[type]:
         action = self._component(name)
-        return [] if action is None else [cls for base in _bases_of(action._typehint) for cls in _concrete(base)]
+        if action is None:
+            return []
+        found = [cls for base in _bases_of(action._typehint) for cls in _concrete(base)]
+        for part in name.removeprefix(action.dest).split(".")[1:]:
+            owners = [cls for cls in found if part in inspect.signature(cls).parameters]
+            if owners:  # an option of the component, such as an objective's likelihood
+                hints = [get_type_hints(cls).get(part) for cls in owners]
+                found = [cls for hint in hints for base in _bases_of(hint) for cls in _concrete(base)]
+        return found
 
 
 def _in_words(name: str) -> list[str]:
