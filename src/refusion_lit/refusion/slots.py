@@ -109,11 +109,6 @@ class ReFusionState(SlotState):
         """Whether no slot is left of the last serial block, or of the response up to an EOS."""
         return not self.remaining and (self.next_block == len(self.blocks) or self.prefix_ends)
 
-    @property
-    def has_eos(self) -> bool:
-        """Whether an EOS was accepted: generation ends with the current serial block."""
-        return self.first_eos([self.tokens[place] for place in self.committed]) is not None
-
     def left(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return what remains of the serial block once slots are taken; nothing after an EOS in the last of them."""
         limit = taken[-1] if ends else len(self.slots)
@@ -122,7 +117,11 @@ class ReFusionState(SlotState):
     def upcoming(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return the slots of the next plan, once slots are taken."""
         left = self.left(taken, ends=ends)
-        return left if left or ends or self.has_eos else self.upcoming_block()
+        if left or ends:
+            return left
+        # Once an EOS is accepted, generation ends with the current serial block.
+        has_eos = self.first_eos([self.tokens[place] for place in self.committed]) is not None
+        return [] if has_eos else self.upcoming_block()
 
 
 def require_serial_blocks(num_blocks: int, slot_size: int, sampling: SamplingParams) -> None:
