@@ -118,8 +118,7 @@ class ReFusion(Decoder):
             if (yield from bonus.advance(state, infill, masks, num_drafts=self.num_drafts, fused=self.fused)):
                 return
         if not state.remaining:
-            state.remaining = state.upcoming_block()
-            state.next_block += 1
+            state.remaining = state.blocks.pop(0)
         plan = state.planned
         state.planned = None
         if plan is None:
