@@ -85,13 +85,7 @@ class Row:
     length: int = 0
 
     def begin(self, state: RowState, steps: Steps[None], detokenize: Callable[[list[int]], str] | None) -> None:
-        """Go into flight: run the decoder up to its first request.
-
-        Args:
-            state: The decoder's state.
-            steps: The decoder's generator of requests.
-            detokenize: Turns tokens into text, for stop strings.
-        """
+        """Go into flight: run the decoder up to its first request; stop strings need ``detokenize``."""
         prompt, sampling = self.prompt, self.sampling
         self.state = state
         self.steps = steps
@@ -112,11 +106,6 @@ class Row:
         """Take the hidden states of the pending forward, and count it.
 
         Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
-
-        Args:
-            hidden: The hidden states [position, hidden], padding included.
-            starts: First position of each branch.
-            length: Length of a sequence, padding included.
         """
         forward = self.pending
         self.forward = forward
