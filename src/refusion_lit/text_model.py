@@ -107,16 +107,9 @@ class TextModel:
         kept: KeptCache | None = None,
         **options: Any,  # noqa: ANN401 - fields of DecodingOptions
     ) -> DecodingOutput:
-        """Decode prompts; the model is in evaluation mode meanwhile.
+        """Decode prompts; for arguments see :func:`refusion_lit.decoding.decode`.
 
-        Args:
-            prompts: Encoded prompts.
-            decoder: The strategy.
-            sampling: Length limit, sampling options and stop strings.
-            callbacks: Notified when tokens are committed and prompts finish.
-            trace: Record a trace of every forward.
-            kept: Keeps the cache of one call for the next, whose prompts share prefixes with those of this one.
-            options: Fields of :class:`~refusion_lit.types.DecodingOptions`, such as ``batch_size``.
+        The model is in evaluation mode meanwhile.
 
         Raises:
             TypeError: If an option is unknown.
@@ -139,18 +132,7 @@ class TextModel:
             self.backbone.train(was_training)
 
     def check_decoder(self, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
-        """Refuse a decoder that the model was not trained for, and name one that fits.
-
-        Args:
-            decoder: The strategy.
-            allow_mismatch: Only warn.
-
-        Returns:
-            The reasons, if allowed.
-
-        Raises:
-            ModelMismatchError: With the reasons.
-        """
+        """Run :func:`~refusion_lit.decoding.check_model`; its error names a decoder that fits the model."""
         traits = self.backbone.traits
         own = default_decoder(traits)
         fits = type(own) is not type(decoder) and not own.requirements().mismatches(traits)

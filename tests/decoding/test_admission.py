@@ -107,7 +107,7 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
 def admission_of(prompts: list[Prompt], num_rows: int) -> Admission:
     admission = Admission(num_rows, Autoregressive())
     for index, prompt in enumerate(prompts):
-        admission.add(Row(index, prompt, NEXT))
+        admission.waiting.append(Row(index, prompt, NEXT))
     return admission
 
 
@@ -125,7 +125,7 @@ def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
     assert [(one.index, one.num_shared) for one in second] == [(1, 20), (4, 20)]
     assert {one.source for one in second} <= {first[0].storage, second[0].storage}
     assert len({one.storage for one in (first[0], first[2], *second)}) == 4
-    assert not admission
+    assert not admission.waiting
 
 
 def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
@@ -151,7 +151,7 @@ def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
 def test_common_beginnings_are_found(first: list[int], second: list[int]) -> None:
     num_common = max(n for n in range(1 + min(len(first), len(second))) if first[:n] == second[:n])
     admission = Admission(1, ReFusion(), {0: (5, 6, 7, *second)})
-    admission.add(Row(0, Prompt(token_ids=(5, 6, 7, *first), id="a"), NEXT))
+    admission.waiting.append(Row(0, Prompt(token_ids=(5, 6, 7, *first), id="a"), NEXT))
     [row] = admission.admit()
     assert row.num_shared == 3 + num_common
 

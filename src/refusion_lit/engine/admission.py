@@ -85,13 +85,7 @@ class Row:
     length: int = 0
 
     def begin(self, state: RowState, steps: Steps[None], detokenize: Callable[[list[int]], str] | None) -> None:
-        """Go into flight: run the decoder up to its first request.
-
-        Args:
-            state: The decoder's state.
-            steps: The decoder's generator of requests.
-            detokenize: Turns tokens into text, for stop strings.
-        """
+        """Go into flight: run the decoder up to its first request; stop strings need ``detokenize``."""
         prompt, sampling = self.prompt, self.sampling
         self.state = state
         self.steps = steps
@@ -112,11 +106,6 @@ class Row:
         """Take the hidden states of the pending forward, and count it.
 
         Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
-
-        Args:
-            hidden: The hidden states [position, hidden], padding included.
-            starts: First position of each branch.
-            length: Length of a sequence, padding included.
         """
         forward = self.pending
         self.forward = forward
@@ -207,28 +196,17 @@ class Admission:
         held: Prompts whose entries the rows hold from an earlier engine, by row.
 
     Attributes:
+        waiting: Prompts without a row, in their order.
         held: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is reused.
     """
 
     def __init__(self, num_rows: int, decoder: Decoder | None, held: Mapping[int, Tokens] | None = None) -> None:
-        self._waiting: deque[Row] = deque()
+        self.waiting: deque[Row] = deque()
         self._free = set(range(num_rows))
         self._num_rows = num_rows
         self._decoder = decoder
         self.held = dict(held or {})
         self._pending: dict[int, Tokens] = {}  # prompts whose first forward is still to come, by row
-
-    def add(self, waiting: Row) -> None:
-        """Append a prompt to the queue."""
-        self._waiting.append(waiting)
-
-    def remove(self, index: int) -> None:
-        """Take a prompt out of the queue, if it waits."""
-        self._waiting = deque(waiting for waiting in self._waiting if waiting.index != index)
-
-    def __bool__(self) -> bool:
-        """Return whether prompts wait."""
-        return bool(self._waiting)
 
     def admit(self) -> Iterator[Row]:
         """Assign free rows to waiting prompts.
@@ -237,8 +215,8 @@ class Admission:
         tokens longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
         """
         delayed: list[Row] = []
-        while self._waiting and self._free and len(delayed) < self._num_rows:
-            waiting = self._waiting.popleft()
+        while self.waiting and self._free and len(delayed) < self._num_rows:
+            waiting = self.waiting.popleft()
             tokens = waiting.prompt.token_ids
             waiting.num_shared, waiting.source = self._longest(self.held, tokens)
             if self._longest(self._pending, tokens)[0] >= waiting.num_shared + MIN_SHARED:
@@ -252,7 +230,7 @@ class Admission:
             self._pending[storage] = tokens
             waiting.storage = storage
             yield waiting
-        self._waiting.extendleft(reversed(delayed))
+        self.waiting.extendleft(reversed(delayed))
 
     def computed(self, storage: int) -> None:
         """Record that a row's first forward has run."""

@@ -7,7 +7,6 @@ text, an *offset* tokens of a branch, an *index* entries of the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -44,9 +43,6 @@ class Batch:
 
     ids: Int[Tensor, "sequence token"]
     positions: Int[Tensor, "sequence token"]
-    visibility: Visibility
-    parts: list[slice]
-    starts: list[list[int]]
 
     def __init__(self, forwards: Sequence[Forward], storage: Sequence[int], device: torch.device) -> None:
         shapes = [shape_of(forward) for forward in forwards]
@@ -54,8 +50,8 @@ class Batch:
         if not length:
             raise ValueError("decoder: expected a Forward of branches with tokens, got none; see docs/extending.md.")
         is_cached = forwards[0].cached
-        self.parts = []
-        self.starts = []
+        self.parts: list[slice] = []
+        self.starts: list[list[int]] = []
         self._rows: list[int] = []
         spans: list[Span] = []
         tokens: list[int] = []
@@ -66,21 +62,23 @@ class Batch:
         num_keys = 0 if is_cached else length
         for forward, row, (num_sequences, _) in zip(forwards, storage, shapes, strict=True):
             first = len(self._rows) * length
-            starts = _starts(forward, length)
+            start = first
             self.parts.append(slice(first, first + num_sequences * length))
-            self.starts.append(starts)
+            self.starts.append([])
             self._rows += [row] * num_sequences
-            for branch, start in zip(forward.branches, starts, strict=True):
+            for branch in forward.branches:
                 num_tokens = len(branch.tokens)
-                sequence, offset = divmod(first + start, length)
+                sequence, offset = divmod(start, length)
                 first_key = branch.write_at if is_cached else offset
                 spans.append(Span(sequence, offset, num_tokens, first_key, branch.visible, branch.order))
                 tokens += branch.tokens
                 positions += branch.positions
                 targets += range(first_key, first_key + num_tokens)
                 rows += [row] * num_tokens
-                source += range(first + start, first + start + num_tokens)
+                source += range(start, start + num_tokens)
                 num_keys = max(num_keys, first_key + num_tokens, *(stop for _, stop in branch.visible))
+                self.starts[-1].append(start - first)
+                start += num_tokens if forward.packed else length
         if len(tokens) != len(positions) or min(positions) < 0:
             got = f"{len(tokens)} tokens and {len(positions)} positions from {min(positions, default=0)}"
             raise ValueError(
@@ -101,10 +99,3 @@ class Batch:
         _, _, targets, rows, source = self._sent.unbind()
         num_keys = self.visibility.num_keys
         cache.prepare(self._rows, num_keys, source if self._is_padded else None, row_index=rows, cache_index=targets)
-
-
-def _starts(forward: Forward, length: int) -> list[int]:
-    """Return the first index of each branch in the forward's rows of ``length`` tokens, laid end to end."""
-    if not forward.packed:
-        return [i * length for i in range(len(forward.branches))]
-    return list(accumulate((len(branch.tokens) for branch in forward.branches[:-1]), initial=0))

@@ -130,12 +130,7 @@ def check_prompts(
 ) -> None:
     """Refuse prompts that are empty or too long, and given tokens that cannot be kept in place.
 
-    Args:
-        model: The model.
-        decoder: The decoder.
-        prompts: The prompts, with or without given tokens of the response.
-        sampling: Length limit and sampling options.
-        max_cache_tokens: Bound on the cache; see :func:`check_context`.
+    The arguments are those of :func:`~refusion_lit.decoding.decode`.
 
     Raises:
         ValueError: Naming the prompt and the reason.

@@ -96,15 +96,13 @@ def decode(
 class Engine:
     """Decodes prompts that share a cache. Prompts may be submitted while it runs.
 
+    For ``callbacks``, ``detokenize``, ``trace`` and ``kept`` see :func:`decode`.
+
     Args:
         model: The model.
         decoder: The strategy.
         num_rows: Maximum number of prompts in flight.
         options: How prompts are batched; the caller has checked that model and prompts fit.
-        callbacks: Notified when tokens are committed and prompts finish.
-        detokenize: Turns tokens into text; ``None``: generations have no text.
-        trace: Record a trace of every forward.
-        kept: Keeps the cache for the next engine.
     """
 
     def __init__(
@@ -134,7 +132,6 @@ class Engine:
         self.reader = Reader(model, all_probabilities=trace)
         self.run_body = model.runner()
         self.num_sharing = num_rows  # prompts that share the cost of a forward; a server says how many there are
-        self.forward_cost = model.forward_cost
         self.num_calls = 0
         self.num_positions = 0
         self.num_shared = 0
@@ -142,20 +139,17 @@ class Engine:
     def submit(self, index: int, prompt: Prompt, sampling: SamplingParams, *, trace: bool = False) -> None:
         """Put a prompt into the queue, under a number that :meth:`step` returns its generation by.
 
-        Args:
-            index: The number.
-            prompt: The prompt.
-            sampling: Length limit and sampling options.
-            trace: Record every forward of this prompt; probabilities only if the engine records all traces.
+        With ``trace``, every forward of it is recorded; probabilities only if the engine records all traces.
         """
-        self.queue.add(Row(index, prompt, sampling, trace or self.trace))
+        self.queue.waiting.append(Row(index, prompt, sampling, trace or self.trace))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
 
         A number that is unknown, or of a finished prompt, changes nothing.
         """
-        self.queue.remove(index)
+        for row in [row for row in self.queue.waiting if row.index == index]:
+            self.queue.waiting.remove(row)
         for row in [row for row in self.rows if row.index == index]:
             row.steps.close()
             self.rows.remove(row)
@@ -164,7 +158,7 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """Whether prompts wait or are in flight."""
-        return bool(self.queue) or bool(self.rows)
+        return bool(self.queue.waiting or self.rows)
 
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
@@ -198,7 +192,7 @@ class Engine:
         state = self.decoder.begin(row.prompt, row.sampling, self.model.special_tokens)
         name = f"{type(self.decoder).__name__}.begin"
         require(isinstance(state, RowState), name, "a RowState", state, "return RowState.blank(...), say")
-        state.forward_cost = self.forward_cost
+        state.forward_cost = self.model.forward_cost
         if row.num_shared:
             self.cache.copy(row.source, row.storage, row.num_shared)
             self.num_shared += row.num_shared

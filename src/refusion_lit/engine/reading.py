@@ -54,13 +54,8 @@ class Reader:
         for (group, drawn), numbers in zip(waiting, _transferred([drawn for _, drawn in waiting]), strict=True):
             _fill(group, *numbers, drawn.distributions, every=self._all_probabilities)
 
-    def _draw(self, hidden: Tensor, group: Sequence[Read]) -> Drawn:
-        """Queue all work of reads that draw in the same way: drafts first, then given tokens, in chunks.
-
-        Args:
-            hidden: Hidden states [position, hidden].
-            group: The reads.
-        """
+    def _draw(self, hidden: Shaped[Tensor, "position hidden"], group: Sequence[Read]) -> Drawn:
+        """Queue all work of reads that draw in the same way: drafts first, then given tokens, in chunks."""
         draw = group[0].draw
         index = [read.start + offset for read in group for offset in read.branch.draft_at]
         num_drafts = len(index)

@@ -153,14 +153,10 @@ class Backbone(nn.Module, LanguageModel):
     ) -> Float[Tensor, "batch token hidden"]:
         """Return hidden states computed by the library's forward, with gradients, for training.
 
-        It is the entry point for wrappers that only intercept ``forward`` (DDP, FSDP).
-
-        Args:
-            input_ids: Tokens in sequence order.
-            position_ids: Position of each token in the final text.
-            attention_mask: Which token sees which, as a matrix or as ranges of tokens; ``None``: causal.
-            num_drafts: The last tokens of each row are draft masks. The tokens before them run first, causally, without
-                gradients and without the drafter; the masks then see them through the KV cache.
+        It is the entry point for wrappers that only intercept ``forward`` (DDP, FSDP). For arguments see
+        :meth:`LanguageModel.hidden_states`. The last ``num_drafts`` tokens of each row are draft masks: the tokens
+        before them run first, causally, without gradients and without the drafter; the masks then see them through the
+        KV cache.
         """
         if torch.is_grad_enabled():
             # A training step follows, and fused optimizers change weights without raising torch's count of changes.

@@ -113,6 +113,7 @@ def open_slots(state: BonusState, chosen: Sequence[int], drafts: Sequence[Sequen
     for slot, own in zip(slots, drafts, strict=True):
         slot.num_drafts = len(own) - 1
     infill = SlotInfill(state, slots, packed=True)
+    infill.drop_after_end()
     infill.commit()
     state.remaining = [slot for slot in state.remaining if slot not in chosen]
     _close(state, infill)
@@ -212,7 +213,7 @@ def _groups(
             groups[slot.number, accepted] = Branch(
                 tokens=[state.mask_token_id] * (1 + number),
                 positions=range(slot.start + place, slot.start + place + 1 + number),
-                visible=((0, infill.context_length), (slot.write_at, slot.write_at + place)),
+                visible=((0, state.context_length), (slot.write_at, slot.write_at + place)),
                 write_at=write_at,
                 draft_at=range(1, 1 + number),
             )

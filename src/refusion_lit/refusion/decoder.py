@@ -111,13 +111,14 @@ class ReFusion(Decoder):
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
         """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
-        if isinstance(state, bonus.BonusState) and state.infill is not None:
-            advances = yield from self._advance(state, state.infill)
-            if advances:
+        if isinstance(state, bonus.BonusState) and (infill := state.infill) is not None:
+            upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
+            last = infill.slots[-1]
+            masks = self._masks(state, upcoming, num_seen=last.fed_end, write_at=last.end)
+            if (yield from bonus.advance(state, infill, masks, num_drafts=self.num_drafts, fused=self.fused)):
                 return
         if not state.remaining:
-            state.remaining = state.upcoming_block()
-            state.next_block += 1
+            state.remaining = state.blocks.pop(0)
         plan = state.planned
         state.planned = None
         if plan is None:
@@ -225,23 +226,17 @@ class ReFusion(Decoder):
         packed = self.infill_layout != "reference" and self.infill == "mask"
         prefixes = [[*passes[slice(*part)], False].index(False) for part in pairwise(state.bounds(chosen))]
         slots = opened(state, chosen, drafts, prefixes, OpenSlot)
+        infill = SlotInfill(state, slots, packed=packed)
         if packed:  # the first slot has seen nothing but the context, so its entries are final
             slots[0].num_cached = prefixes[0]
-        infill = SlotInfill(state, slots, packed=packed)
+            infill.drop_after_end()
         fill = infill_by_masks if self.infill == "mask" else bonus.infill_autoregressively
         yield from fill(infill, self.token_threshold)
-        yield from self._store(state, infill, state.upcoming(infill.taken, ends=infill.found_eos))
+        yield from self._store(state, infill)
         infill.commit()
         state.remaining = state.left(infill.taken, ends=infill.found_eos)
 
-    def _advance(self, state: bonus.BonusState, infill: SlotInfill[bonus.DraftedSlot]) -> Steps[bool]:
-        """Run one forward of ``infill: bonus``; return whether it did more than plan."""
-        upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
-        last = infill.slots[-1]
-        masks = self._masks(state, upcoming, num_seen=last.fed_end, write_at=last.end)
-        return (yield from bonus.advance(state, infill, masks, num_drafts=self.num_drafts, fused=self.fused))
-
-    def _store(self, state: ReFusionState, infill: SlotInfill[OpenSlot], upcoming: list[int]) -> Steps[None]:  # noqa: ARG002
+    def _store(self, state: ReFusionState, infill: SlotInfill[OpenSlot]) -> Steps[None]:
         """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
         state.keep = Compaction(state.context_length, infill.kept_indices())
         state.context_length += len(state.keep.indices)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.refusion.slots import ReFusionState
 
@@ -69,14 +68,9 @@ class SlotInfill(Generic[AnySlot]):
         packed: Whether the slots share one row, or are a row each.
     """
 
-    state: RowState
+    state: ReFusionState
     slots: list[AnySlot]
     packed: bool = False
-
-    def __post_init__(self) -> None:
-        """Look for an EOS among the tokens accepted so far."""
-        if self.packed:
-            self.drop_after_end()
 
     def branch(
         self,
@@ -92,17 +86,12 @@ class SlotInfill(Generic[AnySlot]):
         return Branch(
             tokens=tokens,
             positions=range(start, start + len(tokens)),
-            visible=((0, self.context_length), (slot.write_at, write_at)),
+            visible=((0, self.state.context_length), (slot.write_at, write_at)),
             write_at=write_at,
             shift=shift,
             draft_at=draft_at,
             score_at=score_at,
         )
-
-    @property
-    def context_length(self) -> int:
-        """Cache entries of the shared context."""
-        return self.slots[0].write_at
 
     @property
     def taken(self) -> list[int]:

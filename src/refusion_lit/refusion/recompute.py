@@ -24,7 +24,8 @@ class RecomputeKV(ReFusion):
         fix = "use ReFusion for bonus tokens"
         require(self.infill != "bonus", "infill", "mask or autoregressive", self.infill, fix)
 
-    def _store(self, state: ReFusionState, infill: SlotInfill[OpenSlot], upcoming: list[int]) -> Steps[None]:
+    def _store(self, state: ReFusionState, infill: SlotInfill[OpenSlot]) -> Steps[None]:
+        upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
         branch = Branch(
             tokens=[token for slot in infill.slots for token in slot.tokens[: slot.num_accepted]],
             positions=[slot.start + i for slot in infill.slots for i in range(slot.num_accepted)],

@@ -115,15 +115,14 @@ class SearchState(SlotState):
     def begin_block(self) -> None:
         """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
         root = self.root
-        root.remaining = self.upcoming_block()
+        root.remaining = self.blocks.pop(0)
         root.drafts = None
-        if self.next_block == 0:  # the engine has copied the shared tokens: do not feed them
+        if self.top == 0:  # the engine has copied the shared tokens: do not feed them
             root.write_at = self.num_shared
             self.top = len(self.known)
             new = self.known[self.num_shared :]
             root.tokens = [token for token, _ in new]
             root.positions = [position for _, position in new]
-        self.next_block += 1
 
     def commit_path(self, leaf: Node) -> None:
         """Make the slots on a path final; the leaf becomes the root of the next search."""
@@ -196,8 +195,7 @@ class SlotSearch(Decoder):
             state.begin_block()
         search = self._tree_search if self.selection == "tree_search" else self._beam_search
         state.commit_path((yield from search(state)))
-        is_last = state.next_block == len(state.blocks)
-        state.finished = not state.root.remaining and (is_last or state.prefix_ends)
+        state.finished = not state.root.remaining and (not state.blocks or state.prefix_ends)
 
     def _tree_search(self, state: SearchState) -> Steps[Node]:
         """Return the most visited child of the root after all simulations."""

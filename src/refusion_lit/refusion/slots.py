@@ -19,15 +19,13 @@ class SlotState(RowState):
 
     Attributes:
         slots: The canvas places of each slot, in text order.
-        blocks: The slots of each serial block.
-        next_block: Number of the serial block after the current one.
+        blocks: The slots of each serial block after the current one.
         num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
         keep: Pending compaction of the cache by the next forward.
     """
 
     slots: list[range]
     blocks: list[list[int]]
-    next_block: int = 0
     num_plans: int = 0
     keep: Compaction | None = None
 
@@ -70,10 +68,6 @@ class SlotState(RowState):
         self.keep = None
         return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
 
-    def upcoming_block(self) -> list[int]:
-        """Return the slots of the serial block after the current one, if there is one."""
-        return list(self.blocks[self.next_block]) if self.next_block < len(self.blocks) else []
-
 
 @dataclass(slots=True)
 class Plan:
@@ -107,12 +101,7 @@ class ReFusionState(SlotState):
     @property
     def is_filled(self) -> bool:
         """Whether no slot is left of the last serial block, or of the response up to an EOS."""
-        return not self.remaining and (self.next_block == len(self.blocks) or self.prefix_ends)
-
-    @property
-    def has_eos(self) -> bool:
-        """Whether an EOS was accepted: generation ends with the current serial block."""
-        return self.first_eos([self.tokens[place] for place in self.committed]) is not None
+        return not self.remaining and (not self.blocks or self.prefix_ends)
 
     def left(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return what remains of the serial block once slots are taken; nothing after an EOS in the last of them."""
@@ -122,7 +111,11 @@ class ReFusionState(SlotState):
     def upcoming(self, taken: Sequence[int], *, ends: bool) -> list[int]:
         """Return the slots of the next plan, once slots are taken."""
         left = self.left(taken, ends=ends)
-        return left if left or ends or self.has_eos else self.upcoming_block()
+        if left or ends:
+            return left
+        # Once an EOS is accepted, generation ends with the current serial block.
+        has_eos = self.first_eos([self.tokens[place] for place in self.committed]) is not None
+        return self.blocks[0] if self.blocks and not has_eos else []
 
 
 def require_serial_blocks(num_blocks: int, slot_size: int, sampling: SamplingParams) -> None:

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from fakes import EOS, SPECIAL
-from refusion_lit.decoding import RowState
 from refusion_lit.engine.requests import Forward, Reading
 from refusion_lit.refusion.bonus import infill_autoregressively
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_by_masks
+from refusion_lit.refusion.slots import ReFusionState
 from refusion_lit.types import Prompt, SamplingParams
 
 CONTEXT = 10
@@ -20,7 +20,14 @@ def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill[OpenSlot]:
             OpenSlot(i, 100 + SIZE * i, CONTEXT + SIZE * i, list(tokens), prefix)
             for i, (tokens, prefix) in enumerate(slots)
         ],
-        state=RowState.blank(Prompt(token_ids=(3,), id="p"), SamplingParams(temperature=0.7), SPECIAL),
+        state=ReFusionState.blank(
+            Prompt(token_ids=(3,), id="p"),
+            SamplingParams(temperature=0.7),
+            SPECIAL,
+            slots=[],
+            blocks=[],
+            context_length=CONTEXT,
+        ),
     )
 
 
