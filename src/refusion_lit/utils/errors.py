@@ -37,8 +37,8 @@ def place_in_own_code(error: BaseException) -> str:
     own = [
         frame
         for frame in extract_tb(error.__traceback__)
-        if Path(frame.filename).is_file()
-        and not any(Path(frame.filename).is_relative_to(folder) for folder in _INSTALLED)
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _INSTALLED)
+        and Path(frame.filename).is_file()  # last: folders that this user may not read raise an error
     ]
     if not own or re.match(r"[\w.]+: expected ", str(error)):
         return ""
