@@ -76,8 +76,8 @@ def _conversion(first: Result, longer: Result) -> list[tuple[str, str, float, st
 
 
 def _pays(convert: Result, rounds: Result) -> list[tuple[str, str, float]]:
-    last = convert["runs"]["windows of 4, third round"]["decoders"]
-    refusion, drafts = last["ReFusion bonus 32x1"], last["SelfSpeculative, one slot"]
+    last = convert["runs"]["windows of 4, fourth round"]["decoders"]
+    refusion, drafts = last["ReFusion bonus 32x1"], last["SelfSpeculative, single_forward"]
     made = {name: run["decoders"]["ReFusion bonus 32x1"]["tokens_per_forward"] for name, run in convert["runs"].items()}
     gain = made["windows of 4, second round"] / made["windows of 4"]
     second = [

@@ -39,7 +39,7 @@ def _demo(results: Result) -> str:
 @table("results", _path("demo"), _path("lossless"), _path("refusion_pays", "convert.json"))
 def _results(of_demo: Result, of_lossless: Result, of_pays: Result) -> str:
     head = ["model and prompts", "decoder", "quality", "tokens/forward", "tokens/s, times `Autoregressive`"]
-    found = of_pays["runs"]["windows of 4, third round"]["decoders"]
+    found = of_pays["runs"]["windows of 4, fourth round"]["decoders"]
     converted = [
         [
             "SmolLM2 converted, GSM8K, alone",

@@ -14,10 +14,11 @@ CHAINS = {
         "chain, shorter": "shorter",
         "chain, second round": "second round",
     },
-    "windows of 4, second and third round": {
+    "windows of 4, second to fourth round": {
         "windows of 4": "windows of 4",
         "windows of 4, second round": "windows of 4, second round",
         "windows of 4, third round": "windows of 4, third round",
+        "windows of 4, fourth round": "windows of 4, fourth round",
     },
 }
 """Trainings that follow one another, by their name in training.json, with the name of their model in convert.json."""
