@@ -50,6 +50,18 @@ def places(run: Path) -> list[str]:
     return ["--runs_dir", str(run.parents[1]), "--run_name", run.parent.name, "--run_version", run.name]
 
 
+def built(options: Sequence[str]) -> Any:
+    """Return the command line of a ``fit`` that has made trainer, model and data, but runs nothing, in no directory."""
+    from refusion_lit.cli.lightning import RefusionCLI
+
+    class Built(RefusionCLI):
+        def _choose_directory(self, config: Any) -> None: ...
+
+        def _run_subcommand(self, subcommand: str) -> None: ...
+
+    return Built(["fit", *options, "--trainer.logger=false"])
+
+
 def step_positions(options: Sequence[str], num_steps: int | None = None) -> list[int]:
     """Return the token positions that the model computes in each of a training's first steps; of an epoch by default.
 
@@ -57,12 +69,7 @@ def step_positions(options: Sequence[str], num_steps: int | None = None) -> list
         options: Those of ``fit``.
         num_steps: How many steps.
     """
-    from refusion_lit.cli.lightning import RefusionCLI
-    from refusion_lit.data.module import InstructionDataModule
-    from refusion_lit.training.module import SlotDiffusionModule
-
-    built: Any = RefusionCLI  # Lightning's arguments pass through it, which types do not say
-    cli = built(SlotDiffusionModule, InstructionDataModule, args=[*options], run=False, save_config_callback=None)
+    cli = built(options)
     cli.model.configure_model()
     batches = islice(cli.datamodule.train_dataloader(), num_steps)
     return [cli.model.corrupt(each.batch).input_ids.numel() for each in batches]

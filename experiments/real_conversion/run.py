@@ -28,7 +28,7 @@ from refusion_lit.utils.files import write_atomically
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import configs, kept, places, write_json
+from experiments.common import built, configs, kept, places, write_json
 from measure import decoders_of
 from results import collect
 
@@ -58,17 +58,9 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
 
     The number of steps is a multiple of ``CHECKPOINTS``, so that the last one is saved.
     """
-    from refusion_lit.cli.lightning import RefusionCLI
     from refusion_lit.noise import KeyedNoise
 
-    class Built(RefusionCLI):
-        """Builds what a training needs, in no directory, and runs nothing."""
-
-        def _choose_directory(self, config: Any) -> None: ...
-
-        def _run_subcommand(self, subcommand: str) -> None: ...
-
-    cli = Built(["fit", *args, "--trainer.logger=false"])
+    cli = built(args)
     special_tokens = special_tokens_of(cli.datamodule.built_tokenizer)
 
     def positions(batch: Any) -> int:

@@ -87,6 +87,21 @@ def test_a_killed_training_resumes_and_a_finished_one_is_not_repeated(
     assert commands == [(first, {"PYTHONPATH": "b"}), ((*first, "--ckpt_path", "last"), {"PYTHONPATH": "b"})]
 
 
+def test_the_positions_of_steps_are_those_that_a_training_counts(
+    common: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--data.task.num_train=64"]
+    options += ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=2"]
+    positions = common.step_positions(options, 2)
+    assert not (tmp_path / "runs").exists(), "nothing runs"
+    common.train(tmp_path / "runs" / "counted" / "fit", *options)
+    logged = (tmp_path / "runs" / "counted" / "fit" / "metrics.csv").read_text().splitlines()
+    names = logged[0].split(",")
+    counted = [dict(zip(names, line.split(","), strict=True))["train/num_positions"] for line in logged[1:]]
+    assert [float(each) for each in counted if each] == [positions[0], sum(positions)]
+
+
 def test_commands_that_compute_have_one_thread(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(common.subprocess, "run", lambda args, check, env: found.append((args[3:], env)))
