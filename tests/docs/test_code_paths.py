@@ -13,17 +13,17 @@ import grimp
 SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
-    "command to text: files": 21,
-    "command to text: lines": 3_744,
+    "command to text: files": 20,
+    "command to text: lines": 3_402,
     "token ids to text: files": 18,
-    "token ids to text: lines": 3_445,
+    "token ids to text: lines": 3_262,
     "examples to loss: files": 14,
-    "examples to loss: lines": 2_490,
-    "test: files": 53,
-    "test: lines": 10_393,
-    "package: files": 169,
-    "package: lines": 26_399,
-    "package: lines of code": 16_595,
+    "examples to loss: lines": 2_397,
+    "test: files": 52,
+    "test: lines": 10_048,
+    "package: files": 170,
+    "package: lines": 26_356,
+    "package: lines of code": 16_619,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
