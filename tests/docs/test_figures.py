@@ -417,6 +417,7 @@ def test_figures_in_sentences_of_lossless(registry: ModuleType) -> None:
     levers = registry.read("experiments/lossless/levers.json")["levers"]
     tree = [found["tree"][0] / found["two_forwards"][0] for found in levers["start"]["prompts"].values()]
     drawn, greedy, equal = (levers[name] for name in ("answers at 0.8", "as train.yaml", "decay 1"))
+    middle = [levers["reads the middle layer"]["prompts"][name]["single_forward"] for name in ("gsm8k", "mbpp")]
     rates = [f"{each['prompts']['gsm8k']['single_forward']:.2f}" for each in (drawn, greedy)]
     sampled = [f"{each['sampled_tokens_per_forward']:.2f}" for each in (drawn, greedy)]
     both = lossless["float32, 2 threads", "GSM8K", "speed"]
@@ -429,6 +430,7 @@ def test_figures_in_sentences_of_lossless(registry: ModuleType) -> None:
         f"in place of {sampled[1]}",
         f"(decay 1) make {equal['prompts']['gsm8k']['single_forward']:.2f} on GSM8K and "
         f"{equal['sampled_tokens_per_forward']:.2f} at 0.8",
+        f"middle layer make {middle[0]:.2f} and {middle[1]:.2f} on MBPP",
         f"with two threads `two_forwards` is {two} times as fast on 25 questions, `auto` {automatic}; training",
         f"`auto` is then {auto[0]} times as fast as `generate`, which is not invariant, in place of {auto[1]}, and "
         f"`Autoregressive` {plain[0]} in place of {plain[1]}",
