@@ -116,7 +116,7 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
                 str(REPOSITORY / "configs" / "policy.yaml"),
                 "--model.objective.rewards=[json.JSONDecoder]",
             ],
-            "expected a subclass of Reward, got 'json.JSONDecoder'; name such a class, as in my_module.MyClass",
+            "rewards.0: expected a subclass of Reward, got 'json.JSONDecoder'; ",
         ),
         (
             [

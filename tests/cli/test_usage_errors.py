@@ -55,11 +55,11 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--data.task=Additoins"], "got 'Additoins'; did you mean 'Additions'?"),
         (
             ["--model.objective=GroupPolicy", "--model.objective.likelihood=Exact"],
-            "path of a class, or a YAML file, got 'Exact'; choose one of LeftToRight, NextToken",
+            "LeftToRight, ",  # among the likelihoods, of which other tests define some
         ),
         (
             ["--model.objective=GroupPolicy", "--model.objective.rewards=[Additions]"],
-            "or a YAML file, got 'Additions'; name such a class, as in my_module.MyClass",
+            "model.objective.rewards.0: expected the name or import path of a class, or a YAML file, got 'Additions'; ",
         ),
         (
             ["--model.sampling=abc"],

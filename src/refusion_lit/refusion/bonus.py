@@ -154,7 +154,7 @@ def advance(
     phase = "+".join(["verify"] * is_open + ["draft"] * bool(groups) + ["plan"] * plans)
     readings = yield Forward(phase=phase, branches=tuple(branches), draw=own, packed=True)
     planned = readings[-1]
-    had_eos = infill.found_eos
+    before = infill.taken, infill.found_eos
     accepted = [(slot, _accept(state, slot, reading)) for slot, reading in zip(fed, readings, strict=False)]
     infill.drop_after_end()
     infill.commit()
@@ -166,7 +166,7 @@ def advance(
     for key, reading in zip(groups, readings[len(fed) :], strict=False):
         if key in used:
             used[key].propose(reading.tokens)
-    if plans and _is_cached(infill) and infill.found_eos == had_eos:
+    if plans and _is_cached(infill) and (infill.taken, infill.found_eos) == before:  # no EOS that ends the text earlier
         if not is_plan_read:
             planned = (yield MoreDrafts(draft_at=(*[()] * (len(branches) - 1), masks.draft_at), draw=draw))[-1]
         state.planned = Plan(0, len(branches), planned)

@@ -86,6 +86,19 @@ def test_a_plan_rides_along_with_a_verification_that_accepts_all() -> None:
     assert len(phases[True]) < 8
 
 
+def test_a_plan_that_rides_along_ends_with_an_earlier_end_of_the_text() -> None:
+    sampling = SamplingParams(max_new_tokens=25)
+    decoder = ReFusion(slot_size=3, infill="bonus", token_threshold=0.5, selection="top_k", k=2)
+    for seed in range(100):  # of which 13 have an open slot that ends the text before one that had ended it
+        model = HashModel(seed, ends=frozenset({7, 8, 11, 12, 14}))
+        model.forward_cost = 1e6  # plans ride along wherever they can
+        texts = [
+            decode(model, replace(decoder, fused=fused), [prompt_of([3, 4])], sampling).rows[0].token_ids
+            for fused in (False, True)
+        ]
+        assert texts[0] == texts[1]
+
+
 def places_after(prompt_length: int, size: int, wrong: set[int]) -> Callable[[int], float]:
     """Return probabilities with which masks guess wrong at some places of each slot, and right elsewhere."""
     return lambda position: 1e-6 if (position - prompt_length) % size in wrong else 0.97
