@@ -417,6 +417,7 @@ def test_figures_in_sentences_of_lossless(registry: ModuleType) -> None:
     levers = registry.read("experiments/lossless/levers.json")["levers"]
     tree = [found["tree"][0] / found["two_forwards"][0] for found in levers["start"]["prompts"].values()]
     drawn, greedy, equal = (levers[name] for name in ("answers at 0.8", "as train.yaml", "decay 1"))
+    steep = levers["decay 0.6"]
     middle = [levers["reads the middle layer"]["prompts"][name]["single_forward"] for name in ("gsm8k", "mbpp")]
     rates = [f"{each['prompts']['gsm8k']['single_forward']:.2f}" for each in (drawn, greedy)]
     sampled = [f"{each['sampled_tokens_per_forward']:.2f}" for each in (drawn, greedy)]
@@ -430,6 +431,8 @@ def test_figures_in_sentences_of_lossless(registry: ModuleType) -> None:
         f"in place of {sampled[1]}",
         f"(decay 1) make {equal['prompts']['gsm8k']['single_forward']:.2f} on GSM8K and "
         f"{equal['sampled_tokens_per_forward']:.2f} at 0.8",
+        f"A decay of 0.6 makes {steep['prompts']['gsm8k']['single_forward']:.2f} and "
+        f"{steep['sampled_tokens_per_forward']:.2f} at 0.8",
         f"middle layer make {middle[0]:.2f} and {middle[1]:.2f} on MBPP",
         f"with two threads `two_forwards` is {two} times as fast on 25 questions, `auto` {automatic}; training",
         f"`auto` is then {auto[0]} times as fast as `generate`, which is not invariant, in place of {auto[1]}, and "
@@ -662,7 +665,7 @@ def test_sentences_on_further_trainings_are_their_results(registry: ModuleType) 
 
 def test_sentences_on_adapters(registry: ModuleType) -> None:
     recipes = registry.read("experiments/refusion_pays/adapters.json")["recipes"]
-    weights, adapters = (run["decoders"] for run in recipes.values())
+    weights, adapters, sampled = (run["decoders"] for run in recipes.values())
     drafts, bonus, mask = "SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4"
     made = [f"{run[name]['tokens_per_forward']:.2f}" for name in (drafts, bonus) for run in (adapters, weights)]
     names = (drafts, bonus, mask)
@@ -676,6 +679,11 @@ def test_sentences_on_adapters(registry: ModuleType) -> None:
         f"perplexity of {worth[0]} and {worth[1]} under the base in place of {worth[3]} and {worth[4]}",
         f"the text is worse, {worth[2]} for {worth[5]}",
         f"make {shares[0]:.2f} to {shares[1]:.2f} of the tokens beyond the first",
+        "{} tokens per forward with `SelfSpeculative` in place of {}, {} in place of {} with bonus tokens, {} in place "
+        "of {} with `mask` infill, at a perplexity of {:.2f} and {:.2f}".format(
+            *(f"{run[name]['tokens_per_forward']:.2f}" for name in names for run in (sampled, weights)),
+            *(sampled[name]["perplexity_under_base"] for name in names[:2]),
+        ),
     )
 
 
