@@ -67,7 +67,9 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
         return cli.model.objective.corrupt(batch, noise, special_tokens).input_ids.numel()
 
-    num_accumulated, step, total, found = cli.trainer.accumulate_grad_batches, 0, 0, (0, 0)
+    num_accumulated: int = cli.trainer.accumulate_grad_batches
+    step = total = 0
+    found: tuple[int, int] = (0, 0)
     loader = cli.datamodule.train_dataloader()
     for epoch in count():
         loader.sampler.set_epoch(epoch)
@@ -76,7 +78,7 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
             step += number % num_accumulated == 0 or number == len(loader)
             if number % num_accumulated == 0 and step % CHECKPOINTS == 0:
                 if found[0] and abs(total - budget) >= abs(found[1] - budget):
-                    return (*found, num_accumulated)
+                    return found[0], found[1], num_accumulated
                 found = step, total
     raise AssertionError("count ends")
 
