@@ -14,13 +14,13 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 20,
-    "command to text: lines": 3_402,
+    "command to text: lines": 3_406,
     "token ids to text: files": 18,
-    "token ids to text: lines": 3_262,
+    "token ids to text: lines": 3_266,
     "examples to loss: files": 14,
     "examples to loss: lines": 2_397,
     "test: files": 52,
-    "test: lines": 10_048,
+    "test: lines": 10_052,
     "package: files": 170,
     "package: lines": 26_356,
     "package: lines of code": 16_619,

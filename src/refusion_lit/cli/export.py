@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
-from refusion_lit.decoding import Decoder, ModelMismatchError, SelfSpeculative, check_model
+from refusion_lit.decoding import Decoder, SelfSpeculative, check_model
 from refusion_lit.families.defaults import NAMEABLE
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import reason_of, write_failure
@@ -110,11 +110,7 @@ def name_decoder(model: TextModel, decoder: Decoder) -> None:
 
     backbone = model.backbone
     name = type(decoder).__name__
-    try:
-        check_model(backbone, decoder)
-    except ModelMismatchError as error:
-        offer = Decoder.mismatch_fix(decoder, backbone.traits)  # an option that export lacks
-        raise ValueError(str(error).replace(offer, "Name one that does, or leave --decoder out.")) from error
+    check_model(backbone, decoder, fix="Name one that does, or leave --decoder out.")
     fits = backbone.drafter is None or isinstance(decoder, SelfSpeculative)
     expected = "SelfSpeculative for a model with a drafter"
     require(fits, "decoder", expected, name, "name it, or leave the drafter out")

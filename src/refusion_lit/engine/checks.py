@@ -55,7 +55,10 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
     require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
 
 
-def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False, hint: str = "") -> list[str]:
+def check_model(
+    model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False, hint: str = "",
+    fix: str = "Set allow_mismatch to true to run it anyway.",
+) -> list[str]:  # fmt: skip
     """Refuse a model that a decoder cannot run on or that was not trained for it.
 
     Args:
@@ -63,6 +66,7 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
         decoder: The decoder.
         allow_mismatch: Only warn if the model was trained for something else.
         hint: A sentence for the error, such as the name of a decoder that fits.
+        fix: What to do, unless the decoder says so.
 
     Returns:
         The reasons, if allowed.
@@ -81,11 +85,11 @@ def check_model(model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool 
     if reasons:
         message = f"{name} does not fit this model: {'; '.join(reasons)}."
         if not allow_mismatch:
-            raise ModelMismatchError(f"{message} {hint}{' ' * bool(hint)}{decoder.mismatch_fix(model.traits)}")
+            raise ModelMismatchError(f"{message} {hint}{' ' * bool(hint)}{decoder.mismatch_fix(model.traits) or fix}")
         warnings.warn(message, stacklevel=2)
-    fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
+    missing = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
     has_drafter = bool(model.special_tokens.draft_token_ids)
-    require(has_drafter or not needs.drafter, "decoder", "a model with a drafter", "one without", fix)
+    require(has_drafter or not needs.drafter, "decoder", "a model with a drafter", "one without", missing)
     return reasons
 
 

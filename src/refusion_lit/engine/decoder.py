@@ -251,8 +251,8 @@ class Decoder(ABC):
         return replace(self.requires, predictions=predictions)
 
     def mismatch_fix(self, traits: ModelTraits) -> str:  # noqa: ARG002
-        """Return what to do about a model with other traits than required: a sentence that ends its error message."""
-        return "Set allow_mismatch to true to run it anyway."
+        """Return what to do about a model with other traits than required, as a sentence; empty: the caller says it."""
+        return ""
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 - most decoders refuse nothing
         """Refuse sampling options that the decoder cannot work with.
