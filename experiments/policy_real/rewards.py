@@ -57,7 +57,12 @@ class RightArithmetic(Reward):
 
 def right_share(text: str) -> float:
     """Return the share of a text's equations that hold, 0 if it has none."""
+    num_right, num = count_equations(text)
+    return num_right / num if num else 0.0
+
+
+def count_equations(text: str) -> tuple[int, int]:
+    """Return how many of a text's equations hold, and how many it has."""
     sides = [(left.translate(_SIGNS), right.translate(_SIGNS)) for left, right in _EQUATION.findall(text)]
     equations = [f"<<{left}={right}>>" for left, right in sides if _HAS_OPERATION.search(left)]
-    num_right, num = count_annotations("".join(equations))
-    return num_right / num if num else 0.0
+    return count_annotations("".join(equations))

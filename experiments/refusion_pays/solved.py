@@ -1,4 +1,7 @@
-"""Of GSM8K's test problems, how many does a model solve? Its last number counts, as SmolLM2 marks no answer.
+"""Of GSM8K's test problems, how many does a model solve, and how many of its equations hold?
+
+The last number counts as the answer, as SmolLM2 marks none. It solves too few problems to tell models apart; equations
+such as ``48 / 2 = 24`` are many.
 
 usage: python experiments/refusion_pays/solved.py --problems GSM8K_TEST.jsonl@100 NAME=MODEL ... [--output FILE]
 
@@ -10,11 +13,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 
 import refusion_lit
+from refusion_lit.decoding import Generation, GenerationCallback
+from refusion_lit.reports.comparison import ratio_difference, ratio_interval
 from refusion_lit.reports.results import environment
 from refusion_lit.tasks.gsm8k import Gsm8k, extract_answer
 from refusion_lit.types import Example, SamplingParams
@@ -22,6 +28,7 @@ from refusion_lit.types import Example, SamplingParams
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import decode_examples, write_json
+from experiments.policy_real.rewards import count_equations
 
 SAMPLING = SamplingParams(max_new_tokens=256)
 
@@ -30,6 +37,17 @@ def is_right(example: Example, response: str) -> float:
     """Return 1 if the last number of a response is the reference's, else 0."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", response)
     return float(bool(numbers) and extract_answer(f"#### {numbers[-1]}") == extract_answer(example.response))
+
+
+class Answers(GenerationCallback):
+    """Keeps each prompt's answer."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Generation] = {}
+
+    def on_finished(self, index: int, generation: Generation) -> None:
+        """Keep an answer."""
+        self.rows[index] = generation
 
 
 def main() -> None:
@@ -42,13 +60,23 @@ def main() -> None:
     torch.set_num_threads(1)
     file, _, number = args.problems.partition("@")
     examples = Gsm8k(test=file).examples("test")[: int(number)]
-    found = {}
+    found, counts = {}, {}
     for text in args.models:
         name, _, path = text.partition("=")
         model = refusion_lit.load(path, device="cpu", dtype="bfloat16")
         decoder = model.default_decoder.fitted(SAMPLING)
-        scores, figures = decode_examples(model, examples, is_right, decoder, SAMPLING)
-        found[name] = {"num_solved": round(sum(scores)), "decoder": type(decoder).__name__, **figures}
+        answers = Answers()
+        scores, figures = decode_examples(model, examples, is_right, decoder, SAMPLING, [answers])
+        rows = [answers.rows[i] for i in range(len(examples))]
+        right, every = counts[name] = tuple(zip(*(count_equations(row.text) for row in rows), strict=True))
+        first = next(iter(counts.values()))  # the base's, if it is named first
+        found[name] = {
+            "num_solved": round(sum(scores)), "num_ended": sum(row.finish_reason == "eos" for row in rows),
+            "num_equations": sum(every), "num_right": sum(right),
+            "right_share": astuple(ratio_interval(right, every)),
+            "right_share_minus_first": astuple(ratio_difference((right, every), first)),
+            "decoder": type(decoder).__name__, **figures,
+        }  # fmt: skip
         print(name, found[name], flush=True)
     write_json(args.output, {"num_problems": len(examples), "models": found, "environment": environment(0, sys.argv)})
 
