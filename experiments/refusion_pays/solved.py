@@ -3,24 +3,26 @@
 The last number counts as the answer, as SmolLM2 marks none. It solves too few problems to tell models apart; equations
 such as ``48 / 2 = 24`` are many.
 
-usage: python experiments/refusion_pays/solved.py --problems GSM8K_TEST.jsonl@100 NAME=MODEL ... [--output FILE]
+usage: python experiments/refusion_pays/solved.py --problems GSM8K_TEST.jsonl@200 NAME=MODEL ... [--output FILE]
 
 Each model decodes with the decoder that its directory names, greedily, in batches of 50, with 256 new tokens at most.
+Models that stand in the output stay there, if it is of as many problems.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import refusion_lit
 from refusion_lit.decoding import Generation, GenerationCallback
-from refusion_lit.reports.comparison import ratio_difference, ratio_interval
+from refusion_lit.reports.comparison import Interval, ratio_difference, ratio_interval
 from refusion_lit.reports.results import environment
 from refusion_lit.tasks.gsm8k import Gsm8k, extract_answer
 from refusion_lit.types import Example, SamplingParams
@@ -60,7 +62,8 @@ def main() -> None:
     torch.set_num_threads(1)
     file, _, number = args.problems.partition("@")
     examples = Gsm8k(test=file).examples("test")[: int(number)]
-    found, counts = {}, {}
+    known = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
+    found = known.get("models", {}) if known.get("num_problems") == len(examples) else {}
     for text in args.models:
         name, _, path = text.partition("=")
         model = refusion_lit.load(path, device="cpu", dtype="bfloat16")
@@ -68,17 +71,22 @@ def main() -> None:
         answers = Answers()
         scores, figures = decode_examples(model, examples, is_right, decoder, SAMPLING, [answers])
         rows = [answers.rows[i] for i in range(len(examples))]
-        right, every = counts[name] = tuple(zip(*(count_equations(row.text) for row in rows), strict=True))
-        first = next(iter(counts.values()))  # the base's, if it is named first
         found[name] = {
             "num_solved": round(sum(scores)), "num_ended": sum(row.finish_reason == "eos" for row in rows),
-            "num_equations": sum(every), "num_right": sum(right),
-            "right_share": astuple(ratio_interval(right, every)),
-            "right_share_minus_first": astuple(ratio_difference((right, every), first)),
-            "decoder": type(decoder).__name__, **figures,
+            "equations": [count_equations(row.text) for row in rows],
+            "decoder": type(decoder).__name__, **figures, "environment": environment(0, sys.argv),
         }  # fmt: skip
-        print(name, found[name], flush=True)
-    write_json(args.output, {"num_problems": len(examples), "models": found, "environment": environment(0, sys.argv)})
+        print(name, right_share(found[name]), flush=True)
+        write_json(args.output, {"num_problems": len(examples), "models": found})
+
+
+def right_share(model: dict[str, Any], other: dict[str, Any] | None = None) -> Interval:
+    """Return the share of a model's equations that hold, in percent; with another model's, less its share in points."""
+    return ratio_interval(*_counts(model)) if other is None else ratio_difference(_counts(model), _counts(other))
+
+
+def _counts(model: dict[str, Any]) -> tuple[list[float], list[float]]:
+    return [100.0 * num for num, _ in model["equations"]], [float(num) for _, num in model["equations"]]
 
 
 if __name__ == "__main__":
