@@ -8,6 +8,7 @@ are written to; the attention mask says which entries a query sees.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -78,7 +79,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Memory of the storage in bytes. It never shrinks, so after the last forward this is the peak."""
-        return sum(states.numel() * states.element_size() for layer in self._stored for states in layer)
+        return sum(states.nbytes for states in chain(*self._stored))
 
     def store(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
@@ -97,8 +98,9 @@ class KVCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` entries of one row to another."""
-        for states in (states for layer in self._stored for states in layer if source != target):
-            states[target, :length] = states[source, :length]
+        if source != target:
+            for states in chain(*self._stored):
+                states[target, :length] = states[source, :length]
 
     def compact(self, row: int, indices: Sequence[int], num_leading: int = 0) -> None:
         """Move the entries at ``indices`` to follow the row's first ones, in this order; all others are discarded.
@@ -109,8 +111,8 @@ class KVCache:
             num_leading: Number of leading entries that stay in place.
         """
         start = next((i for i, index in enumerate(indices) if index != num_leading + i), len(indices))
-        index: Tensor | None = None
-        for states in (states for layer in self._stored for states in layer if start < len(indices)):
-            if index is None or index.device != states.device:  # layers may be on several devices
-                index = to_device(indices[start:], states.device)
-            states[row, num_leading + start : num_leading + len(indices)] = states[row, index]
+        stored = [*chain(*self._stored)]
+        if stored and start < len(indices):
+            index = to_device(indices[start:], stored[0].device)
+            for states in stored:
+                states[row, num_leading + start : num_leading + len(indices)] = states[row, index]
