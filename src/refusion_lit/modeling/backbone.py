@@ -17,7 +17,7 @@ from refusion_lit.modeling.architecture import check_supported, learns_positions
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
-from refusion_lit.modeling.fused.linear import Linear, PackedWeights
+from refusion_lit.modeling.fused.linear import Linear, PackedWeights, untraced
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.library import library_states
@@ -91,7 +91,7 @@ class Backbone(nn.Module, LanguageModel):
         """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
         fused = self.make_fused_body()
         general = partial(library_states, self.body, self.special_tokens.draft_token_ids)
-        return general if fused is None else _untraced(fused, general)
+        return general if fused is None else untraced(fused, general)
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return :meth:`logits` with the head inspected once."""
@@ -99,7 +99,7 @@ class Backbone(nn.Module, LanguageModel):
         is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
         if not (is_plain and self.fused_body):
             return head
-        return _untraced(Linear([head.weight], [head.bias], self.packed, batch_invariant=self.batch_invariant), head)
+        return untraced(Linear([head.weight], [head.bias], self.packed, batch_invariant=self.batch_invariant), head)
 
     @property
     def forward_cost(self) -> float:
@@ -129,9 +129,8 @@ class Backbone(nn.Module, LanguageModel):
         """Return hidden states computed by the library's forward, with gradients, for training.
 
         It is the entry point for wrappers that only intercept ``forward`` (DDP, FSDP). For arguments see
-        :meth:`LanguageModel.hidden_states`. The last ``num_drafts`` tokens of each row are draft masks: the tokens
-        before them run first, causally, without gradients and without the drafter; the masks then see them through the
-        KV cache.
+        :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens of each row are the draft masks of
+        :func:`~refusion_lit.modeling.drafter.draft_states`.
         """
         if torch.is_grad_enabled():
             # A training step follows, and fused optimizers change weights without raising torch's count of changes.
@@ -153,13 +152,3 @@ def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or
     """Return a model's transformer without its head."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return model.get_submodule(model.base_model_prefix)
-
-
-def _untraced(fast: Callable[..., Tensor], general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that calls ``fast``, which has no gradients and no autocast, or ``general`` where one is on."""
-
-    def call(first: Tensor, *others: Any) -> Tensor:  # noqa: ANN401 - of all kinds
-        is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
-        return (general if is_traced else fast)(first, *others)
-
-    return call

@@ -145,6 +145,8 @@ def draft_states(
 ) -> Float[Tensor, "batch token hidden"]:
     """Return hidden states of text without gradients, and of the draft masks after it, with those of the drafter.
 
+    The text runs first, causally and without the drafter; the masks then see it through the KV cache.
+
     Args:
         body: The model's body.
         drafter: Its drafter.

@@ -30,11 +30,12 @@ class KVCache:
             that is more.
 
     Attributes:
-        sequences: Storage row of each sequence of the forward that was prepared.
+        sequences: Storage row of each sequence of the prepared forward; a row may serve several sequences.
         rows: The same as a tensor; ``slice(None)`` if the sequences are all rows in order.
-        num_keys: Number of leading entries that may be attended to.
-        source_index: Flat index of every token to store; ``None`` for all tokens.
-        write_index: Flat index into storage of every token.
+        num_keys: The forward attends to the first ``num_keys`` entries of its rows; its mask says to which.
+        source_index: Flat index (sequence times padded length plus offset) of every token to store; ``None`` stores
+            all tokens of the forward in their order.
+        write_index: Flat index into storage of every token to store.
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
@@ -52,15 +53,9 @@ class KVCache:
         row_index: Int[Tensor, " token"],
         cache_index: Int[Tensor, " token"],
     ) -> None:
-        """Set where the next forward writes and what it reads.
+        """Set where the next forward writes and what it reads: the attributes, ``rows`` being :attr:`sequences`.
 
-        Args:
-            rows: Storage row of each sequence of the forward; a row may serve several sequences.
-            num_keys: The forward attends to the first ``num_keys`` entries of its rows; its mask says to which.
-            source_index: Flat index (sequence times padded length plus offset) of every token to store; ``None`` stores
-                all tokens of the forward in their order.
-            row_index: Storage row of each of those tokens.
-            cache_index: Cache index of each of those tokens; below ``num_keys``.
+        ``row_index`` and ``cache_index`` are of each token to store: its storage row, and its index there.
         """
         if num_keys > self.capacity:
             wanted = max(num_keys, self.capacity * 5 // 4)  # at least a quarter more, to grow rarely
