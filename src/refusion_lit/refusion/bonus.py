@@ -71,13 +71,14 @@ class BonusState(ReFusionState):
 
 
 def check_options(infill: str, token_threshold: float, num_drafts: int | None) -> None:
-    """Refuse options of ReFusion that bonus tokens do not have, or that only they have."""
-    has_bonus = infill == "bonus"
-    holds = not has_bonus or token_threshold >= 0.5
-    fix = "raise it, or use another infill"
-    require(holds, "token_threshold", "at least 0.5 with infill 'bonus'", token_threshold, fix)
-    holds = has_bonus or num_drafts is None
-    require(holds, "num_drafts", "null without infill 'bonus'", num_drafts, "leave it out, or set infill")
+    """Refuse a low threshold with bonus tokens, and their number of drafts without them."""
+    if infill == "bonus":
+        fix = "raise it, or use another infill"
+        require(token_threshold >= 0.5, "token_threshold", "at least 0.5 with infill 'bonus'", token_threshold, fix)
+    else:
+        require(
+            num_drafts is None, "num_drafts", "null without infill 'bonus'", num_drafts, "leave it out, or set infill"
+        )
 
 
 def infill_autoregressively(infill: SlotInfill[OpenSlot], token_threshold: float) -> Steps[None]:

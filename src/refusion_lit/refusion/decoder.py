@@ -87,7 +87,8 @@ class ReFusion(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bonus.check_options(self.infill, self.token_threshold, self.num_drafts)
+        if self.infill == "bonus" or self.num_drafts is not None:
+            bonus.check_options(self.infill, self.token_threshold, self.num_drafts)
         takes_k = self.selection != "threshold"
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
         holds = self.selection != "top_k" if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
@@ -99,9 +100,10 @@ class ReFusion(Decoder):
 
     def fitted(self, sampling: SamplingParams) -> ReFusion:
         """Return the decoder with no more serial blocks than slots."""
-        own = self.num_serial_blocks
+        if self.num_serial_blocks is None:
+            return self
         num_slots = -(-sampling.max_new_tokens // self.slot_size)
-        return replace(self, num_serial_blocks=None if own is None else min(own, num_slots))
+        return replace(self, num_serial_blocks=min(self.num_serial_blocks, num_slots))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
