@@ -55,6 +55,7 @@ class Backbone(nn.Module, LanguageModel):
         if batch_invariant:
             check_invariant(body_of(model), is_fused=fused_body)
         self.model = model
+        self.config = model.config
         self.traits = traits
         self.special_tokens = special_tokens
         self.drafter: Drafter | None = None
@@ -65,11 +66,6 @@ class Backbone(nn.Module, LanguageModel):
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base of low-rank adapters that the model holds unmerged."""
-
-    @property
-    def config(self) -> Any:  # noqa: ANN401 - every architecture has its own config class
-        """The transformers config."""
-        return self.model.config
 
     @property
     def body(self) -> nn.Module:

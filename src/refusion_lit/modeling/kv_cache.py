@@ -39,7 +39,6 @@ class KVCache:
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
-        self.num_layers = num_layers
         self.num_rows = num_rows
         self.capacity = capacity
         self._chunk = max(capacity, CHUNK)

@@ -130,10 +130,9 @@ class ReFusion(Decoder):
     def _plan(self, state: ReFusionState) -> Steps[Reading]:
         """Feed the masks of all remaining slots; the first plan also feeds the prompt and given tokens before them."""
         cached = state.num_cached
-        known = () if state.num_plans else state.known[cached:]
-        branch = self._masks(state, state.remaining, num_seen=cached, write_at=cached, known=known)
+        branch = self._masks(state, state.remaining, num_seen=cached, write_at=cached)
         [reading] = yield state.forward("plan", [branch], state.draw)
-        state.num_cached += len(known)
+        state.num_cached += branch.draft_at[0]  # what comes before the masks
         return reading
 
     def _choose(self, state: ReFusionState, plan: Reading) -> Steps[tuple[list[int], list[list[int]]]]:
@@ -239,11 +238,9 @@ class ReFusion(Decoder):
         state.planned = readings[-1] if plans else None
         return readings[0]
 
-    def _masks(
-        self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int,
-        known: Sequence[tuple[int, int]] = (),
-    ) -> Branch:  # fmt: skip
-        """Return the branch that plans slots after the first ``num_seen`` cache entries and known tokens."""
+    def _masks(self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int) -> Branch:
+        """Return the branch that plans slots after ``num_seen`` cache entries, in the first plan also known tokens."""
+        known = () if state.num_plans else state.known[state.num_cached :]
         masks = state.positions(slots, self._num_masks)
         # With few masks, reading all of them at once costs less than a second pass of the head.
         is_lazy = self.slot_confidence == "first" and (self.infill != "bonus" or len(masks) > FEW_POSITIONS)
