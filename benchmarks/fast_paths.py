@@ -46,7 +46,7 @@ def library_norm(self: body._Norm, x: Tensor) -> Tensor:
 
 
 PLAIN: dict[str, Callable[[], Any]] = {
-    "greedy choice in blocks of ids": lambda: mock.patch.object(reading, "first_argmax", lambda x: x.argmax(-1)),
+    "greedy choice by numpy": lambda: mock.patch.object(reading, "first_argmax", lambda x: x.argmax(-1)),
     "softmax in chunks": lambda: mock.patch.object(reading, "_MAX_SOFTMAX", 1 << 60),
     "table of angles": lambda: mock.patch.object(body.FusedBody, "_rotation", body.FusedBody._angles),
     "norms by hand": lambda: mock.patch.object(body._Norm, "__call__", library_norm),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from refusion_lit.engine.requests import Branch, Draw
 from refusion_lit.engine.sampling import draw_tokens, filter_logits, keep_or_draw, noise_keys
-from refusion_lit.modeling import devices as devices_module
 from refusion_lit.modeling.devices import first_argmax
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import SamplingParams
@@ -100,10 +99,8 @@ def test_the_order_of_the_filters_matters() -> None:
     ),
     vocab=st.integers(64, 70),
 )
-def test_the_highest_is_found_block_by_block(rows: list[list[float]], vocab: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices_module, "_BLOCK", 2)
-        found = first_argmax(torch.tensor(rows)[:, :vocab]).tolist()
+def test_the_first_of_the_highest_is_found(rows: list[list[float]], vocab: int) -> None:
+    found = first_argmax(torch.tensor(rows)[:, :vocab]).tolist()
     for index, row in zip(found, rows, strict=True):
         ranks = [math.inf if math.isnan(value) else min(value, 1e300) for value in row[:vocab]]
         assert index == ranks.index(max(ranks))

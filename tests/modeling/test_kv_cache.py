@@ -13,7 +13,7 @@ from fakes import VOCAB, tiny_backbone
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.library import library_cache
+from refusion_lit.modeling.library import LibraryCache
 
 # Norms and rotary angles are computed in float32 even in a float64 model.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -53,7 +53,7 @@ def test_storage_is_a_table_of_rows_and_indices(seed: int, num_rows: int) -> Non
             cache.prepare(
                 rows, num_keys, *write_plan([(s, r, i) for s, (r, i) in zip(sources, targets, strict=True)])
             )  # fmt: skip
-            keys, values = library_cache(cache).update(states, states + 0.5, 0)
+            keys, values = LibraryCache(cache).update(states, states + 0.5, 0)
             for source, target in zip(sources, targets, strict=True):
                 table[target] = int(states.flatten()[source])
             assert keys.shape == (len(rows), 1, num_keys, 1)
@@ -199,7 +199,7 @@ def test_an_unused_cache_can_grow_and_compact() -> None:
     cache.compact(0, [1, 0])
     cache.prepare([0], 300, torch.tensor([0]), torch.tensor([0]), torch.tensor([299]))
     states = torch.ones(1, 2, 1, 4)
-    keys, _ = library_cache(cache).update(states, states, 1)
+    keys, _ = LibraryCache(cache).update(states, states, 1)
     assert keys.shape == (1, 2, 300, 4)
     assert keys[0, :, 299].sum() == 8
 
@@ -207,11 +207,11 @@ def test_an_unused_cache_can_grow_and_compact() -> None:
 def test_nothing_is_derived_from_a_length() -> None:
     cache = KVCache(1, 1)
     cache.prepare([0], 3, torch.arange(3), torch.zeros(3, dtype=torch.long), torch.arange(3))
-    library_cache(cache).update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), 0)
-    assert library_cache(cache).get_seq_length() == 0
+    LibraryCache(cache).update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), 0)
+    assert LibraryCache(cache).get_seq_length() == 0
 
 
 def test_a_forward_needs_a_prepared_cache() -> None:
     cache = KVCache(1, 1)
     with pytest.raises(AttributeError, match="source_index"):
-        library_cache(cache).update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
+        LibraryCache(cache).update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)

@@ -103,7 +103,7 @@ def test_weights_have_the_type_asked_for(dtype: Any, source: str | None) -> None
     tokenizer = AutoTokenizer.from_pretrained(MID) if source else masked_tokenizer()
     backbone = BackboneConfig(dtype=dtype, **options).build(tokenizer)
     assert {parameter.dtype for parameter in backbone.parameters()} == {getattr(torch, dtype)}
-    assert backbone.dtype == getattr(torch, dtype)
+    assert backbone.head.weight.dtype == getattr(torch, dtype)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
@@ -496,8 +496,8 @@ def test_auto_loads_a_directory_in_its_own_type(
     make_base(tmp_path, "abc")
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(tmp_path)
     expected = torch.bfloat16 if has_instructions else torch.float32
-    assert refusion_lit.load(tmp_path).backbone.dtype == expected
-    assert refusion_lit.load(tmp_path, dtype="float64").backbone.dtype == torch.float64
+    assert refusion_lit.load(tmp_path).backbone.head.weight.dtype == expected
+    assert refusion_lit.load(tmp_path, dtype="float64").backbone.head.weight.dtype == torch.float64
     config = BackboneConfig(source=str(tmp_path), dtype="auto")
     assert config.build(maskless_tokenizer()).dtype == expected
 

@@ -318,3 +318,11 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
             "attention; use a model with full attention in every layer, or override it with full attention "
             "(for example config: {sliding_window: null})."
         )
+
+
+def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper
+    """Return whether a model has an embedding of its context's length besides that of tokens: one for positions."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    embeddings = [module for module in body.modules() if isinstance(module, nn.Embedding)]
+    sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
+    return limit is not None and max(sizes, default=0) >= limit

@@ -6,24 +6,24 @@ It refuses models and options that this package would silently compute wrongly.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from refusion_lit.modeling.architecture import check_supported
+from refusion_lit.modeling.architecture import check_supported, learns_positions
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
-from refusion_lit.modeling.fused.linear import Linear, PackedWeights
+from refusion_lit.modeling.fused.linear import Linear, PackedWeights, untraced
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.library import library_states
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import require
 
 
 class Backbone(nn.Module, LanguageModel):
@@ -55,23 +55,17 @@ class Backbone(nn.Module, LanguageModel):
         if batch_invariant:
             check_invariant(body_of(model), is_fused=fused_body)
         self.model = model
+        self.config = model.config
         self.traits = traits
         self.special_tokens = special_tokens
         self.drafter: Drafter | None = None
         self.fused_body = fused_body
         self.batch_invariant = batch_invariant
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
-        embeddings = [module for module in body_of(model).modules() if isinstance(module, nn.Embedding)]
-        sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
-        self.learns_positions = self.max_positions is not None and max(sizes, default=0) >= self.max_positions
+        self.learns_positions = learns_positions(model, body_of(model))
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base of low-rank adapters that the model holds unmerged."""
-
-    @property
-    def config(self) -> Any:  # noqa: ANN401 - every architecture has its own config class
-        """The transformers config."""
-        return self.model.config
 
     @property
     def body(self) -> nn.Module:
@@ -89,42 +83,19 @@ class Backbone(nn.Module, LanguageModel):
     def device(self) -> torch.device:  # noqa: D102
         return self.head.weight.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point type of the weights."""
-        return self.head.weight.dtype
-
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
-        body = self.make_fused_body()
-
-        def states(
-            ids: Tensor, positions: Tensor, attention_mask: AttentionMask | None, cache: KVCache | None = None
-        ) -> Tensor:
-            # The fused backbone has no gradients and no autocast.
-            is_autocast = torch.is_autocast_enabled(ids.device.type)
-            if self.batch_invariant and is_autocast and not torch.is_grad_enabled():
-                fix = "set precision: 32-true or bf16-true"
-                require(False, "batch_invariant", "decoding without autocast", "autocast", fix)
-            if body is not None and not (torch.is_grad_enabled() or is_autocast):
-                return body(ids, positions, attention_mask, cache)
-            return library_states(self.body, ids, positions, attention_mask, cache, self.special_tokens.draft_token_ids)
-
-        return states
+        fused = self.make_fused_body()
+        general = partial(library_states, self.body, self.special_tokens.draft_token_ids)
+        return general if fused is None else untraced(fused, general)
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return :meth:`logits` with the head inspected once."""
         head = self.head
         is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
-        if not (is_plain and (self.batch_invariant or self.fused_body)):
+        if not (is_plain and self.fused_body):
             return head
-        linear = Linear([head.weight], [head.bias], self.packed, batch_invariant=self.batch_invariant)
-
-        def logits(hidden: Tensor) -> Tensor:
-            is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type)
-            return head(hidden) if is_traced else linear(hidden)
-
-        return logits
+        return untraced(Linear([head.weight], [head.bias], self.packed, batch_invariant=self.batch_invariant), head)
 
     @property
     def forward_cost(self) -> float:
@@ -154,31 +125,23 @@ class Backbone(nn.Module, LanguageModel):
         """Return hidden states computed by the library's forward, with gradients, for training.
 
         It is the entry point for wrappers that only intercept ``forward`` (DDP, FSDP). For arguments see
-        :meth:`LanguageModel.hidden_states`. The last ``num_drafts`` tokens of each row are draft masks: the tokens
-        before them run first, causally, without gradients and without the drafter; the masks then see them through the
-        KV cache.
+        :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens of each row are the draft masks of
+        :func:`~refusion_lit.modeling.drafter.draft_states`.
         """
         if torch.is_grad_enabled():
             # A training step follows, and fused optimizers change weights without raising torch's count of changes.
             self.packed = PackedWeights()
         known = self.special_tokens.draft_token_ids
         if num_drafts:
-            assert self.drafter is not None
-            assert isinstance(attention_mask, Tensor)
-            length = input_ids.shape[1] - num_drafts
-            return draft_states(self.body, self.drafter, input_ids, position_ids, attention_mask, length, known[0])
-        return library_states(self.body, input_ids, position_ids, attention_mask, draft_token_ids=known)
+            text = input_ids.shape[1] - num_drafts
+            return draft_states(self.body, self.drafter, input_ids, position_ids, attention_mask, text, known[0])
+        return library_states(self.body, known, input_ids, position_ids, attention_mask)
 
     def make_fused_body(self) -> FusedBody | None:
         """Return the fused backbone on the weights as they are now; ``None`` if the library's forward decodes."""
-        body = self.body
-        if not (self.fused_body and is_known(body)):
+        if not (self.fused_body and is_known(self.body)):
             return None
-        if self.batch_invariant:
-            require(
-                self.device.type == "cpu", "batch_invariant", "a model on the CPU", str(self.device), "leave it out"
-            )
-        return FusedBody(body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
+        return FusedBody(self.body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
 
 
 def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from refusion_lit.modeling.library import library_mask
+from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import check_options, require
@@ -135,14 +136,16 @@ class Drafter(nn.Module):
 
 def draft_states(
     body: nn.Module,
-    drafter: Drafter,
+    drafter: Drafter | None,
     input_ids: Int[Tensor, "batch token"],
     position_ids: Int[Tensor, "batch token"],
-    visible: Tensor,
+    visible: AttentionMask | None,
     length: int,
     first: int,
 ) -> Float[Tensor, "batch token hidden"]:
     """Return hidden states of text without gradients, and of the draft masks after it, with those of the drafter.
+
+    The text runs first, causally and without the drafter; the masks then see it through the KV cache.
 
     Args:
         body: The model's body.
@@ -153,6 +156,8 @@ def draft_states(
         length: Number of tokens of the text.
         first: Id of the first draft mask.
     """
+    assert drafter is not None
+    assert isinstance(visible, Tensor)
     with torch.no_grad():
         text = body(
             input_ids=input_ids[:, :length],

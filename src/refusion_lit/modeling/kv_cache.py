@@ -8,6 +8,7 @@ are written to; the attention mask says which entries a query sees.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -29,15 +30,15 @@ class KVCache:
             that is more.
 
     Attributes:
-        sequences: Storage row of each sequence of the forward that was prepared.
+        sequences: Storage row of each sequence of the prepared forward; a row may serve several sequences.
         rows: The same as a tensor; ``slice(None)`` if the sequences are all rows in order.
-        num_keys: Number of leading entries that may be attended to.
-        source_index: Flat index of every token to store; ``None`` for all tokens.
-        write_index: Flat index into storage of every token.
+        num_keys: The forward attends to the first ``num_keys`` entries of its rows; its mask says to which.
+        source_index: Flat index (sequence times padded length plus offset) of every token to store; ``None`` stores
+            all tokens of the forward in their order.
+        write_index: Flat index into storage of every token to store.
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
-        self.num_layers = num_layers
         self.num_rows = num_rows
         self.capacity = capacity
         self._chunk = max(capacity, CHUNK)
@@ -51,15 +52,9 @@ class KVCache:
         row_index: Int[Tensor, " token"],
         cache_index: Int[Tensor, " token"],
     ) -> None:
-        """Set where the next forward writes and what it reads.
+        """Set where the next forward writes and what it reads: the attributes, ``rows`` being :attr:`sequences`.
 
-        Args:
-            rows: Storage row of each sequence of the forward; a row may serve several sequences.
-            num_keys: The forward attends to the first ``num_keys`` entries of its rows; its mask says to which.
-            source_index: Flat index (sequence times padded length plus offset) of every token to store; ``None`` stores
-                all tokens of the forward in their order.
-            row_index: Storage row of each of those tokens.
-            cache_index: Cache index of each of those tokens; below ``num_keys``.
+        ``row_index`` and ``cache_index`` are of each token to store: its storage row, and its index there.
         """
         if num_keys > self.capacity:
             wanted = max(num_keys, self.capacity * 5 // 4)  # at least a quarter more, to grow rarely
@@ -78,7 +73,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Memory of the storage in bytes. It never shrinks, so after the last forward this is the peak."""
-        return sum(states.numel() * states.element_size() for layer in self._stored for states in layer)
+        return sum(states.nbytes for states in chain(*self._stored))
 
     def store(
         self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
@@ -97,8 +92,9 @@ class KVCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` entries of one row to another."""
-        for states in (states for layer in self._stored for states in layer if source != target):
-            states[target, :length] = states[source, :length]
+        if source != target:
+            for states in chain(*self._stored):
+                states[target, :length] = states[source, :length]
 
     def compact(self, row: int, indices: Sequence[int], num_leading: int = 0) -> None:
         """Move the entries at ``indices`` to follow the row's first ones, in this order; all others are discarded.
@@ -109,8 +105,8 @@ class KVCache:
             num_leading: Number of leading entries that stay in place.
         """
         start = next((i for i, index in enumerate(indices) if index != num_leading + i), len(indices))
-        index: Tensor | None = None
-        for states in (states for layer in self._stored for states in layer if start < len(indices)):
-            if index is None or index.device != states.device:  # layers may be on several devices
-                index = to_device(indices[start:], states.device)
-            states[row, num_leading + start : num_leading + len(indices)] = states[row, index]
+        stored = [*chain(*self._stored)]
+        if stored and start < len(indices):
+            index = to_device(indices[start:], stored[0].device)
+            for states in stored:
+                states[row, num_leading + start : num_leading + len(indices)] = states[row, index]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from refusion_lit.modeling.attention import CHUNK, RangeMask, block_mask
 from refusion_lit.modeling.kv_cache import KVCache
@@ -18,11 +18,11 @@ from refusion_lit.utils.require import require
 
 def library_states(
     body: nn.Module,
+    draft_token_ids: Sequence[int],
     input_ids: Int[Tensor, "batch token"],
     position_ids: Int[Tensor, "batch token"],
     attention_mask: AttentionMask | None,
     cache: KVCache | None = None,
-    draft_token_ids: Sequence[int] = (),
 ) -> Float[Tensor, "batch token hidden"]:
     """Run a transformer without its head; for arguments see :meth:`LanguageModel.hidden_states`.
 
@@ -33,15 +33,14 @@ def library_states(
     # On a GPU the host would have to wait for this check.
     if draft_token_ids and input_ids.device.type == "cpu":
         has_masks = bool((input_ids >= draft_token_ids[0]).any())
-        is_autocast = torch.is_autocast_enabled(input_ids.device.type)
-        got = "autocast" if is_autocast else f"a {type(body).__name__} that is wrapped, hooked or sharded"
-        fix = "set precision: 32-true" if is_autocast else "export the checkpoint, and decode the directory"
+        got = f"autocast, or a {type(body).__name__} that is wrapped, hooked or sharded"
+        fix = "set precision: 32-true, or export the checkpoint and decode the directory"
         require(not has_masks, "drafter", "decoding by the fused backbone", got, fix)
     output = body(
         input_ids=input_ids,
         position_ids=position_ids,
         attention_mask=library_mask(body, attention_mask, position_ids, input_ids.shape[1]),
-        past_key_values=None if cache is None else library_cache(cache),
+        past_key_values=None if cache is None else LibraryCache(cache),
         use_cache=cache is not None,
     )
     return output.last_hidden_state
@@ -85,35 +84,29 @@ def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> 
     return as_mask(attention, device, num_keys)[:, None]
 
 
-def library_cache(cache: KVCache) -> Cache:
-    """Return a cache as the forward of transformers takes it; it writes to and reads from our storage."""
-    return Cache(layers=[_LibraryLayer(cache, number) for number in range(cache.num_layers)])
+class LibraryCache(Cache):
+    """A cache as the forward of transformers takes it; it writes to and reads from our storage.
 
+    It has no layers, so its length is 0: masks and positions are explicit, and must not be derived from a length.
+    """
 
-class _LibraryLayer(DynamicLayer):
-    """One layer of a cache as transformers takes it."""
-
-    def __init__(self, owner: KVCache, number: int) -> None:
-        super().__init__()
-        self._owner = owner
-        self._number = number
+    def __init__(self, storage: KVCache) -> None:
+        super().__init__(layers=[])
+        self._storage = storage
 
     def update(
         self,
         key_states: Tensor,
         value_states: Tensor,
+        layer_idx: int,
         *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Write [sequence, head, token, dim] states and return what the sequences may attend to."""
-        owner = self._owner
+        """Write a layer's [sequence, head, token, dim] states and return what the sequences may attend to."""
+        storage = self._storage
         flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
-        if owner.source_index is not None:
-            flat = [states[owner.source_index] for states in flat]
-        keys, values = owner.store(self._number, *flat)
-        seen = owner.rows, slice(owner.num_keys)
+        if storage.source_index is not None:
+            flat = [states[storage.source_index] for states in flat]
+        keys, values = storage.store(layer_idx, *flat)
+        seen = storage.rows, slice(storage.num_keys)
         return keys[seen].transpose(1, 2), values[seen].transpose(1, 2)
-
-    def get_seq_length(self) -> int:
-        """Return 0: masks and positions are always explicit, so transformers must not derive them from a length."""
-        return 0

@@ -45,13 +45,6 @@ class Span:
         assert (np.diff(orders) >= 0).all(), "the order of a branch falls: feed tokens of a lower order first"
         return np.searchsorted(orders, orders, side="right")
 
-    def ranges(self) -> Int[np.ndarray, "token range 2"]:
-        """Return ranges of keys; each token sees the union of its ranges, some of which may be empty."""
-        stops = self.own_stops() + self.first_key
-        own = np.stack([np.full_like(stops, self.first_key), stops], -1)[:, None]
-        context = np.array(self.context, dtype=np.int64).reshape(-1, 2)
-        return np.concatenate([np.broadcast_to(context, (self.length, *context.shape)), own], 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
@@ -69,14 +62,15 @@ class Visibility:
 
     def ranges(self) -> Int[Tensor, "sequence token range 2"]:
         """Return ranges of keys on the host; each token sees the union of its ranges, and unused ranges are empty."""
-        found = [span.ranges() for span in self.spans]
-        ranges = np.zeros((*self.shape, max(own.shape[1] for own in found), 2), dtype=np.int64)
-        for span, own in zip(self.spans, found, strict=True):
+        num_ranges = 1 + max(len(span.context) for span in self.spans)
+        ranges = np.zeros((*self.shape, num_ranges, 2), dtype=np.int64)
+        for span in self.spans:
             if span.offset == 0:
                 ranges[span.sequence, :, 0] = span.first_key, span.first_key + 1  # what padding sees
-            place = ranges[span.sequence, span.offset : span.offset + span.length]
-            place[:] = 0
-            place[:, : own.shape[1]] = own
+            tokens = ranges[span.sequence, span.offset : span.offset + span.length]
+            tokens[:, 0, 0] = span.first_key
+            tokens[:, 0, 1] = span.first_key + span.own_stops()
+            tokens[:, 1 : 1 + len(span.context)] = np.reshape(span.context, (-1, 2))
         return torch.from_numpy(ranges)
 
 

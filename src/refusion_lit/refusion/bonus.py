@@ -10,14 +10,15 @@ text of a slot is the model's own greedy continuation of its first token: drafts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill, opened
-from refusion_lit.refusion.slots import Plan, ReFusionState
+from refusion_lit.refusion.slots import ReFusionState
+from refusion_lit.utils.require import require
 
 
 @dataclass(slots=True)
@@ -69,6 +70,17 @@ class BonusState(ReFusionState):
     guesses: Acceptance = field(default_factory=Acceptance)
 
 
+def check_options(infill: str, token_threshold: float, num_drafts: int | None) -> None:
+    """Refuse a low threshold with bonus tokens, and their number of drafts without them."""
+    if infill == "bonus":
+        fix = "raise it, or use another infill"
+        require(token_threshold >= 0.5, "token_threshold", "at least 0.5 with infill 'bonus'", token_threshold, fix)
+    else:
+        require(
+            num_drafts is None, "num_drafts", "null without infill 'bonus'", num_drafts, "leave it out, or set infill"
+        )
+
+
 def infill_autoregressively(infill: SlotInfill[OpenSlot], token_threshold: float) -> Steps[None]:
     """Fill slots left to right by next-token predictions, with guesses as in Jacobi decoding.
 
@@ -109,32 +121,33 @@ def open_slots(state: BonusState, chosen: Sequence[int], drafts: Sequence[Sequen
         chosen: Numbers of the slots, in text order.
         drafts: The first tokens of each slot, one for each mask that the plan had.
     """
-    slots = opened(state, chosen, drafts, [1] * len(chosen), DraftedSlot)
-    for slot, own in zip(slots, drafts, strict=True):
+    infill = opened(state, chosen, drafts, [1] * len(chosen), DraftedSlot, packed=True)
+    for slot, own in zip(infill.slots, drafts, strict=False):
         slot.num_drafts = len(own) - 1
-    infill = SlotInfill(state, slots, packed=True)
-    infill.drop_after_end()
     infill.commit()
     state.remaining = [slot for slot in state.remaining if slot not in chosen]
     _close(state, infill)
 
 
-def advance(
-    state: BonusState, infill: SlotInfill[DraftedSlot], masks: Branch, *, num_drafts: int | None, fused: bool
-) -> Steps[bool]:
+def advance(state: BonusState, masks_of: Callable[..., Branch], *, num_drafts: int | None, fused: bool) -> Steps[bool]:
     """Verify the drafts of all open slots in one forward, and draft and plan in it where that may save a forward.
 
     Args:
         state: Changed in place.
-        infill: The open slots, changed in place.
-        masks: Branch that plans the slots after the open ones, written after their places in the cache; without tokens
-            if no slot is left.
+        masks_of: Returns the branch that plans slots, here those after the open ones, written after their places in the
+            cache; without tokens if no slot is left.
         num_drafts: Maximum number of drafts per slot; ``None``: the rest of the slot.
         fused: Whether masks may be fed before the drafts that they follow are known to be accepted.
 
     Returns:
-        Whether open slots got tokens; if not, the forward only planned.
+        Whether open slots got tokens; if not, there were none, or the forward only planned.
     """
+    infill = state.infill
+    if infill is None:
+        return False
+    last = infill.slots[-1]
+    upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
+    masks = masks_of(state, upcoming, num_seen=last.fed_end, write_at=last.end)
     is_open = not infill.is_done
     fed = [slot for slot in infill.slots if slot.num_cached < slot.num_fed]
     groups = _groups(state, infill, num_drafts, fused=fused)
@@ -152,7 +165,7 @@ def advance(
         plan = replace(masks, write_at=masks.write_at + num_masks, draft_at=masks.draft_at if is_plan_read else ())
         branches.append(plan)
     phase = "+".join(["verify"] * is_open + ["draft"] * bool(groups) + ["plan"] * plans)
-    readings = yield Forward(phase=phase, branches=tuple(branches), draw=own, packed=True)
+    readings = yield state.forward(phase, branches, own)
     planned = readings[-1]
     before = infill.taken, infill.found_eos
     accepted = [(slot, _accept(state, slot, reading)) for slot, reading in zip(fed, readings, strict=False)]
@@ -169,7 +182,7 @@ def advance(
     if plans and _is_cached(infill) and (infill.taken, infill.found_eos) == before:  # no EOS that ends the text earlier
         if not is_plan_read:
             planned = (yield MoreDrafts(draft_at=(*[()] * (len(branches) - 1), masks.draft_at), draw=draw))[-1]
-        state.planned = Plan(0, len(branches), planned)
+        state.planned = planned
     _close(state, infill)
     return is_open
 
@@ -213,7 +226,7 @@ def _groups(
             groups[slot.number, accepted] = Branch(
                 tokens=[state.mask_token_id] * (1 + number),
                 positions=range(slot.start + place, slot.start + place + 1 + number),
-                visible=((0, state.context_length), (slot.write_at, slot.write_at + place)),
+                visible=((0, state.num_cached), (slot.write_at, slot.write_at + place)),
                 write_at=write_at,
                 draft_at=range(1, 1 + number),
             )
@@ -285,6 +298,6 @@ def _close(state: BonusState, infill: SlotInfill[DraftedSlot]) -> None:
     is_last = infill.is_done and not state.upcoming(infill.taken, ends=infill.found_eos)
     state.infill = infill
     if is_last or _is_cached(infill):
-        state.context_length = infill.slots[-1].fed_end
+        state.num_cached = infill.slots[-1].fed_end
         state.infill = None
     state.finished = state.infill is None and state.is_filled

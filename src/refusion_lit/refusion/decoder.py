@@ -6,10 +6,12 @@ before it is kept; any number of new tokens works; ids that cannot be part of a 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from math import prod
+from operator import itemgetter
 from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best, most_certain
@@ -18,9 +20,12 @@ from refusion_lit.engine.requests import Branch, Compaction, MoreDrafts, Reading
 from refusion_lit.noise import stable_key
 from refusion_lit.refusion import bonus
 from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_by_masks, opened
-from refusion_lit.refusion.slots import Plan, ReFusionState, require_serial_blocks
+from refusion_lit.refusion.slots import ReFusionState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import is_number, require
+
+_CONFIDENCES = {"first": itemgetter(0), "mean": lambda each: sum(each) / len(each), "min": min, "product": prod}
+"""A slot's confidence from its drafts' probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +87,8 @@ class ReFusion(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_bonus = self.infill == "bonus"
-        fix = "raise it, or use another infill"
-        holds = not has_bonus or self.token_threshold >= 0.5
-        require(holds, "token_threshold", "at least 0.5 with infill 'bonus'", self.token_threshold, fix)
-        holds = has_bonus or self.num_drafts is None
-        require(holds, "num_drafts", "null without infill 'bonus'", self.num_drafts, "leave it out, or set infill")
+        if self.infill == "bonus" or self.num_drafts is not None:
+            bonus.check_options(self.infill, self.token_threshold, self.num_drafts)
         takes_k = self.selection != "threshold"
         expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
         holds = self.selection != "top_k" if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
@@ -111,125 +112,107 @@ class ReFusion(Decoder):
 
     def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
         """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
-        if isinstance(state, bonus.BonusState) and (infill := state.infill) is not None:
-            upcoming = state.upcoming(infill.taken, ends=infill.found_eos)
-            last = infill.slots[-1]
-            masks = self._masks(state, upcoming, num_seen=last.fed_end, write_at=last.end)
-            if (yield from bonus.advance(state, infill, masks, num_drafts=self.num_drafts, fused=self.fused)):
-                return
+        if isinstance(state, bonus.BonusState) and (
+            yield from bonus.advance(state, self._masks, num_drafts=self.num_drafts, fused=self.fused)
+        ):
+            return
         if not state.remaining:
             state.remaining = state.blocks.pop(0)
-        plan = state.planned
+        plan = state.planned or (yield from self._plan(state))
         state.planned = None
-        if plan is None:
-            plan = yield from self._plan(state)
         chosen, drafts = yield from self._choose(state, plan)
         if isinstance(state, bonus.BonusState):
             bonus.open_slots(state, chosen, drafts)
             return
-        tokens = [token for own in drafts for token in own]
-        passes = yield from self._verify(state, chosen, tokens)
-        if not self._accept_prefix(state, chosen, tokens, passes):
-            yield from self._fill(state, chosen, drafts, passes)
+        yield from self._verify(state, chosen, drafts)
         state.finished = state.is_filled
 
-    def _plan(self, state: ReFusionState) -> Steps[Plan]:
+    def _plan(self, state: ReFusionState) -> Steps[Reading]:
         """Feed the masks of all remaining slots; the first plan also feeds the prompt and given tokens before them."""
-        is_first = state.context_length == 0
-        known = state.known[state.num_shared :] if is_first else ()
-        seen = state.num_shared if is_first else state.context_length
-        branch = self._masks(state, state.remaining, num_seen=seen, write_at=seen, known=known)
+        cached = state.num_cached
+        branch = self._masks(state, state.remaining, num_seen=cached, write_at=cached)
         [reading] = yield state.forward("plan", [branch], state.draw)
-        state.context_length = seen + len(known)
-        return Plan(len(known), 1, reading)
+        state.num_cached += branch.draft_at[0]  # what comes before the masks
+        return reading
 
-    def _choose(self, state: ReFusionState, plan: Plan) -> Steps[tuple[list[int], list[list[int]]]]:
+    def _choose(self, state: ReFusionState, plan: Reading) -> Steps[tuple[list[int], list[list[int]]]]:
         """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
         bounds = state.bounds(state.remaining, self._num_masks)
         groups = list(pairwise(bounds))
-        reading = plan.reading
         draw = state.draw
         state.num_plans += 1
-        if len(reading.tokens) == bounds[-1]:  # all were read
-            chosen = self._chosen(state, [self._confidence(reading.probabilities[slice(*group)]) for group in groups])
-            drafts = [reading.tokens[slice(*groups[i])] for i in chosen]
+        if len(plan.tokens) == bounds[-1]:  # all were read
+            confidence = _CONFIDENCES[self.slot_confidence]
+            chosen = self._chosen(state, [confidence(plan.probabilities[slice(*group)]) for group in groups])
+            drafts = [plan.tokens[slice(*groups[i])] for i in chosen]
         else:
-            chosen = self._chosen(state, reading.probabilities)
+            chosen = self._chosen(state, plan.probabilities)
             rest = [range(groups[i][0] + 1, groups[i][1]) for i in chosen]
-            offsets = [plan.offset + offset for own in rest for offset in own]
-            draft_at = (*[()] * (plan.num_branches - 1), offsets)
+            num_known = len(state.branches[-1].tokens) - bounds[-1]
+            offsets = [num_known + offset for own in rest for offset in own]
+            draft_at = (*[()] * (len(state.branches) - 1), offsets)
             readings = yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False))
             following = iter(readings[-1].tokens)
-            drafts = [[reading.tokens[i], *islice(following, len(own))] for i, own in zip(chosen, rest, strict=True)]
+            drafts = [[plan.tokens[i], *islice(following, len(own))] for i, own in zip(chosen, rest, strict=True)]
         return [state.remaining[i] for i in chosen], drafts
-
-    def _confidence(self, probabilities: Sequence[float]) -> float:
-        """Return the confidence of a slot from its drafts' probabilities."""
-        if self.slot_confidence == "first":
-            return probabilities[0]
-        if self.slot_confidence == "mean":
-            return sum(probabilities) / len(probabilities)
-        return {"min": min, "product": prod}[self.slot_confidence](probabilities)
 
     def _chosen(self, state: ReFusionState, confidences: Sequence[float]) -> list[int]:
         """Return which of the remaining slots are chosen, in text order; ties go to the earlier slot."""
+        if self.selection == "threshold":
+            return above_or_best(confidences, self.slot_threshold)
         ranked = most_certain(confidences)
         if self.selection == "sequential":
             ranked.sort()
         elif self.selection == "random":
             key = ("slot_order", state.sampling.seed, state.prompt.id, state.num_plans)
             ranked.sort(key=lambda i: stable_key(*key, state.remaining[i]))
-        if self.selection != "threshold":
-            return sorted(ranked[: self.k or 1])
-        return sorted(above_or_best(confidences, self.slot_threshold))
+        return sorted(ranked[: self.k or 1])
 
-    def _verify(self, state: ReFusionState, chosen: list[int], tokens: list[int]) -> Steps[list[bool]]:
-        """Forward all drafts in text order; return for every token whether it passes (first tokens always do)."""
+    def _verify(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]]) -> Steps[None]:
+        """Forward all drafts in text order, and accept the whole slots of the common prefix that passes.
+
+        First tokens always pass. An EOS ends what is accepted. If not even the first slot is, all are filled.
+        """
+        tokens = [token for own in drafts for token in own]
         bounds = state.bounds(chosen)
         firsts = {*bounds}
         tested = [offset for offset in range(len(tokens)) if offset not in firsts]
         branch = Branch(
             tokens=tokens,
             positions=state.positions(chosen),
-            visible=((0, state.context_length),),
-            write_at=state.context_length,
+            visible=((0, state.num_cached),),
+            write_at=state.num_cached,
             score_at=[(offset - 1, tokens[offset]) for offset in tested],
         )
         eos = state.first_eos(tokens)
         num_seen = len(tokens) if eos is None else eos + 1
-        upcoming = state.upcoming(_reached(chosen, bounds, num_seen), ends=eos is not None)
+        reached = chosen[: bisect_left(bounds, num_seen)]
+        upcoming = state.upcoming(reached, ends=eos is not None)
         reading = yield from self._forward_and_plan(state, "verify", branch, upcoming, num_seen)
-        passes = [True] * len(tokens)
-        for offset, score in zip(tested, reading.scores, strict=True):
-            passes[offset] = score > self.token_threshold
-        return passes
-
-    def _accept_prefix(self, state: ReFusionState, chosen: list[int], tokens: list[int], passes: list[bool]) -> bool:
-        """Accept the whole slots of the common accepted prefix, or all up to an EOS in it; return if there are any."""
+        scores = dict(zip(tested, reading.scores, strict=True))
+        passes = [offset not in scores or scores[offset] > self.token_threshold for offset in range(len(tokens))]
         length = [*passes, False].index(False)
-        bounds = state.bounds(chosen)
         eos = state.first_eos(tokens[:length])
         num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
         if eos is None and num_accepted < len(tokens):
             state.planned = None  # its masks have seen drafts that were not accepted
         if num_accepted == 0:
-            return False
-        state.commit(state.places(chosen)[:num_accepted], tokens[:num_accepted])
-        state.context_length += num_accepted
-        state.remaining = state.left(_reached(chosen, bounds, num_accepted), ends=eos is not None)
-        return True
+            yield from self._fill(state, chosen, drafts, passes)
+            return
+        places = [place for slot in chosen for place in state.slots[slot]]
+        state.commit(places[:num_accepted], tokens[:num_accepted])
+        state.num_cached += num_accepted
+        state.remaining = state.left(chosen[: bisect_left(bounds, num_accepted)], ends=eos is not None)
 
     def _fill(
         self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]
     ) -> Steps[None]:
         """Fill all chosen slots in parallel, and commit them."""
-        packed = self.infill_layout != "reference" and self.infill == "mask"
+        packed = self.infill_layout == "packed" and self.infill == "mask"
         prefixes = [[*passes[slice(*part)], False].index(False) for part in pairwise(state.bounds(chosen))]
-        slots = opened(state, chosen, drafts, prefixes, OpenSlot)
-        infill = SlotInfill(state, slots, packed=packed)
+        infill = opened(state, chosen, drafts, prefixes, OpenSlot, packed=packed)
         if packed:  # the first slot has seen nothing but the context, so its entries are final
-            slots[0].num_cached = prefixes[0]
-            infill.drop_after_end()
+            infill.slots[0].num_cached = infill.slots[0].num_accepted
         fill = infill_by_masks if self.infill == "mask" else bonus.infill_autoregressively
         yield from fill(infill, self.token_threshold)
         yield from self._store(state, infill)
@@ -238,8 +221,8 @@ class ReFusion(Decoder):
 
     def _store(self, state: ReFusionState, infill: SlotInfill[OpenSlot]) -> Steps[None]:
         """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
-        state.keep = Compaction(state.context_length, infill.kept_indices())
-        state.context_length += len(state.keep.indices)
+        state.keep = Compaction(state.num_cached, infill.kept_indices())
+        state.num_cached += len(state.keep.indices)
         yield from ()
 
     def _forward_and_plan(
@@ -252,33 +235,25 @@ class ReFusion(Decoder):
             write_at = branch.write_at + len(branch.tokens)
             branches.append(self._masks(state, upcoming, num_seen=seen, write_at=write_at))
         readings = yield state.forward(phase + "+plan" * plans, branches, state.draw)
-        state.planned = Plan(0, 2, readings[-1]) if plans else None
+        state.planned = readings[-1] if plans else None
         return readings[0]
 
-    def _masks(
-        self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int,
-        known: Sequence[tuple[int, int]] = (),
-    ) -> Branch:  # fmt: skip
-        """Return the branch that plans slots after the first ``num_seen`` cache entries and known tokens."""
+    def _masks(self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int) -> Branch:
+        """Return the branch that plans slots after ``num_seen`` cache entries, in the first plan also known tokens."""
+        known = () if state.num_plans else state.known[state.num_cached :]
         masks = state.positions(slots, self._num_masks)
-        positions = [*(position for _, position in known), *masks]
         # With few masks, reading all of them at once costs less than a second pass of the head.
         is_lazy = self.slot_confidence == "first" and (self.infill != "bonus" or len(masks) > FEW_POSITIONS)
         groups = [len(known) + bound for bound in state.bounds(slots, self._num_masks)]
         return Branch(
             tokens=[*(token for token, _ in known), *[state.mask_token_id] * len(masks)],
-            positions=positions,
+            positions=[*(position for _, position in known), *masks],
             visible=((0, num_seen),),
             write_at=write_at,
-            draft_at=groups[:-1] if is_lazy else range(len(known), len(positions)),
+            draft_at=groups[:-1] if is_lazy else range(groups[0], groups[-1]),
         )
 
     @property
     def _num_masks(self) -> int | None:
         """Masks of a plan per slot; ``None``: as many as the slot has tokens."""
         return None if self.num_drafts is None else 1 + self.num_drafts
-
-
-def _reached(slots: Sequence[int], bounds: Sequence[int], num_tokens: int) -> Sequence[int]:
-    """Return the slots that the first ``num_tokens`` of their joined tokens reach."""
-    return slots[: sum(bound < num_tokens for bound in bounds[:-1])]

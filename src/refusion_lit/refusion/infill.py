@@ -86,7 +86,7 @@ class SlotInfill(Generic[AnySlot]):
         return Branch(
             tokens=tokens,
             positions=range(start, start + len(tokens)),
-            visible=((0, self.state.context_length), (slot.write_at, write_at)),
+            visible=((0, self.state.num_cached), (slot.write_at, write_at)),
             write_at=write_at,
             shift=shift,
             draft_at=draft_at,
@@ -145,63 +145,55 @@ class SlotInfill(Generic[AnySlot]):
 
 def opened(
     state: ReFusionState, chosen: Sequence[int], drafts: Sequence[Sequence[int]], num_accepted: Sequence[int],
-    kind: type[AnySlot],
-) -> list[AnySlot]:  # fmt: skip
-    """Return slots to fill after the context, each with its drafts and how many of them are accepted."""
-    found = []
-    write_at = state.context_length
+    kind: type[AnySlot], *, packed: bool,
+) -> SlotInfill[AnySlot]:  # fmt: skip
+    """Return the infill of slots after the context, each with its drafts and how many of them are accepted."""
+    slots = []
+    write_at = state.num_cached
     for number, own, accepted in zip(chosen, drafts, num_accepted, strict=True):
         places = state.slots[number]
         undefined = [state.special_tokens.pad_token_id] * (len(places) - len(own))
-        found.append(kind(number, state.prompt_length + places.start, write_at, [*own, *undefined], accepted))
+        slots.append(kind(number, state.prompt_length + places.start, write_at, [*own, *undefined], accepted))
         write_at += len(places)
-    return found
+    infill = SlotInfill(state, slots, packed=packed)
+    if packed:
+        infill.drop_after_end()
+    return infill
 
 
 def infill_by_masks(infill: SlotInfill[OpenSlot], token_threshold: float) -> Steps[None]:
-    """Fill slots round by round: masks propose tokens, then the proposals are verified.
+    """Fill slots round by round: masks propose the tokens after each accepted prefix, then proposals are verified.
 
     Args:
         infill: Changed in place.
         token_threshold: Proposals above it are accepted.
     """
+    packed = infill.packed
+    mask = infill.state.mask_token_id
     draw = Draw(sampling=infill.state.sampling.greedy(), with_probability=False)
     while not infill.is_done:
-        yield from _propose(infill, draw)
-        yield from _verify(infill, token_threshold, draw)
-
-
-def _propose(infill: SlotInfill[OpenSlot], draw: Draw) -> Steps[None]:
-    """Draft the tokens after each accepted prefix from masks."""
-    mask = infill.state.mask_token_id
-    fed = [s for s in infill.slots if not (infill.packed and s.is_complete and s.num_cached == s.num_accepted)]
-    branches = []
-    for slot in fed:
-        cached = slot.num_cached
-        size = len(slot.tokens)
-        num_known = size if slot.ends and not infill.packed else slot.num_accepted
-        num_masks = 0 if slot.ends else size - num_known
-        tokens = slot.tokens[cached:num_known] + [mask] * num_masks
-        masks = range(num_known - cached, num_known - cached + num_masks)
-        branches.append(infill.branch(slot, tokens, draft_at=masks))
-    readings = yield Forward(phase="infill_propose", branches=tuple(branches), draw=draw, packed=infill.packed)
-    for slot, reading in zip(fed, readings, strict=True):
-        if infill.packed:
-            slot.num_cached = slot.num_accepted
-        if not slot.is_complete:
-            slot.tokens[slot.num_accepted :] = reading.tokens
-
-
-def _verify(infill: SlotInfill[OpenSlot], token_threshold: float, draw: Draw) -> Steps[None]:
-    """Verify proposals and extend the accepted prefixes."""
-    fed = [slot for slot in infill.slots if not (infill.packed and slot.is_complete)]
-    branches = []
-    for slot in fed:
-        # A proposal is tested at the token before it; the first one needs no test.
-        tested = () if slot.is_complete else range(slot.num_accepted + 1, len(slot.tokens))
-        scores = [(offset - slot.num_cached - 1, slot.tokens[offset]) for offset in tested]
-        branches.append(infill.branch(slot, slot.tokens[slot.num_cached :], score_at=scores))
-    readings = yield Forward(phase="infill_verify", branches=tuple(branches), draw=draw, packed=infill.packed)
-    for slot, reading in zip(fed, readings, strict=True):
-        slot.accept(reading.scores, token_threshold)
-    infill.close_round()
+        fed = [s for s in infill.slots if not (packed and s.is_complete and s.num_cached == s.num_accepted)]
+        branches = []
+        for slot in fed:
+            size = len(slot.tokens)
+            num_known = size if slot.ends and not packed else slot.num_accepted
+            num_masks = 0 if slot.ends else size - num_known
+            tokens = slot.tokens[slot.num_cached : num_known] + [mask] * num_masks
+            branches.append(infill.branch(slot, tokens, draft_at=range(len(tokens) - num_masks, len(tokens))))
+        readings = yield Forward(phase="infill_propose", branches=tuple(branches), draw=draw, packed=packed)
+        for slot, reading in zip(fed, readings, strict=True):
+            if packed:
+                slot.num_cached = slot.num_accepted
+            if not slot.is_complete:
+                slot.tokens[slot.num_accepted :] = reading.tokens
+        fed = [slot for slot in infill.slots if not (packed and slot.is_complete)]
+        branches = []
+        for slot in fed:
+            # A proposal is tested at the token before it; the first one needs no test.
+            tested = () if slot.is_complete else range(slot.num_accepted + 1, len(slot.tokens))
+            scores = [(offset - slot.num_cached - 1, slot.tokens[offset]) for offset in tested]
+            branches.append(infill.branch(slot, slot.tokens[slot.num_cached :], score_at=scores))
+        readings = yield Forward(phase="infill_verify", branches=tuple(branches), draw=draw, packed=packed)
+        for slot, reading in zip(fed, readings, strict=True):
+            slot.accept(reading.scores, token_threshold)
+        infill.close_round()

@@ -29,8 +29,8 @@ class RecomputeKV(ReFusion):
         branch = Branch(
             tokens=[token for slot in infill.slots for token in slot.tokens[: slot.num_accepted]],
             positions=[slot.start + i for slot in infill.slots for i in range(slot.num_accepted)],
-            visible=((0, state.context_length),),
-            write_at=state.context_length,
+            visible=((0, state.num_cached),),
+            write_at=state.num_cached,
         )
         yield from self._forward_and_plan(state, "recompute", branch, upcoming, len(branch.tokens))
-        state.context_length += len(branch.tokens)
+        state.num_cached += len(branch.tokens)

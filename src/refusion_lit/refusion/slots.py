@@ -22,12 +22,14 @@ class SlotState(RowState):
         blocks: The slots of each serial block after the current one.
         num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
         keep: Pending compaction of the cache by the next forward.
+        branches: Branches of the last forward; a plan is the last one.
     """
 
     slots: list[range]
     blocks: list[list[int]]
     num_plans: int = 0
     keep: Compaction | None = None
+    branches: Sequence[Branch] = ()
 
     @classmethod
     def cut(
@@ -38,16 +40,29 @@ class SlotState(RowState):
         slot_size: int,
         num_serial_blocks: int,
     ) -> Self:
-        """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        length = max_length(prompt, sampling, special_tokens)
-        given = prompt.given[: prompt.given_length]
-        slots, blocks = slot_grid(given, length, slot_size, num_serial_blocks)
-        length = max([len(given), *(slot.stop for slot in slots)])
-        return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
+        """Create a canvas whose unknown tokens are cut into slots, and the slots into serial blocks.
 
-    def places(self, slots: Sequence[int]) -> list[int]:
-        """Return the canvas places of slots' tokens, slot by slot."""
-        return [place for slot in slots for place in self.slots[slot]]
+        Slots hold no given tokens. A span is cut from its left end, so its last slot may be shorter; what follows the
+        last given token is cut into whole slots, rounded up to equal blocks, also beyond the maximum length. The blocks
+        of spans, in text order, come before those of the rest: the rest then sees them filled. ``num_serial_blocks`` is
+        the maximum number of blocks of the spans, and of those of the rest.
+        """
+        given = prompt.given[: prompt.given_length]  # the last one is known
+        unknown = [place for place, token in enumerate(given) if token is None]
+        starts = [place for place in unknown if place == 0 or given[place - 1] is not None]
+        stops = [place + 1 for place in unknown if given[place + 1] is not None]
+        slots = [range(first, min(first + slot_size, stop)) for start, stop in zip(starts, stops, strict=True)
+                 for first in range(start, stop, slot_size)]  # fmt: skip
+        num_inner = len(slots)
+        num_outer = -(-max(max_length(prompt, sampling, special_tokens) - len(given), 0) // slot_size)
+        num_outer += -num_outer % _block_size(num_outer, num_serial_blocks)  # whole blocks
+        length = len(given) + num_outer * slot_size
+        slots += [range(first, first + slot_size) for first in range(len(given), length, slot_size)]
+        blocks = []
+        for numbers in (range(num_inner), range(num_inner, len(slots))):
+            size = _block_size(len(numbers), num_serial_blocks)
+            blocks += [list(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+        return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
 
     def positions(self, slots: Sequence[int], most: int | None = None) -> list[int]:
         """Return the positions of slots' tokens, slot by slot; with ``most``, of that many of each."""
@@ -66,22 +81,8 @@ class SlotState(RowState):
         """Return a forward of branches in one row, after the pending compaction."""
         keep = self.keep
         self.keep = None
+        self.branches = branches
         return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
-
-
-@dataclass(slots=True)
-class Plan:
-    """A plan: the masks of all remaining slots in a forward, and the reading of their drafts.
-
-    Attributes:
-        offset: Offset of the first mask in its branch, which is the last branch of the forward.
-        num_branches: Number of branches of the forward.
-        reading: The reading of that branch.
-    """
-
-    offset: int
-    num_branches: int
-    reading: Reading
 
 
 @dataclass(kw_only=True)
@@ -90,13 +91,11 @@ class ReFusionState(SlotState):
 
     Attributes:
         remaining: Slots of the current serial block that are not accepted yet, in text order.
-        context_length: Cache entries of prompt, given tokens and accepted slots; 0 before the first plan.
-        planned: The next plan, if the last forward made it ahead and its drafts were all accepted.
+        planned: The reading of the next plan, if the last forward made it ahead and its drafts were all accepted.
     """
 
     remaining: list[int] = field(default_factory=list)
-    context_length: int = 0
-    planned: Plan | None = None
+    planned: Reading | None = None
 
     @property
     def is_filled(self) -> bool:
@@ -126,42 +125,6 @@ def require_serial_blocks(num_blocks: int, slot_size: int, sampling: SamplingPar
     require(num_blocks <= num_slots, "num_serial_blocks", expected, num_blocks, fix)
 
 
-def slot_grid(
-    given: Sequence[int | None], length: int, slot_size: int, num_serial_blocks: int
-) -> tuple[list[range], list[list[int]]]:
-    """Cut the unknown tokens of a response into slots, and the slots into serial blocks.
-
-    Slots hold no given tokens. A span is cut from its left end, so its last slot may be shorter; what follows the last
-    given token is cut into whole slots, also beyond ``length``. The blocks of spans, in text order, come before those
-    of the rest: the rest then sees them filled.
-
-    Args:
-        given: Given tokens of the response, ``None`` for unknown ones; the last one is given.
-        length: Maximum length of the response.
-        slot_size: Tokens per slot.
-        num_serial_blocks: Blocks of the spans and blocks of the rest, at most.
-
-    Returns:
-        The places of each slot, in text order, and the slots of each block.
-    """
-    unknown = [place for place, token in enumerate(given) if token is None]
-    starts = [place for place in unknown if place == 0 or given[place - 1] is not None]
-    stops = [place + 1 for place in unknown if given[place + 1] is not None]
-    slots = [range(first, min(first + slot_size, stop)) for start, stop in zip(starts, stops, strict=True)
-             for first in range(start, stop, slot_size)]  # fmt: skip
-    blocks = _equal_blocks(range(len(slots)), num_serial_blocks)
-    num_inner = len(slots)
-    rest = range(len(given), length, slot_size)
-    outer = _equal_blocks(range(num_inner, num_inner + len(rest)), num_serial_blocks)
-    if outer:  # whole blocks
-        num_missing = len(outer[0]) - len(outer[-1])
-        outer[-1] += range(num_inner + len(rest), num_inner + len(rest) + num_missing)
-        rest = range(len(given), length + num_missing * slot_size, slot_size)
-    slots += [range(first, first + slot_size) for first in rest]
-    return slots, blocks + outer
-
-
-def _equal_blocks(slots: range, num_blocks: int) -> list[list[int]]:
-    """Cut slots into at most ``num_blocks`` blocks of one size; the last one may be smaller."""
-    size = max(-(-len(slots) // num_blocks), 1)
-    return [list(slots[start : start + size]) for start in range(0, len(slots), size)]
+def _block_size(num_slots: int, num_blocks: int) -> int:
+    """Return the slots of each of at most ``num_blocks`` blocks; the last one may have fewer."""
+    return max(-(-num_slots // num_blocks), 1)

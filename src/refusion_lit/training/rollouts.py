@@ -114,7 +114,8 @@ class Rollouts(L.Callback):
         config = backbone.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_width = (prompt_length + self._sampling.max_new_tokens) * config.num_hidden_layers * backbone.dtype.itemsize
+        per_token = config.num_hidden_layers * backbone.head.weight.itemsize
+        per_width = (prompt_length + self._sampling.max_new_tokens) * per_token
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if backbone.device.type == "cuda":
             memory = torch.cuda.mem_get_info(backbone.device)[1]

@@ -26,7 +26,7 @@ def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill[OpenSlot]:
             SPECIAL,
             slots=[],
             blocks=[],
-            context_length=CONTEXT,
+            num_cached=CONTEXT,
         ),
     )
 

@@ -83,6 +83,9 @@ class FusedBody:
         drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
         packed: Keeps copies of weights in the layout that is fastest on CPUs; ``None`` for no copies.
         batch_invariant: Make a token's results independent of the rest of the forward; on CPUs.
+
+    Raises:
+        ValueError: If ``batch_invariant`` is set on another device, or under autocast.
     """
 
     def __init__(
@@ -96,6 +99,12 @@ class FusedBody:
         config = body.config
         attention = body.layers[0].self_attn
         self._embedding = body.embed_tokens.weight
+        if batch_invariant:
+            device = self._embedding.device.type
+            require(device == "cpu", "batch_invariant", "a model on the CPU", device, "leave it out")
+            holds = not torch.is_autocast_enabled(device)
+            fix = "set precision: 32-true or bf16-true"
+            require(holds, "batch_invariant", "decoding without autocast", "autocast", fix)
         self._rotary = body.rotary_emb
         self._norm = _norm(body.norm)
         self._head_dim = attention.head_dim

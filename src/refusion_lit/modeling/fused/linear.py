@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -149,3 +150,13 @@ def _is_supported(dtype: torch.dtype) -> bool:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def untraced(fast: Callable[..., Tensor], general: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that calls ``fast``, which has no gradients and no autocast, or ``general`` where one is on."""
+
+    def call(first: Tensor, *others: Any) -> Tensor:  # noqa: ANN401 - of all kinds
+        is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
+        return (general if is_traced else fast)(first, *others)
+
+    return call
