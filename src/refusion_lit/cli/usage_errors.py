@@ -31,6 +31,7 @@ _WORDS = {
 }
 _OF_ARGPARSE = {
     r"argument (?:-\w/)?--(.+?): expected (?:at least )?one arg": "{0}: expected a value, got none; write --{0}=VALUE.",
+    r"Unexpected config:": "config: expected a YAML file, got ''; write --config=FILE.",
     r"argument --(.+?): ignored explicit argument (.+)": "{0}: expected no value, got {1}; write --{0} alone.",
     r"unrecognized arguments: (?!--)(\S+)": (
         "expected options, which start with -- as in --config FILE, got {0!r}; remove it or write --NAME before it."
