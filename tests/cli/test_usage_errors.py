@@ -95,6 +95,10 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         ),
         (["--model.decoders.a=Autoregressive", "--model.decoders.a.slot_size=4"], "'model.decoders.a.slot_size'"),
         (
+            ["--model.decoders.a=Autoregressive", "--model.decoders.a.window=4"],
+            "model.decoders.a has no options, which are fields of a dataclass; remove it.",
+        ),
+        (
             ["--config=none.yaml"],
             "config: expected a YAML file, got none.yaml (No such file or directory); check the path.",
         ),

@@ -132,7 +132,8 @@ class _Refusal:
         above = name.rpartition(".")[0]
         if self._component(above) is None:
             return f"{begin}{nearest(name, known) or f'; `refusion-lit {command} --help` lists them'}"
-        listing = f"; known are {', '.join(map(_leaf, known))}" if known else f": {above} has no options; remove it."
+        none = f": {above} has no options, which are fields of a dataclass; remove it."
+        listing = f"; known are {', '.join(map(_leaf, known))}" if known else none
         return f"{begin}{nearest(name, known) or listing}"
 
     def _first_unknown(self, name: str) -> str:
