@@ -123,11 +123,12 @@ def main() -> None:
     data = {"own": own, "human": human_answers(args.questions, own, args.work_dir / "human.jsonl")}
     if any(RECIPES[name][0] == "sampled" for name in args.only):
         data["sampled"] = answer(args.questions, args.num_questions, args.work_dir / "sampled", temperature=0.8)
-    found = {}
+    found = json.loads(args.output.read_text(encoding="utf-8"))["recipes"] if args.output.exists() else {}
     for name in args.only:
         part = args.work_dir / f"{name}.json"
         found[name] = kept(part, one_recipe, name, data, args.prompts, args.num_positions, args.work_dir)
-        write_json(args.output, {"num_questions": args.num_questions, "recipes": found})
+        ordered = {each: found[each] for each in RECIPES if each in found}
+        write_json(args.output, {"num_questions": args.num_questions, "recipes": ordered})
 
 
 if __name__ == "__main__":

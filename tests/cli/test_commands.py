@@ -195,6 +195,12 @@ def test_a_full_disk_at_standard_output_is_named() -> None:
     assert (done.returncode, done.stderr.startswith(message)) == (2, True)
 
 
+def test_a_closed_standard_output_is_no_error() -> None:
+    command = 'exec "$0" -m refusion_lit.cli report --help >&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_what_the_terminals_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "refusion_lit.cli", "init", "läufe"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

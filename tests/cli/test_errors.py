@@ -114,15 +114,6 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
                 "fit",
                 "--config",
                 str(REPOSITORY / "configs" / "policy.yaml"),
-                "--model.objective.rewards=[json.JSONDecoder]",
-            ],
-            "rewards.0: expected a subclass of Reward, got 'json.JSONDecoder'; ",
-        ),
-        (
-            [
-                "fit",
-                "--config",
-                str(REPOSITORY / "configs" / "policy.yaml"),
                 "--model.objective.rewards=[refusion_lit.policy.Reward]",
             ],
             "model.objective.rewards.0: expected a class with rewards, got refusion_lit.policy.Reward; define what it",

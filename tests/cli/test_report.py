@@ -37,6 +37,9 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     notes.write_text("notes")
     assert main(["report", str(run), "--format=all", f"--output={tmp_path}"]) == 2
     assert "without such files" in capsys.readouterr().err
+    for place in (notes, notes / "below"):
+        assert main(["report", str(run), f"--output={place}"]) == 2
+        assert f"output: expected a directory, got '{place}'; choose another" in capsys.readouterr().err
     assert notes.read_text() == "notes"
     assert not list(tmp_path.glob("*.svg"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli.generate import build_parser
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.usage_errors import nearest, removal_of, removed
+from refusion_lit.policy import Reward
+from refusion_lit.types import Example
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +61,11 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
             "LeftToRight, ",  # among the likelihoods, of which other tests define some
         ),
         (
-            ["--model.objective=GroupPolicy", "--model.objective.rewards=[Additions]"],
-            "model.objective.rewards.0: expected the name or import path of a class, or a YAML file, got 'Additions'; ",
-        ),
-        (
             ["--model.sampling=abc"],
             "model.sampling: expected a mapping or a YAML file, got 'abc'; write a mapping below",
         ),
         (["--data=none.yaml"], "data: expected a mapping or a YAML file, got 'none.yaml'; write a mapping below it."),
+        (["--config="], "config: expected a YAML file, got ''; write --config=FILE."),
         (["--trainer.callbacks=Nope"], "choose one of BackboneFinetuning, BaseFinetuning, "),
         (
             ["--data.task=null"],
@@ -95,6 +95,10 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         ),
         (["--model.decoders.a=Autoregressive", "--model.decoders.a.slot_size=4"], "'model.decoders.a.slot_size'"),
         (
+            ["--model.decoders.a=Autoregressive", "--model.decoders.a.window=4"],
+            "model.decoders.a has no options, which are fields of a dataclass; remove it.",
+        ),
+        (
             ["--config=none.yaml"],
             "config: expected a YAML file, got none.yaml (No such file or directory); check the path.",
         ),
@@ -106,6 +110,26 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
 )
 def test_wrong_arguments(cli: RefusionCLI, args: list[str], expected: str) -> None:
     assert expected in refusal(cli, "fit", "--config", QUICKSTART, *args)
+
+
+class OneMoreReward(Reward):
+    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> Sequence[float]:
+        return [0.0] * len(responses)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("Additions", "the name or import path of a class, or a YAML file"),
+        ("json.JSONDecoder", "a subclass of Reward"),
+    ],
+)
+def test_a_wrong_reward_is_answered_by_those_that_exist(cli: RefusionCLI, given: str, expected: str) -> None:
+    options = ["--model.objective=GroupPolicy", f"--model.objective.rewards=[{given}]"]
+    begin, _, listed = refusal(cli, "fit", "--config", QUICKSTART, *options).partition("; choose one of ")
+    assert begin.endswith(f"model.objective.rewards.0: expected {expected}, got '{given}'")
+    assert "OneMoreReward" in listed.split(", ")  # other tests define some, too
+    assert {"Reward", "Additions", "Hybrid"}.isdisjoint(listed.split(", "))
 
 
 @pytest.mark.parametrize(

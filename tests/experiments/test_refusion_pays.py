@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from experiments.refusion_pays import levers
 from experiments.refusion_pays.recorded import RecordedStates, trajectories_of
 from experiments.refusion_pays.soft import SoftWindows, teacher_columns
 
@@ -118,3 +121,16 @@ def test_a_mask_is_taught_by_the_text_before_its_place() -> None:
     (gradient,) = torch.autograd.grad(found[1], hidden)
     assert not gradient[~is_mask].any()  # the text teaches, and does not learn from the masks
     assert gradient[is_mask].any()
+
+
+def test_recipes_that_are_not_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "levers.json"
+    hybrid, soft, windows = "own answers, Hybrid", "own answers, SoftWindows", "own answers, windows of 4"
+    output.write_text(json.dumps({"num_questions": 448, "recipes": {hybrid: 1, soft: 2, windows: 3}}))
+    monkeypatch.setattr(levers, "answer", lambda *args: None)
+    monkeypatch.setattr(levers, "human_answers", lambda *args: None)
+    monkeypatch.setattr(levers, "kept", lambda *args: 4)
+    options = ["--questions=q", "--prompts=p", f"--work_dir={tmp_path}", f"--output={output}", "--only", soft]
+    monkeypatch.setattr(sys, "argv", ["levers.py", *options])
+    levers.main()
+    assert list(json.loads(output.read_text())["recipes"].items()) == [(hybrid, 1), (soft, 4), (windows, 3)]

@@ -105,19 +105,33 @@ def test_validation_gives_the_loss_of_one_process(tmp_path: Path, num: int) -> N
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_failing_process_ends_all_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_test_is_resumed_without_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _run(tmp_path, "test", 2, *TWO)
+    _run(tmp_path, "test", 2, *TWO, "--resume")
+    assert "predictions_refusion.jsonl is complete; there is nothing left to do\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_a_failing_process_ends_all_with_its_error(
+    kind: type[Exception], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from refusion_lit.training.module import SlotDiffusionModule
 
     step = SlotDiffusionModule.test_step
 
     def failing(self: SlotDiffusionModule, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_rank == 1 and batch_idx == 1:
-            raise ValueError("data: the second process cannot continue")
+            raise kind("data: the second process cannot continue")
         step(self, batch, batch_idx)
 
     monkeypatch.setattr(SlotDiffusionModule, "test_step", failing)
-    with pytest.raises(ProcessRaisedException, match="the second process cannot continue"):
-        _run(tmp_path, "test", 6, *TWO)
+    if kind is ValueError:  # a user's
+        with pytest.raises(AssertionError):
+            _run(tmp_path, "test", 6, *TWO)
+        assert "refusion-lit: error: data: the second process cannot continue\n" in capsys.readouterr().err
+    else:
+        with pytest.raises(ProcessRaisedException, match="the second process cannot continue"):
+            _run(tmp_path, "test", 6, *TWO)
 
 
 def test_torchrun_gives_the_figures_of_one_process(tmp_path: Path) -> None:

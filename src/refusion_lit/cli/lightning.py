@@ -17,7 +17,6 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
@@ -27,7 +26,7 @@ from refusion_lit.cli import resume, run_directory
 from refusion_lit.cli.given import PARSER_ERRORS, Given, is_yaml_file, options_given
 from refusion_lit.cli.parser import OneLineParser, let_booleans_alone
 from refusion_lit.cli.progress_bar import RunProgress
-from refusion_lit.cli.usage_errors import explained, located, nearest
+from refusion_lit.cli.usage_errors import explained, located
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.architecture import check_source, stored_config
 from refusion_lit.modeling.saving import HAS_DRAFTER
@@ -152,9 +151,8 @@ class RefusionCLI(LightningCLI):
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         try:
             trainer = super()._instantiate_trainer(config, callbacks)
-        except TypeError as error:  # of a CPU's devices
-            expected = f"a number of processes of at least 1, or auto, got {config['devices']!r}"
-            raise ValueError(f"trainer.devices: expected {expected}; set it to 1, say.") from error
+        except (TypeError, ValueError) as error:  # which name the option and its choices
+            raise ValueError(f"trainer: {error}") from error
         for callback in trainer.checkpoint_callbacks:
             # The directory holds this run alone: its last.ckpt is replaced, also after the directory was moved.
             if isinstance(callback, ModelCheckpoint) and self.run_directory is not None:
@@ -265,16 +263,7 @@ def _with_decoder_files(args: Sequence[str], given: Sequence[Given]) -> list[str
 
 
 def _check_trainer(trainer: Namespace) -> None:
-    """Refuse unknown names, a device that is missing, and options that Lightning divides by or ignores."""
-    known = {
-        "accelerator": ["auto", "gpu", *sorted(AcceleratorRegistry.available_accelerators())],
-        "strategy": ["auto", *StrategyRegistry.available_strategies()],
-    }
-    for option, names in known.items():
-        value = trainer[option]
-        if isinstance(value, str) and value.lower() not in names:
-            fix = nearest(value, names) or f"; choose one of {', '.join(name for name in names if '_' not in name)}."
-            raise ValueError(f"trainer.{option}: expected a name that Lightning knows, got {value!r}{fix}")
+    """Refuse a device that is missing, and options that Lightning divides by or ignores."""
     name = str(trainer.accelerator)
     kinds = [kind for kind in {"gpu": ("cuda", "mps")}.get(name, (name,)) if kind in AcceleratorRegistry]
     is_there = not kinds or any(AcceleratorRegistry[kind]["accelerator"].is_available() for kind in kinds)

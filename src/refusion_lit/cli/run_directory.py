@@ -151,9 +151,6 @@ class SaveRun(SaveConfigCallback):
             before = read_object(self.directory / ENVIRONMENT) or described
             found = differences(read_yaml(self.directory / CONFIG, "resume"), yaml.safe_load(text))
             changed = {name: now for name, _, now in found if name.rpartition(".")[2] not in _UNCOMPARED}
-            optimizer = changed.get("model.optimizer.class_path") if stage == "fit" else None
-            expected = "the optimizer of the run's start, whose state is resumed"
-            require(optimizer is None, "model.optimizer", expected, optimizer, "leave it out, or start a new run")
             resumed = {"command": described["command"], "changed": changed}
             described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
             names = sorted(changed.keys() - _LENGTHS)

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.multiprocessing import ProcessRaisedException
 
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.resume import with_resume
 from refusion_lit.training.callbacks import last_checkpoint
+from refusion_lit.utils.errors import NothingToDoError
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -69,14 +71,8 @@ def run(command: str, args: list[str]) -> int:
         failed = False
         message = getattr(stopped, "message", "stopped by SIGTERM; finished work is on disk")
         return _fail(message + _how_to_resume(command, options), int(stopped.code or 143))
-    except MisconfigurationException as error:  # Lightning's word for a user's error
-        return _fail(f"trainer: {' '.join(str(error).split())}", 2)
-    except RuntimeError as error:
-        if str(error).startswith("Early stopping conditioned on metric"):  # in Lightning no MisconfigurationException
-            return _fail(f"trainer.callbacks: {error}", 2)
-        if "closed by peer" not in str(error) and "reset by peer" not in str(error):
-            raise
-        return _fail("another process of this run has ended; its own error says why", 1)
+    except (MisconfigurationException, RuntimeError, ProcessRaisedException) as error:
+        return _tell(error)
     except SystemExit as stopped:
         if not isinstance(stopped.__context__, KeyboardInterrupt):
             raise
@@ -87,6 +83,20 @@ def run(command: str, args: list[str]) -> int:
             RefusionCLI.claim.release(failed=failed)
     _say_what_next(cli)
     return 0
+
+
+def _tell(error: Exception) -> int:
+    """Print a user's error that is no ``ValueError``, and return the exit code; raise any other error."""
+    name, _, message = str(error).rstrip().rpartition("\n")[2].partition(": ")  # of a forked process's traceback
+    kinds = {"ValueError": ValueError, f"{NothingToDoError.__module__}.NothingToDoError": NothingToDoError}
+    if name in kinds:
+        raise kinds[name](message) from None
+    # Lightning's word for such errors, which it does not use for all.
+    if isinstance(error, MisconfigurationException) or str(error).startswith("Early stopping conditioned on metric"):
+        return _fail(f"trainer: {' '.join(str(error).split())}", 2)
+    if "closed by peer" not in str(error) and "reset by peer" not in str(error):
+        raise error
+    return _fail("another process of this run has ended; its own error says why", 1)
 
 
 def show_own_logs() -> None:

@@ -31,6 +31,7 @@ _WORDS = {
 }
 _OF_ARGPARSE = {
     r"argument (?:-\w/)?--(.+?): expected (?:at least )?one arg": "{0}: expected a value, got none; write --{0}=VALUE.",
+    r"Unexpected config:": "config: expected a YAML file, got ''; write --config=FILE.",
     r"argument --(.+?): ignored explicit argument (.+)": "{0}: expected no value, got {1}; write --{0} alone.",
     r"unrecognized arguments: (?!--)(\S+)": (
         "expected options, which start with -- as in --config FILE, got {0!r}; remove it or write --NAME before it."
@@ -131,7 +132,8 @@ class _Refusal:
         above = name.rpartition(".")[0]
         if self._component(above) is None:
             return f"{begin}{nearest(name, known) or f'; `refusion-lit {command} --help` lists them'}"
-        listing = f"; known are {', '.join(map(_leaf, known))}" if known else f": {above} has no options; remove it."
+        none = f": {above} has no options, which are fields of a dataclass; remove it."
+        listing = f"; known are {', '.join(map(_leaf, known))}" if known else none
         return f"{begin}{nearest(name, known) or listing}"
 
     def _first_unknown(self, name: str) -> str:

@@ -41,9 +41,9 @@ def examples_of(task: Task, split: Split) -> Sequence[Example]:
         first = examples[0]
         is_example = isinstance(first, Example)
         require(is_example, name, "a sequence of refusion_lit.types.Example", f"one of {type(first).__name__}", fix)
-        texts = (first.query, first.response)
+        texts = (first.id, first.query, first.response)
         holds = all(isinstance(text, str) for text in texts)
-        require(holds, name, "examples whose query and response are texts", texts, "convert them with str")
+        require(holds, name, "examples whose id, query and response are texts", texts, "convert them with str")
     return examples
 
 

@@ -290,6 +290,7 @@ class PredictionsFile:
 
     def _resume(self) -> None:
         """Take over the lines that are done."""
+        other = "Give the options that it was made with, or start again without resume"
         if not self.path.is_file():
             if self._whole.is_file():
                 meta = read_object(meta_path(self._whole))
@@ -297,7 +298,7 @@ class PredictionsFile:
                 expected = f"complete predictions in {self._whole}"
                 require("progress" not in meta, "resume", expected, "those of an interrupted run", fix)
                 recorded = {**(meta.get("fingerprint") or {}), "num_processes": self._fingerprint["num_processes"]}
-                check_fingerprint("resume", str(self._whole), recorded, self._fingerprint, fix=fix)
+                check_fingerprint("resume", str(self._whole), recorded, self._fingerprint, fix=other)
                 raise NothingToDoError(f"{self._whole} is complete; there is nothing left to do")
             shares = [*self._whole.parent.glob(f"{self._whole.stem}_rank*{self._whole.suffix}")]
             got = f"those of {len(shares)} processes in {self._whole.parent}"
@@ -317,8 +318,7 @@ class PredictionsFile:
                 f"resume: expected the predictions of an interrupted run in {self.path}, and their fingerprint beside "
                 "it, got something else; start again without resume, or choose another file."
             ) from error
-        fix = "Give the options that it was made with, or start again without resume"
-        check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
+        check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=other)
         if progress is None:
             got = f"{self.path} with {len(self.done)}, which was complete"
             fix = "start again without resume, or choose another file"

@@ -69,6 +69,8 @@ def write_report(
     others = [name for name in files if (directory / name).exists() and not (directory / _PLOT).exists()]
     fix = "choose another directory"
     require(not others, "output", "a report's directory, or one without such files", f"{directory} with {others}", fix)
+    is_folder = next(path for path in (directory, *directory.absolute().parents) if path.exists()).is_dir()
+    require(is_folder, "output", "a directory", str(directory), "choose another name, as this one leads to a file")
     for name, content in files.items():
         write_atomically(directory / name, content)
     return [directory / name for name in files]

@@ -174,6 +174,14 @@ class SlotDiffusionModule(L.LightningModule):
         has_trained = bool(self.progress.sample_ids)
         require(has_trained, "fit", "time and batches for a step", "none, and no step was done", fix)
 
+    def on_train_start(self) -> None:
+        """Refuse the state of another optimizer, which has been loaded from a checkpoint with its parameter groups."""
+        optimizer, decoupled = self.trainer.optimizers[0], "decoupled_weight_decay"  # which tells Adam and AdamW apart
+        group, own = optimizer.param_groups[0], optimizer.defaults
+        fits = own.keys() <= group.keys() and own.get(decoupled) == group.get(decoupled)
+        fix = "give the one that wrote it, or start from its exported weights as model.backbone.source"
+        require(fits, "model.optimizer", "the optimizer of the checkpoint", type(optimizer).__name__, fix)
+
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Seed the model's own randomness (dropout) by the batch, so that a resumed run draws the same."""
         key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
