@@ -16,7 +16,17 @@ from refusion_lit.decoding import Autoregressive, RowState
 from refusion_lit.engine import reading as reading_module
 from refusion_lit.engine.admission import Row
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request, Statistic
+from refusion_lit.engine.requests import (
+    Branch,
+    Compaction,
+    Draw,
+    Forward,
+    MoreDrafts,
+    Reading,
+    Request,
+    Statistic,
+    Steps,
+)
 from refusion_lit.types import Prompt, SamplingParams
 
 GREEDY = Draw(sampling=SamplingParams())
@@ -28,6 +38,7 @@ class Serving(Engine):
     def __init__(self, model: Any, num_rows: int) -> None:
         super().__init__(model, Autoregressive(), num_rows)
         self.flying: dict[int, Row] = {}
+        self.answers: dict[int, list[Reading]] = {}
 
     def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
         """Answer requests of prompts, given with their storage rows and ids."""
@@ -35,9 +46,14 @@ class Serving(Engine):
             prompt = Prompt(token_ids=(3,), id=prompt_id)
             state = RowState.blank(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
             row = self.flying.setdefault(storage, Row(storage, prompt, state.sampling, storage=storage))
-            row.begin(state, (each for each in [request]), None)
-        answers = self._run([self.flying[storage] for storage, _, _ in requests])
-        return [answers[storage] for storage, _, _ in requests]
+            row.begin(state, self._asked(storage, request), None)
+        self.rows = [self.flying[storage] for storage, _, _ in requests]
+        for rows in self._schedule():
+            self._serve(rows)
+        return [self.answers[storage] for storage, _, _ in requests]
+
+    def _asked(self, storage: int, request: Request) -> Steps[None]:
+        self.answers[storage] = yield request
 
 
 @st.composite

@@ -115,9 +115,12 @@ def _forward(**changes: Any) -> Callable[[Branch], Forward]:
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        (Slipping(request=_forward(draft_at=[2])), r"decoder: expected draft_at from 0 to 1 in a branch of 2 tokens"),
-        (Slipping(request=_forward(draft_at=[-1])), r"decoder: expected draft_at from 0 to 1 in a branch of 2 tokens"),
-        (Slipping(request=_forward(score_at=[(2, 5)])), r"decoder: expected score_at from 0 to 1 in a branch"),
+        (Slipping(request=_forward(draft_at=[2])), r"decoder: expected draft_at and score_at from 0 to 1 in a branch"),
+        (Slipping(request=_forward(draft_at=[-1])), r"decoder: expected draft_at and score_at from 0 to 1 in a branch"),
+        (
+            Slipping(request=_forward(score_at=[(2, 5)])),
+            r"decoder: expected draft_at and score_at from 0 to 1 in a branch",
+        ),
         (
             Slipping(request=_forward(positions=range(3))),
             r"branches with a position from 0 for each token, got 4 tokens and 6",

@@ -19,7 +19,7 @@ from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.memory import KeptCache, groups_within, rows_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.engine.reading import Reader, joined
-from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
+from refusion_lit.engine.requests import Forward, MoreDrafts, Read, Steps
 from refusion_lit.engine.sampling import settle
 from refusion_lit.engine.stopping import cut_at_stop
 from refusion_lit.modeling.devices import synchronised_time
@@ -153,7 +153,6 @@ class Engine:
         for row in [row for row in self.rows if row.index == index]:
             row.steps.close()
             self.rows.remove(row)
-            self.queue.release(row.storage)
 
     @property
     def is_busy(self) -> bool:
@@ -163,16 +162,12 @@ class Engine:
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
         """Serve prompts once; return those that are finished, by their numbers."""
-        self.rows += [self._begin(row) for row in self.queue.admit()]  # admit
-        chosen = self._schedule()  # schedule
-        readings = self._run(chosen)  # run: body and head
-        for row in chosen:  # postprocess: the decoder's turn
-            if row.advance(readings[row.index]):
-                self._notify(row)
+        self.rows += [self._begin(*admitted) for admitted in self.queue.admit(self.rows)]  # admit
+        for rows in self._schedule():  # schedule
+            self._serve(rows)  # run body and head; postprocess: the decoder's turn
         finished = [row for row in self.rows if row.request is None]
         for row in finished:
             self.rows.remove(row)
-            self.queue.release(row.storage)
         return {row.index: self._finish(row) for row in finished}
 
     def close(self, output: DecodingOutput) -> None:
@@ -187,16 +182,16 @@ class Engine:
         if self.kept is not None:
             self.kept.put(self.cache, self.decoder, self.queue.held)
 
-    def _begin(self, row: Row) -> Row:
+    def _begin(self, row: Row, num_shared: int, source: int) -> Row:
         """Create an admitted prompt's state, which takes over shared cache entries, and get its first request."""
         state = self.decoder.begin(row.prompt, row.sampling, self.model.special_tokens)
         name = f"{type(self.decoder).__name__}.begin"
         require(isinstance(state, RowState), name, "a RowState", state, "return RowState.blank(...), say")
         state.forward_cost = self.model.forward_cost
-        if row.num_shared:
-            self.cache.copy(row.source, row.storage, row.num_shared)
-            self.num_shared += row.num_shared
-            state.num_shared = state.num_cached = row.num_shared
+        if num_shared:
+            self.cache.copy(source, row.storage, num_shared)
+            self.num_shared += num_shared
+            state.num_shared = state.num_cached = num_shared
         state.finished = state.prefix_ends  # everything is given
         row.started = synchronised_time(self.device)
         row.waiting_since = self.num_calls
@@ -226,26 +221,36 @@ class Engine:
                     "at the end."
                 )
 
-    def _schedule(self) -> list[Row]:
-        """Return the rows that are served next: first those that need no forward, then forwards within the budget."""
+    def _schedule(self) -> list[list[Row]]:
+        """Return the rows that are served next, those of one call of the model together.
+
+        Those that need no forward come first, then forwards within the budget.
+        """
         drafting = [row for row in self.rows if isinstance(row.request, MoreDrafts)]
         if drafting:
-            return drafting
+            return [drafting]
         chosen = [row for row in self.rows if row.request is not None]
         if self.options.max_tokens_per_forward is not None:
             chosen = rows_within(chosen, self.options.max_tokens_per_forward)
-        return chosen
+        groups = ([row for row in chosen if row.pending.cached is cached] for cached in (True, False))
+        return [group for group in groups if group]
 
-    def _run(self, rows: Sequence[Row]) -> dict[int, list[Reading]]:
-        """Answer the rows' requests, all forwards or all further drafts, in as few calls of the model as possible."""
-        if rows and isinstance(rows[0].request, MoreDrafts):
-            return self._read(rows, joined([row.hidden for row in rows], 0))
-        answers: dict[int, list[Reading]] = {}
-        for is_cached in (True, False):
-            together = [row for row in rows if row.pending.cached is is_cached]
-            if together:
-                answers |= self._read(together, self._forward(together))
-        return answers
+    def _serve(self, rows: Sequence[Row]) -> None:
+        """Answer the requests of rows, all forwards of one call or all further drafts, and take what they commit."""
+        is_forward = isinstance(rows[0].request, Forward)
+        states = self._forward(rows) if is_forward else joined([row.hidden for row in rows], 0)
+        reads: list[list[Read]] = []
+        first = 0
+        for row in rows:
+            reads.append(row.reads(first))
+            first += len(row.hidden)
+        self.reader.read(states, [read for own in reads for read in own])
+        for row, own in zip(rows, reads, strict=True):
+            if row.constraint is not None:
+                for read in own:
+                    settle(read, row.constraint)
+            if row.advance([read.reading for read in own]):
+                self._notify(row)
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Run the forwards of rows in one call of the model.
@@ -264,27 +269,12 @@ class Engine:
         hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
         self.num_calls += 1
         self.num_positions += hidden.shape[0]
-        length = batch.ids.shape[1]
         for row, part, starts in zip(rows, batch.parts, batch.starts, strict=True):
-            row.begin_forward(hidden[part], starts, length)
+            row.begin_forward(hidden[part], starts)
             row.waiting_since = self.num_calls
-            self.queue.computed(row.storage)
+            self.queue.held[row.storage] = row.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return joined([row.hidden for row in rows], 0) if has_twins else hidden
-
-    def _read(self, rows: Sequence[Row], states: Tensor) -> dict[int, list[Reading]]:
-        """Read what rows request from the hidden states of their last forwards, which follow one another."""
-        reads: dict[int, list[Read]] = {}
-        first = 0
-        for row in rows:
-            reads[row.index] = row.reads(first)
-            first += row.hidden.shape[0]
-        self.reader.read(states, [read for own in reads.values() for read in own])
-        for row in rows:
-            if row.constraint is not None:
-                for read in reads[row.index]:
-                    settle(read, row.constraint)
-        return {index: [read.reading for read in own] for index, own in reads.items()}
 
     def _notify(self, row: Row) -> None:
         """Stream what a row committed, and look for stop strings."""
