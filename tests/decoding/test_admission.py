@@ -105,7 +105,7 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
 
 
 def admission_of(prompts: list[Prompt], num_rows: int) -> Admission:
-    admission = Admission(num_rows, Autoregressive())
+    admission = Admission(num_rows, Autoregressive(), {})
     for index, prompt in enumerate(prompts):
         admission.waiting.append(Row(index, prompt, NEXT))
     return admission

@@ -104,8 +104,8 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
         patch.setattr(reading_module, "_MAX_LOGITS", chunk)
         readings = executor.serve(requests)
     longest = max(len(branch.tokens) for group in groups for branch in group)
-    assert executor.num_calls == 1
-    assert executor.num_positions == longest * sum(map(len, groups))
+    assert executor.output.num_calls == 1
+    assert executor.output.num_positions == longest * sum(map(len, groups))
     for group, read in zip(groups, readings, strict=True):
         for branch, reading in zip(group, read, strict=True):
             check(reading, branch, logits_of(HashModel(1), branch))
@@ -119,7 +119,7 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
                 tokens=branch.tokens, positions=branch.positions, order=branch.order, draft_at=range(len(branch.tokens))
             )
             check(reading, everywhere, logits_of(HashModel(1), branch))
-    assert executor.num_calls == 1, "further drafts need no call"
+    assert executor.output.num_calls == 1, "further drafts need no call"
 
 
 def test_cached_and_uncached_forwards_are_two_calls() -> None:
@@ -130,7 +130,7 @@ def test_cached_and_uncached_forwards_are_two_calls() -> None:
         (row, str(row), Forward(phase="", branches=(branch[row],), draw=GREEDY, cached=row != 1)) for row in range(3)
     ]
     readings = executor.serve(forwards)
-    assert executor.num_calls == 2
+    assert executor.output.num_calls == 2
     for row in range(3):
         check(readings[row][0], branch[row], logits_of(HashModel(2), branch[row]))
 
@@ -312,7 +312,7 @@ def test_rows_that_draw_differently_share_a_call() -> None:
     executor = Serving(HashModel(4), 3)
     forwards = [(i, f"p{i}", Forward(phase="", branches=(branch,), draw=draws[i])) for i in range(3)]
     together = executor.serve(forwards)
-    assert executor.num_calls == 1
+    assert executor.output.num_calls == 1
     for i, request in enumerate(forwards):
         assert Serving(HashModel(4), 3).serve([request])[0] == together[i]
     assert len({tuple(reading[0].tokens) for reading in together}) == 3

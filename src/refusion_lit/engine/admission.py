@@ -7,7 +7,6 @@ the store, so sharing takes no extra memory.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -188,9 +187,9 @@ class Admission:
         held: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is reused.
     """
 
-    def __init__(self, num_rows: int, decoder: Decoder | None, held: Mapping[int, Tokens] | None = None) -> None:
-        self.waiting: deque[Row] = deque()
-        self.held = dict(held or {})
+    def __init__(self, num_rows: int, decoder: Decoder | None, held: Mapping[int, Tokens]) -> None:
+        self.waiting: list[Row] = []
+        self.held = {**held}
         self._num_rows = num_rows
         self._decoder = decoder
 
@@ -211,7 +210,7 @@ class Admission:
         pending = {row.storage: row.prompt.token_ids for row in rows if row.storage not in self.held}
         delayed: list[Row] = []
         while self.waiting and free and len(delayed) < self._num_rows:
-            waiting = self.waiting.popleft()
+            waiting = self.waiting.pop(0)
             tokens = waiting.prompt.token_ids
             num_shared, source = self._longest(self.held, tokens)
             if self._longest(pending, tokens)[0] >= num_shared + MIN_SHARED:
@@ -224,7 +223,7 @@ class Admission:
             pending[storage] = tokens  # until its first forward
             waiting.storage = storage
             yield waiting, num_shared, source
-        self.waiting.extendleft(reversed(delayed))
+        self.waiting[:0] = delayed
 
     def _longest(self, prompts: Mapping[int, Tokens], tokens: Tokens) -> tuple[int, int]:
         """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""

@@ -225,7 +225,7 @@ class Decoder(ABC):
     requires: ClassVar[ModelRequirements]
     ranges: ClassVar[Ranges] = {}
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
-    refuses: ClassVar[str | None] = ""
+    refuses: ClassVar[str | None] = "it does not override Decoder.refusal, which says whether it can"
     state: ClassVar[type[RowState]] = RowState
     stop_at_eos: bool = True  # an option of some subclasses
     shifted: bool = False  # likewise
@@ -272,8 +272,7 @@ class Decoder(ABC):
         tokens creates a canvas of :func:`max_length`, leaves ``is_masked`` of the new state unchanged, and commits
         masked places only. The engine draws no EOS token in a span.
         """
-        unsaid = f"{type(self).__name__} does not override Decoder.refusal, which says whether it can"
-        return unsaid if self.refuses == "" else self.refuses
+        return self.refuses
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return how many leading prompt tokens may be copied from the cache of another prompt.

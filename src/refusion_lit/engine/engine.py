@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def decode(
     check_prompts(model, decoder, prompts, sampling, options.max_cache_tokens)
     decoder.check(sampling)
     batch_size = min(options.batch_size, max(len(prompts), 1))
-    output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
+    output = DecodingOutput(mismatches=mismatches)
     results: dict[int, Generation] = {}
     started = synchronised_time(model.device)
     groups = [(batch_size, list(enumerate(prompts)))]
@@ -74,8 +75,9 @@ def decode(
         groups = groups_within(prompts, sampling.max_new_tokens, batch_size, options.max_cache_tokens)
     for num_rows, group in groups:
         engine = Engine(
-            model, decoder, num_rows, options, callbacks=callbacks, detokenize=detokenize, trace=trace, kept=kept
-        )
+            model, decoder, num_rows, options,
+            callbacks=callbacks, detokenize=detokenize, trace=trace, kept=kept, output=output,
+        )  # fmt: skip
         for index, prompt in group:
             engine.submit(index, prompt, sampling)
         try:
@@ -87,54 +89,48 @@ def decode(
             used = f"{num_rows} and no memory left (the cache takes {engine.cache.num_bytes / 2**20:.0f} MB)"
             fix = "lower it, or set max_cache_tokens."
             raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
-        engine.close(output)
+        engine.close()
     output.rows = [results[i] for i in range(len(prompts))]
     output.seconds = synchronised_time(model.device) - started
     return output
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Decodes prompts that share a cache. Prompts may be submitted while it runs.
 
     For ``callbacks``, ``detokenize``, ``trace`` and ``kept`` see :func:`decode`.
 
-    Args:
+    Attributes:
         model: The model.
         decoder: The strategy.
         num_rows: Maximum number of prompts in flight.
         options: How prompts are batched; the caller has checked that model and prompts fit.
+        output: Receives the counts of calls, positions, shared tokens and memory.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        decoder: Decoder,
-        num_rows: int,
-        options: DecodingOptions = DecodingOptions(),
-        *,
-        callbacks: Sequence[GenerationCallback] = (),
-        detokenize: Callable[[list[int]], str] | None = None,
-        trace: bool = False,
-        kept: KeptCache | None = None,
-    ) -> None:
-        self.model = model
-        self.device = model.device
-        self.decoder = decoder
-        self.options = options
-        self.callbacks = callbacks
-        self.detokenize = detokenize
-        self.trace = trace
-        self.kept = kept if options.share_prefixes else None
-        cache, held = (None, {}) if self.kept is None else self.kept.take(decoder, num_rows)
-        self.cache = model.make_cache(num_rows) if cache is None else cache
-        self.queue = Admission(num_rows, decoder if options.share_prefixes else None, held)
+    model: LanguageModel
+    decoder: Decoder
+    num_rows: int
+    options: DecodingOptions = DecodingOptions()
+    _: KW_ONLY
+    callbacks: Sequence[GenerationCallback] = ()
+    detokenize: Callable[[list[int]], str] | None = None
+    trace: bool = False
+    kept: KeptCache | None = None
+    output: DecodingOutput = field(default_factory=DecodingOutput)
+
+    def __post_init__(self) -> None:
+        """Start with no prompts and, if one was kept, the cache of an earlier engine."""
+        model = self.model
+        kept = None if self.kept is None else self.kept.take(self.decoder, self.num_rows)
+        self.cache, held = kept or (model.make_cache(self.num_rows), {})
+        self.queue = Admission(self.num_rows, self.decoder if self.options.share_prefixes else None, held)
         self.rows: list[Row] = []
-        self.reader = Reader(model, all_probabilities=trace)
+        self.reader = Reader(model, all_probabilities=self.trace)
         self.run_body = model.runner()
-        self.num_sharing = num_rows  # prompts that share the cost of a forward; a server says how many there are
-        self.num_calls = 0
-        self.num_positions = 0
-        self.num_shared = 0
+        self.device = model.device
+        self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server says how many there are
 
     def submit(self, index: int, prompt: Prompt, sampling: SamplingParams, *, trace: bool = False) -> None:
         """Put a prompt into the queue, under a number that :meth:`step` returns its generation by.
@@ -148,11 +144,8 @@ class Engine:
 
         A number that is unknown, or of a finished prompt, changes nothing.
         """
-        for row in [row for row in self.queue.waiting if row.index == index]:
-            self.queue.waiting.remove(row)
-        for row in [row for row in self.rows if row.index == index]:
-            row.steps.close()
-            self.rows.remove(row)
+        self.queue.waiting = [row for row in self.queue.waiting if row.index != index]
+        self.rows = [row for row in self.rows if row.index != index]
 
     @property
     def is_busy(self) -> bool:
@@ -166,19 +159,15 @@ class Engine:
         for rows in self._schedule():  # schedule
             self._serve(rows)  # run body and head; postprocess: the decoder's turn
         finished = [row for row in self.rows if row.request is None]
-        for row in finished:
-            self.rows.remove(row)
+        self.rows = [row for row in self.rows if row.request is not None]
         return {row.index: self._finish(row) for row in finished}
 
-    def close(self, output: DecodingOutput) -> None:
-        """Add what was counted to an output, and keep the cache."""
-        output.num_calls += self.num_calls
-        output.num_positions += self.num_positions
-        output.num_shared += self.num_shared
+    def close(self) -> None:
+        """Count the cache's memory, and keep the cache."""
         size = self.cache.num_bytes
-        output.cache_bytes = max(output.cache_bytes, size)
+        self.output.cache_bytes = max(self.output.cache_bytes, size)
         if size:
-            output.cache_bytes_per_token = size / (self.cache.num_rows * self.cache.capacity)
+            self.output.cache_bytes_per_token = size / (self.cache.num_rows * self.cache.capacity)
         if self.kept is not None:
             self.kept.put(self.cache, self.decoder, self.queue.held)
 
@@ -190,11 +179,11 @@ class Engine:
         state.forward_cost = self.model.forward_cost
         if num_shared:
             self.cache.copy(source, row.storage, num_shared)
-            self.num_shared += num_shared
+            self.output.num_shared += num_shared
             state.num_shared = state.num_cached = num_shared
         state.finished = state.prefix_ends  # everything is given
         row.started = synchronised_time(self.device)
-        row.waiting_since = self.num_calls
+        row.waiting_since = self.output.num_calls
         row.begin(state, self._steps(state), self.detokenize)
         return row
 
@@ -267,11 +256,11 @@ class Engine:
                     cache.compact(row.storage, forward.keep.indices, forward.keep.num_leading)
             batch.prepare(cache)
         hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
-        self.num_calls += 1
-        self.num_positions += hidden.shape[0]
+        self.output.num_calls += 1
+        self.output.num_positions += len(hidden)
         for row, part, starts in zip(rows, batch.parts, batch.starts, strict=True):
             row.begin_forward(hidden[part], starts)
-            row.waiting_since = self.num_calls
+            row.waiting_since = self.output.num_calls
             self.queue.held[row.storage] = row.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return joined([row.hidden for row in rows], 0) if has_twins else hidden
@@ -282,7 +271,6 @@ class Engine:
         for callback in self.callbacks:
             callback.on_commit(row.index, state)
         if row.stopping is not None and row.stopping.ends(state.final_prefix()):
-            row.steps.close()
             row.request = None
 
     def _finish(self, row: Row) -> Generation:
