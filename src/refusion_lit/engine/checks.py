@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.engine.memory import KeptCache, check_bound
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 
 class ModelMismatchError(ValueError):
     """Error for a decoder that does not fit the model's training."""
-
-
-def decoding_options(named: Mapping[str, Any], *also: str) -> DecodingOptions:
-    """Return the options of keyword arguments.
-
-    Args:
-        named: The arguments.
-        also: Names of the caller's other arguments, for the message.
-
-    Raises:
-        TypeError: If one is unknown, naming those that there are.
-        ValueError: If a value is out of range.
-    """
-    known = [*DecodingOptions.__dataclass_fields__]
-    for name in named:
-        if name not in known:
-            is_sampling = name in SamplingParams.__dataclass_fields__
-            hint = f"; pass it as sampling=SamplingParams({name}=...)" if is_sampling else ""
-            others = ", ".join(each for each in (*known, *also) if each not in named)
-            raise TypeError(f"unknown option {name}; expected one of {others}{hint}.")
-    return DecodingOptions(**named)
 
 
 def check_arguments(decoder: object, sampling: object, callbacks: object, kept: object) -> None:

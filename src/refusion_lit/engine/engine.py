@@ -15,7 +15,7 @@ from torch import Tensor
 
 from refusion_lit.engine.admission import Admission, Row
 from refusion_lit.engine.batch import Batch
-from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
+from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.memory import KeptCache, groups_within, rows_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
@@ -61,7 +61,10 @@ def decode(
         TypeError: If an option is unknown.
         ValueError: If an option is out of range, or a prompt is empty or too long.
     """
-    options = decoding_options(named)
+    try:
+        options = DecodingOptions(**named)
+    except TypeError as error:
+        raise TypeError(f"{error}; options of sampling go into sampling=SamplingParams(...).") from error
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     mismatches = check_model(model, decoder, allow_mismatch=options.allow_mismatch)
     check_prompts(model, decoder, prompts, sampling, options.max_cache_tokens)
