@@ -44,7 +44,7 @@ class Serving(Engine):
         """Answer requests of prompts, given with their storage rows and ids."""
         for storage, prompt_id, request in requests:
             prompt = Prompt(token_ids=(3,), id=prompt_id)
-            state = RowState.blank(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
+            state = RowState(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
             row = self.flying.setdefault(storage, Row(storage, prompt, state.sampling, storage=storage))
             row.begin(state, self._asked(storage, request), None)
         self.rows = [self.flying[storage] for storage, _, _ in requests]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from os.path import commonprefix
 
 import torch
 from torch import Tensor
@@ -174,70 +176,53 @@ class Row:
         return request
 
 
-class Admission:
-    """Prompts that wait for a row of the cache, and the prompts whose KV cache entries the rows hold.
+def admit(
+    waiting: list[Row], rows: Sequence[Row], held: dict[int, Tokens], num_rows: int, decoder: Decoder | None
+) -> Iterator[tuple[Row, int, int]]:
+    """Assign free rows of the cache to waiting prompts.
+
+    A prompt is held back if a prompt in flight will soon have a prefix to share that is at least ``MIN_SHARED`` tokens
+    longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
 
     Args:
+        waiting: Prompts without a row, in their order; those that get one are removed.
+        rows: Prompts in flight.
+        held: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is reused.
         num_rows: Rows of the cache.
         decoder: Determines how much of a common prefix may be shared; ``None``: nothing is shared.
-        held: Prompts whose entries the rows hold from an earlier engine, by row.
 
-    Attributes:
-        waiting: Prompts without a row, in their order.
-        held: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is reused.
+    Yields:
+        A prompt, the number of its first entries that are copied, and the row of the cache that they are copied from,
+        possibly its own; -1 if nothing is shared.
     """
+    free = {*range(num_rows)} - {row.storage for row in rows}
+    pending = {row.storage: row.prompt.token_ids for row in rows if row.storage not in held}
+    delayed: list[Row] = []
+    while waiting and free and len(delayed) < num_rows:
+        row = waiting.pop(0)
+        tokens = row.prompt.token_ids
+        num_shared, source = _longest(held, tokens, decoder)
+        if _longest(pending, tokens, decoder)[0] >= num_shared + MIN_SHARED:
+            delayed.append(row)
+            continue
+        # A free source row needs no copy. Otherwise prefer a row that holds no prompt, to keep sources for others.
+        row.storage = source if source in free else min(free, key=lambda storage: (storage in held, storage))
+        free.remove(row.storage)
+        held.pop(row.storage, None)
+        pending[row.storage] = tokens  # until its first forward
+        yield row, num_shared, source
+    waiting[:0] = delayed
 
-    def __init__(self, num_rows: int, decoder: Decoder | None, held: Mapping[int, Tokens]) -> None:
-        self.waiting: list[Row] = []
-        self.held = {**held}
-        self._num_rows = num_rows
-        self._decoder = decoder
 
-    def admit(self, rows: Sequence[Row]) -> Iterator[tuple[Row, int, int]]:
-        """Assign free rows of the cache to waiting prompts.
-
-        A prompt is held back if a prompt in flight will soon have a prefix to share that is at least ``MIN_SHARED``
-        tokens longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
-
-        Args:
-            rows: Prompts in flight.
-
-        Yields:
-            A prompt, the number of its first entries that are copied, and the row of the cache that they are copied
-            from, possibly its own; -1 if nothing is shared.
-        """
-        free = {*range(self._num_rows)} - {row.storage for row in rows}
-        pending = {row.storage: row.prompt.token_ids for row in rows if row.storage not in self.held}
-        delayed: list[Row] = []
-        while self.waiting and free and len(delayed) < self._num_rows:
-            waiting = self.waiting.pop(0)
-            tokens = waiting.prompt.token_ids
-            num_shared, source = self._longest(self.held, tokens)
-            if self._longest(pending, tokens)[0] >= num_shared + MIN_SHARED:
-                delayed.append(waiting)
-                continue
-            # A free source row needs no copy. Otherwise prefer a row that holds no prompt, to keep sources for others.
-            storage = source if source in free else min(free, key=lambda row: (row in self.held, row))
-            free.remove(storage)
-            self.held.pop(storage, None)
-            pending[storage] = tokens  # until its first forward
-            waiting.storage = storage
-            yield waiting, num_shared, source
-        self.waiting[:0] = delayed
-
-    def _longest(self, prompts: Mapping[int, Tokens], tokens: Tokens) -> tuple[int, int]:
-        """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""
-        if self._decoder is None:
-            return 0, -1
-        best = 0
-        row = -1
-        head = tokens[:MIN_SHARED]
-        for storage, other in prompts.items():
-            if other[:MIN_SHARED] == head:
-                pairs = enumerate(zip(tokens, other, strict=False))
-                num_common = next((i for i, (own, its) in pairs if own != its), min(len(tokens), len(other)))
-                length = self._decoder.num_shareable(len(tokens), num_common)
-                if length > best:
-                    best = length
-                    row = storage
-        return (best, row) if best >= MIN_SHARED else (0, -1)
+def _longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decoder | None) -> tuple[int, int]:
+    """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""
+    if decoder is None:
+        return 0, -1
+    head = tokens[:MIN_SHARED]
+    found = [
+        (decoder.num_shareable(len(tokens), len(commonprefix([tokens, other]))), storage)  # noqa: RUF071 - no paths
+        for storage, other in prompts.items()
+        if other[:MIN_SHARED] == head
+    ]
+    best = max(found, key=itemgetter(0), default=(0, -1))
+    return best if best[0] >= MIN_SHARED else (0, -1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion_lit.engine.admission import Admission, Row
+from refusion_lit.engine.admission import Row, admit
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
@@ -84,7 +84,7 @@ def decode(
         for index, prompt in group:
             engine.submit(index, prompt, sampling)
         try:
-            while engine.is_busy:
+            while engine.waiting or engine.rows:
                 results |= engine.step()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -127,8 +127,8 @@ class Engine:
         """Start with no prompts and, if one was kept, the cache of an earlier engine."""
         model = self.model
         kept = None if self.kept is None else self.kept.take(self.decoder, self.num_rows)
-        self.cache, held = kept or (model.make_cache(self.num_rows), {})
-        self.queue = Admission(self.num_rows, self.decoder if self.options.share_prefixes else None, held)
+        self.cache, self.held = kept or (model.make_cache(self.num_rows), {})
+        self.waiting: list[Row] = []
         self.rows: list[Row] = []
         self.reader = Reader(model, all_probabilities=self.trace)
         self.run_body = model.runner()
@@ -140,25 +140,22 @@ class Engine:
 
         With ``trace``, every forward of it is recorded; probabilities only if the engine records all traces.
         """
-        self.queue.waiting.append(Row(index, prompt, sampling, trace or self.trace))
+        self.waiting.append(Row(index, prompt, sampling, trace or self.trace))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
 
         A number that is unknown, or of a finished prompt, changes nothing.
         """
-        self.queue.waiting = [row for row in self.queue.waiting if row.index != index]
+        self.waiting = [row for row in self.waiting if row.index != index]
         self.rows = [row for row in self.rows if row.index != index]
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether prompts wait or are in flight."""
-        return bool(self.queue.waiting or self.rows)
 
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
         """Serve prompts once; return those that are finished, by their numbers."""
-        self.rows += [self._begin(*admitted) for admitted in self.queue.admit(self.rows)]  # admit
+        sharing = self.decoder if self.options.share_prefixes else None
+        admitted = admit(self.waiting, self.rows, self.held, self.num_rows, sharing)
+        self.rows += [self._begin(*each) for each in admitted]
         for rows in self._schedule():  # schedule
             self._serve(rows)  # run body and head; postprocess: the decoder's turn
         finished = [row for row in self.rows if row.request is None]
@@ -172,13 +169,13 @@ class Engine:
         if size:
             self.output.cache_bytes_per_token = size / (self.cache.num_rows * self.cache.capacity)
         if self.kept is not None:
-            self.kept.put(self.cache, self.decoder, self.queue.held)
+            self.kept.put(self.cache, self.decoder, self.held)
 
     def _begin(self, row: Row, num_shared: int, source: int) -> Row:
         """Create an admitted prompt's state, which takes over shared cache entries, and get its first request."""
         state = self.decoder.begin(row.prompt, row.sampling, self.model.special_tokens)
         name = f"{type(self.decoder).__name__}.begin"
-        require(isinstance(state, RowState), name, "a RowState", state, "return RowState.blank(...), say")
+        require(isinstance(state, RowState), name, "a RowState", state, "return RowState(...), say")
         state.forward_cost = self.model.forward_cost
         if num_shared:
             self.cache.copy(source, row.storage, num_shared)
@@ -203,15 +200,11 @@ class Engine:
             require(hasattr(steps, "send"), f"{name}.step", "a generator of requests", steps, "yield a Forward in it")
             yield from steps
             state.finished = state.finished or (self.decoder.stop_at_eos and state.prefix_ends)
-            if state.num_committed > num_committed or state.finished:
-                continue
-            if not num_steps < state.schedule_step <= state.schedule_length:
-                raise ValueError(
-                    f"decoder: expected {name}.step to commit a token, or to advance schedule_step within "
-                    f"schedule_length, got neither ({state.schedule_step} of {state.schedule_length}); commit a token "
-                    "in every step, set schedule_length in begin and advance schedule_step up to it, or set finished "
-                    "at the end."
-                )
+            if state.num_committed == num_committed and not state.finished:
+                bound = state.schedule_length
+                expected = f"{name}.step to commit a token, or to advance schedule_step up to {bound} (schedule_length)"
+                fix = "commit a token in every step, set schedule_length in begin, or set finished at the end"
+                require(num_steps < state.schedule_step <= bound, "decoder", expected, state.schedule_step, fix)
 
     def _schedule(self) -> list[list[Row]]:
         """Return the rows that are served next, those of one call of the model together.
@@ -264,7 +257,7 @@ class Engine:
         for row, part, starts in zip(rows, batch.parts, batch.starts, strict=True):
             row.begin_forward(hidden[part], starts)
             row.waiting_since = self.output.num_calls
-            self.queue.held[row.storage] = row.prompt.token_ids
+            self.held[row.storage] = row.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return joined([row.hidden for row in rows], 0) if has_twins else hidden
 

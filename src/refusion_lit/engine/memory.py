@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -23,9 +23,9 @@ class KeptCache:
     The next call must use the same model with the same weights. The memory of the last call's cache stays allocated.
     """
 
-    _content: tuple[KVCache, Decoder, Mapping[int, Tokens], object] | None = None
+    _content: tuple[KVCache, Decoder, dict[int, Tokens], object] | None = None
 
-    def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache, Mapping[int, Tokens]] | None:
+    def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache, dict[int, Tokens]] | None:
         """Remove and return the kept cache and its prompts; ``None`` if it is unusable.
 
         It is usable if it has ``num_rows`` rows and was filled by the same decoder in the same torch modes. It is
@@ -37,7 +37,7 @@ class KeptCache:
             return None
         return content[0], content[2]
 
-    def put(self, cache: KVCache, decoder: Decoder, held: Mapping[int, Tokens]) -> None:
+    def put(self, cache: KVCache, decoder: Decoder, held: dict[int, Tokens]) -> None:
         """Keep a cache and the prompts that its rows hold."""
         self._content = cache, decoder, held, _mode()
 

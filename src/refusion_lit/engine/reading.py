@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -160,21 +161,18 @@ def _fill(
     distributions: Sequence[Tensor], *, every: bool,
 ) -> None:  # fmt: skip
     """Scatter a group's numbers to its readings."""
-    first = 0
-    first_given = len(tokens)
+    drafts, figures, distributed = iter(tokens), iter(statistics), iter(distributions)
+    of_drafts, scores = iter(values), iter(values[len(tokens) :])
     for read in group:
         reading = read.reading
-        stop = first + len(read.branch.draft_at)
-        reading.tokens = tokens[first:stop]
+        num = len(read.branch.draft_at)
+        reading.tokens = [*islice(drafts, num)]
+        probabilities = [*islice(of_drafts, num)]
         if every or read.draw.with_probability:
-            reading.probabilities = values[first:stop]
-        reading.statistic = statistics[first:stop]
-        if distributions:
-            reading.proposals = list(map(Proposal, reading.tokens, distributions[first:stop]))
-        stop_given = first_given + len(read.branch.score_at)
-        reading.scores = values[first_given:stop_given]
-        first = stop
-        first_given = stop_given
+            reading.probabilities = probabilities
+        reading.statistic = [*islice(figures, num)]
+        reading.proposals = [*map(Proposal, reading.tokens, distributed)]
+        reading.scores = [*islice(scores, len(read.branch.score_at))]
 
 
 def joined(parts: Sequence[Tensor], dim: int = -1) -> Tensor:

@@ -43,7 +43,7 @@ class SlotState(RowState):
         given = prompt.given[: prompt.given_length]
         slots, blocks = slot_grid(given, length, slot_size, num_serial_blocks)
         length = max([len(given), *(slot.stop for slot in slots)])
-        return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
+        return cls(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
 
     def places(self, slots: Sequence[int]) -> list[int]:
         """Return the canvas places of slots' tokens, slot by slot."""
