@@ -39,15 +39,7 @@ class Scripted(Decoder):
     advance: int = 1
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        length = sampling.max_new_tokens
-        return RowState(
-            prompt=prompt,
-            sampling=sampling,
-            special_tokens=special_tokens,
-            tokens=[MASK] * length,
-            is_masked=[True] * length,
-            schedule_length=self.schedule_length,
-        )
+        return RowState(prompt, sampling, special_tokens, schedule_length=self.schedule_length)
 
     def step(self, state: RowState) -> Steps:
         places = self.script[state.num_forwards]

@@ -1,4 +1,4 @@
-"""The Python interface refuses unknown options, and takes those that it lists."""
+"""The Python interface refuses unknown options and arguments of another type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import refusion_lit
 from refusion_lit import TextModel
 from refusion_lit.decoding import GenerationCallback, ReFusion, SelfSpeculative
 from refusion_lit.traces.document import traced
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 
 MODEL = Path(__file__).parent / "goldens" / "models" / "additions-clean"
 QUERY = "12+34,56+78>"
@@ -36,31 +36,25 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("method", CALLS)
-@pytest.mark.parametrize("name", ["num_beams", "max_batch_size", "detokenize"])
-def test_an_unknown_option_is_refused_with_those_that_there_are(model: TextModel, method: str, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^unknown option {name}; expected one of .*batch_size, max_tokens_"):
+@pytest.mark.parametrize("name", ["num_beams", "max_batch_size", "detokenize", "temperature"])
+def test_an_unknown_option_is_refused_by_name(model: TextModel, method: str, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"keyword argument '{name}'"):
         CALLS[method](model, **{name: None})
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "seed", "stop"])
-def test_a_sampling_option_is_refused_with_where_it_belongs(model: TextModel, name: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"unknown option {name}; .*; pass it as sampling=SamplingParams\({name}=...\)"
-    ):
-        CALLS["generate"](model, **{name: 1})
+def test_a_sampling_option_is_refused_with_where_it_belongs(model: TextModel) -> None:
+    with pytest.raises(TypeError, match=r"'top_p'; options of sampling go into sampling=SamplingParams\(\.\.\.\)"):
+        model.generate([QUERY], top_p=0.9)
 
 
-def test_the_options_that_the_message_lists_are_taken(model: TextModel) -> None:
-    with pytest.raises(TypeError) as refused:
-        model.generate([QUERY], num_beams=2)
-    listed = str(refused.value).partition("expected one of ")[2].removesuffix(".").split(", ")
+def test_all_options_are_taken(model: TextModel) -> None:
     values: dict[str, Any] = {
         "decoder": ReFusion(slot_size=8), "max_new_tokens": 64, "sampling": SamplingParams(max_new_tokens=64),
         "ids": ["a"], "templates": [None], "batch_size": 2, "max_tokens_per_forward": 64, "callbacks": (),
         "allow_mismatch": False, "trace": False, "share_prefixes": False, "max_cache_tokens": 128, "kept": None,
         "json_schema": None,
     }  # fmt: skip
-    assert set(listed) == set(values)
+    assert values.keys() >= DecodingOptions.__dataclass_fields__.keys()
     assert model.generate([QUERY], **values)[0].text == "12+34=46;56+78=134;"
 
 
@@ -141,12 +135,6 @@ def test_queries_that_are_no_list_of_texts_are_refused(model: TextModel, queries
 def test_overrides_of_another_type_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^overrides: expected a BackboneConfig, got {'attention'"):
         refusion_lit.load(MODEL, overrides={"attention": "causal"})  # type: ignore[arg-type]
-
-
-def test_an_option_of_another_method_is_not_among_those_that_are_expected(model: TextModel) -> None:
-    with pytest.raises(TypeError, match=r"^unknown option templates; expected one of ") as caught:
-        traced(model, QUERY, ReFusion(), SamplingParams(), templates=[None])
-    assert str(caught.value).count("templates") == 1
 
 
 def test_a_source_that_is_no_path_is_refused() -> None:

@@ -143,7 +143,7 @@ class DecodingMetrics(Metric):
             states = {name: torch.tensor(values, dtype=torch.float64) for name, values in snapshot.items()}
             self.load_state_dict({name: state.to(self.device) for name, state in states.items()})
         # torchmetrics warns of a metric without updates, but a resumed process may have nothing left to do.
-        self.update(DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0), [])
+        self.update(DecodingOutput(), [])
 
     def _latency_quantile(self, q: float) -> float:
         counts = self.latencies.cumsum(0)

@@ -27,7 +27,7 @@ from refusion_lit.decoding import (
     decode,
     default_decoder,
 )
-from refusion_lit.engine.checks import check_arguments, decoding_options
+from refusion_lit.engine.checks import check_arguments
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
@@ -35,8 +35,6 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
-_OWN = ("callbacks", "trace", "kept", "decoder", "max_new_tokens", "sampling", "ids", "templates", "json_schema")
-"""Further arguments of the methods, for messages about unknown ones."""
 GUESSED = (
     "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
     "attention pattern (--attention, --block_size) or --checkpoint_format."
@@ -115,7 +113,6 @@ class TextModel:
             TypeError: If an option is unknown.
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
-        decoding_options(options, *_OWN)  # refuses unknown ones
         check_arguments(decoder, sampling, callbacks, kept)
         for prompt in prompts:
             _check_ids(prompt, self.tokenizer)

@@ -142,8 +142,6 @@ def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.
         prompt=Prompt(token_ids=(5,), id="0"),
         sampling=SamplingParams(max_new_tokens=8, stop=(" STOP",)),
         special_tokens=special,
-        tokens=[0] * 8,
-        is_masked=[True] * 8,
     )
     stream = Stream(lambda ids: "".join(map(chr, ids)), state.sampling, "ReFusion")
     printed = ""

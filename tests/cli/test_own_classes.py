@@ -166,7 +166,7 @@ class NoYield(Decoder):
     requires = ModelRequirements(attention="causal", predictions=("mask",))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        return RowState.blank(prompt, sampling, special_tokens)
+        return RowState(prompt, sampling, special_tokens)
 
     def step(self, state: RowState) -> Any:
         state.finished = True

@@ -25,7 +25,7 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.engine import admission as admission_module
-from refusion_lit.engine.admission import Admission, Row
+from refusion_lit.engine.admission import Row, admit
 from refusion_lit.engine.memory import KeptCache
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -104,56 +104,49 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
     assert texts(output)[0] == texts(output)[1]
 
 
-def admission_of(prompts: list[Prompt], num_rows: int) -> Admission:
-    admission = Admission(num_rows, Autoregressive())
-    for index, prompt in enumerate(prompts):
-        admission.waiting.append(Row(index, prompt, NEXT))
-    return admission
+def waiting_of(*prompts: list[int]) -> list[Row]:
+    return [Row(i, Prompt(token_ids=tuple(ids), id=str(i)), NEXT) for i, ids in enumerate(prompts)]
 
 
 def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
-    prompts = [[*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5]]
-    found = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
-    admission = admission_of(found, 4)
-    first = list(admission.admit())
-    assert [(one.index, one.num_shared) for one in first] == [(0, 0), (2, 0), (3, 0)]
-    assert list(admission.admit()) == []
-    for one in first:
-        admission.computed(one.storage)
-    admission.release(first[1].storage)
-    second = list(admission.admit())
-    assert [(one.index, one.num_shared) for one in second] == [(1, 20), (4, 20)]
-    assert {one.source for one in second} <= {first[0].storage, second[0].storage}
-    assert len({one.storage for one in (first[0], first[2], *second)}) == 4
-    assert not admission.waiting
+    waiting = waiting_of([*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5])
+    held: dict[int, tuple[int, ...]] = {}
+    first = list(admit(waiting, [], held, 4, Autoregressive()))
+    assert [(one.index, num_shared) for one, num_shared, _ in first] == [(0, 0), (2, 0), (3, 0)]
+    rows = [one for one, _, _ in first]
+    assert list(admit(waiting, rows, held, 4, Autoregressive())) == []
+    held |= {one.storage: one.prompt.token_ids for one in rows}
+    del rows[1]
+    second = list(admit(waiting, rows, held, 4, Autoregressive()))
+    assert [(one.index, num_shared) for one, num_shared, _ in second] == [(1, 20), (4, 20)]
+    rows += [one for one, _, _ in second]
+    assert {source for _, _, source in second} <= {rows[0].storage, rows[2].storage}
+    assert len({one.storage for one in rows}) == 4
+    assert not waiting
 
 
 def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
-    found = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
-    admission = admission_of(found, 2)
-    [first] = admission.admit()
-    admission.release(first.storage)
-    [second] = admission.admit()
-    assert second.num_shared == 0
+    waiting = waiting_of(COMMON, COMMON)
+    held: dict[int, tuple[int, ...]] = {}
+    for _ in range(2):
+        [(_, num_shared, _)] = admit(waiting, [], held, 2, Autoregressive())
+        assert num_shared == 0
 
 
 def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
-    found = [Prompt(token_ids=(*COMMON, i), id=str(i)) for i in range(3)]
-    admission = admission_of(found, 1)
+    waiting = waiting_of(*([*COMMON, i] for i in range(3)))
+    held: dict[int, tuple[int, ...]] = {}
     for i in range(3):
-        [one] = admission.admit()
-        assert (one.storage, one.source, one.num_shared) == ((0, 0, 20) if i else (0, -1, 0))
-        admission.computed(0)
-        admission.release(0)
+        [(one, num_shared, source)] = admit(waiting, [], held, 1, Autoregressive())
+        assert (one.storage, source, num_shared) == ((0, 0, 20) if i else (0, -1, 0))
+        held[0] = one.prompt.token_ids
 
 
 @given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
 def test_common_beginnings_are_found(first: list[int], second: list[int]) -> None:
     num_common = max(n for n in range(1 + min(len(first), len(second))) if first[:n] == second[:n])
-    admission = Admission(1, ReFusion(), {0: (5, 6, 7, *second)})
-    admission.waiting.append(Row(0, Prompt(token_ids=(5, 6, 7, *first), id="a"), NEXT))
-    [row] = admission.admit()
-    assert row.num_shared == 3 + num_common
+    [(_, num_shared, _)] = admit(waiting_of([5, 6, 7, *first]), [], {0: (5, 6, 7, *second)}, 1, ReFusion())
+    assert num_shared == 3 + num_common
 
 
 @pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4)])

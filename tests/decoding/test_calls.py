@@ -16,7 +16,17 @@ from refusion_lit.decoding import Autoregressive, RowState
 from refusion_lit.engine import reading as reading_module
 from refusion_lit.engine.admission import Row
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, MoreDrafts, Reading, Request, Statistic
+from refusion_lit.engine.requests import (
+    Branch,
+    Compaction,
+    Draw,
+    Forward,
+    MoreDrafts,
+    Reading,
+    Request,
+    Statistic,
+    Steps,
+)
 from refusion_lit.types import Prompt, SamplingParams
 
 GREEDY = Draw(sampling=SamplingParams())
@@ -28,16 +38,22 @@ class Serving(Engine):
     def __init__(self, model: Any, num_rows: int) -> None:
         super().__init__(model, Autoregressive(), num_rows)
         self.flying: dict[int, Row] = {}
+        self.answers: dict[int, list[Reading]] = {}
 
     def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
         """Answer requests of prompts, given with their storage rows and ids."""
         for storage, prompt_id, request in requests:
             prompt = Prompt(token_ids=(3,), id=prompt_id)
-            state = RowState.blank(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
+            state = RowState(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
             row = self.flying.setdefault(storage, Row(storage, prompt, state.sampling, storage=storage))
-            row.begin(state, (each for each in [request]), None)
-        answers = self._run([self.flying[storage] for storage, _, _ in requests])
-        return [answers[storage] for storage, _, _ in requests]
+            row.begin(state, self._asked(storage, request), None)
+        self.rows = [self.flying[storage] for storage, _, _ in requests]
+        for rows in self._schedule():
+            self._serve(rows)
+        return [self.answers[storage] for storage, _, _ in requests]
+
+    def _asked(self, storage: int, request: Request) -> Steps[None]:
+        self.answers[storage] = yield request
 
 
 @st.composite
@@ -88,8 +104,8 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
         patch.setattr(reading_module, "_MAX_LOGITS", chunk)
         readings = executor.serve(requests)
     longest = max(len(branch.tokens) for group in groups for branch in group)
-    assert executor.num_calls == 1
-    assert executor.num_positions == longest * sum(map(len, groups))
+    assert executor.output.num_calls == 1
+    assert executor.output.num_positions == longest * sum(map(len, groups))
     for group, read in zip(groups, readings, strict=True):
         for branch, reading in zip(group, read, strict=True):
             check(reading, branch, logits_of(HashModel(1), branch))
@@ -103,7 +119,7 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
                 tokens=branch.tokens, positions=branch.positions, order=branch.order, draft_at=range(len(branch.tokens))
             )
             check(reading, everywhere, logits_of(HashModel(1), branch))
-    assert executor.num_calls == 1, "further drafts need no call"
+    assert executor.output.num_calls == 1, "further drafts need no call"
 
 
 def test_cached_and_uncached_forwards_are_two_calls() -> None:
@@ -114,7 +130,7 @@ def test_cached_and_uncached_forwards_are_two_calls() -> None:
         (row, str(row), Forward(phase="", branches=(branch[row],), draw=GREEDY, cached=row != 1)) for row in range(3)
     ]
     readings = executor.serve(forwards)
-    assert executor.num_calls == 2
+    assert executor.output.num_calls == 2
     for row in range(3):
         check(readings[row][0], branch[row], logits_of(HashModel(2), branch[row]))
 
@@ -296,7 +312,7 @@ def test_rows_that_draw_differently_share_a_call() -> None:
     executor = Serving(HashModel(4), 3)
     forwards = [(i, f"p{i}", Forward(phase="", branches=(branch,), draw=draws[i])) for i in range(3)]
     together = executor.serve(forwards)
-    assert executor.num_calls == 1
+    assert executor.output.num_calls == 1
     for i, request in enumerate(forwards):
         assert Serving(HashModel(4), 3).serve([request])[0] == together[i]
     assert len({tuple(reading[0].tokens) for reading in together}) == 3

@@ -57,24 +57,26 @@ def test_masks_after_an_end_are_no_unfinished_work() -> None:
 
 
 def test_a_step_without_progress_is_an_error() -> None:
-    message = r"^decoder: expected Scripted.step to commit a token, .* got neither \(1 of 0\); commit a token"
+    message = (
+        r"^decoder: expected Scripted.step to commit a token, .* up to 0 \(schedule_length\), got 1; commit a token"
+    )
     with pytest.raises(ValueError, match=message):
         one(Scripted(script=((), (0,))), 1)
-    with pytest.raises(ValueError, match=r"\(0 of 9\)"):
+    with pytest.raises(ValueError, match=r"up to 9 \(schedule_length\), got 0"):
         one(Scripted(script=((), (0,)), schedule_length=9, advance=0), 1)
 
 
 def test_a_schedule_may_commit_nothing_within_its_bound() -> None:
     script = ((), (0,), (), (1,))
     assert one(Scripted(script=script, schedule_length=2), 2).num_forwards == 4
-    with pytest.raises(ValueError, match=r"\(2 of 1\)"):
+    with pytest.raises(ValueError, match=r"up to 1 \(schedule_length\), got 2"):
         one(Scripted(script=script, schedule_length=1), 2)
 
 
 @pytest.mark.parametrize(("place", "token"), [(0, "mask"), (-1, 5), (4, 5), (0, -3), (0, 99_999)])
 def test_masks_and_unknown_ids_are_not_committed_nor_places_outside_the_canvas(place: int, token: Any) -> None:
     (prompt,) = prompts_of(1)
-    state = RowState.blank(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
+    state = RowState(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
     token = state.special_tokens.mask_token_id if token == "mask" else token
     with pytest.raises(ValueError, match=NOT_COMMITTED):
         state.commit([place], [token])
@@ -84,7 +86,7 @@ def test_committing_a_place_twice_is_an_error() -> None:
     with pytest.raises(ValueError, match=NOT_COMMITTED):
         one(Scripted(script=((0, 1), (1,))), 3)
     (prompt,) = prompts_of(1)
-    state = RowState.blank(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
+    state = RowState(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
     for places, tokens in (([0, 0], [5, 5]), ([0, 1], [5])):
         with pytest.raises(ValueError, match=NOT_COMMITTED):
             state.commit(places, tokens)
@@ -101,7 +103,7 @@ class Slipping(Decoder):
     has_state: bool = True
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> Any:
-        return RowState.blank(prompt, sampling, special_tokens) if self.has_state else None
+        return RowState(prompt, sampling, special_tokens) if self.has_state else None
 
     def step(self, state: RowState) -> Steps[None]:
         yield self.request(Branch(tokens=state.prompt.token_ids, positions=range(2), draft_at=[1]))  # type: ignore[misc]
@@ -115,9 +117,12 @@ def _forward(**changes: Any) -> Callable[[Branch], Forward]:
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        (Slipping(request=_forward(draft_at=[2])), r"decoder: expected draft_at from 0 to 1 in a branch of 2 tokens"),
-        (Slipping(request=_forward(draft_at=[-1])), r"decoder: expected draft_at from 0 to 1 in a branch of 2 tokens"),
-        (Slipping(request=_forward(score_at=[(2, 5)])), r"decoder: expected score_at from 0 to 1 in a branch"),
+        (Slipping(request=_forward(draft_at=[2])), r"decoder: expected draft_at and score_at from 0 to 1 in a branch"),
+        (Slipping(request=_forward(draft_at=[-1])), r"decoder: expected draft_at and score_at from 0 to 1 in a branch"),
+        (
+            Slipping(request=_forward(score_at=[(2, 5)])),
+            r"decoder: expected draft_at and score_at from 0 to 1 in a branch",
+        ),
         (
             Slipping(request=_forward(positions=range(3))),
             r"branches with a position from 0 for each token, got 4 tokens and 6",
@@ -129,7 +134,7 @@ def _forward(**changes: Any) -> Callable[[Branch], Forward]:
             Slipping(request=lambda _: MoreDrafts(draft_at=([0],), draw=Draw(sampling=SamplingParams()))),
             r"MoreDrafts with offsets in each of the last forward's branches \(0\), got 'offsets in 1'",
         ),
-        (Slipping(has_state=False), r"Slipping.begin: expected a RowState, got None; return RowState.blank"),
+        (Slipping(has_state=False), r"Slipping.begin: expected a RowState, got None; return RowState"),
     ],
 )
 def test_slips_of_ones_own_decoder_are_named(decoder: Decoder, message: str) -> None:

@@ -46,7 +46,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> dict[int, Generation]:
     found: dict[int, Generation] = {}
     last = max(request.arrives + (request.leaves or 0) for request in requests)
     time = 0
-    while time <= last or engine.is_busy:
+    while time <= last or engine.waiting or engine.rows:
         for index, request in enumerate(requests):
             if request.arrives == time:
                 engine.submit(index, request.prompt, request.sampling)
@@ -62,7 +62,7 @@ def check(model: LanguageModel, decoder: Decoder, requests: Sequence[Request], *
     engine = Engine(model, decoder, 3, DecodingOptions(**options), detokenize=letters)
     with torch.no_grad():
         found = serve(engine, requests)
-    assert engine.queue._free == {0, 1, 2}
+    assert not engine.rows
     for index, request in enumerate(requests):
         if request.leaves is None or index in found:
             [alone] = decode(model, decoder, [request.prompt], request.sampling, detokenize=letters).rows
@@ -133,7 +133,7 @@ def test_aborting_what_is_not_there_changes_nothing() -> None:
     engine.abort(7)
     engine.submit(7, Prompt(token_ids=(3,), id="a"), SamplingParams(max_new_tokens=2))
     engine.abort(7)
-    assert not engine.is_busy
+    assert [*engine.waiting, *engine.rows] == []
 
 
 LOW = (3, 4, 6, 7, 8)

@@ -219,7 +219,7 @@ def setup_of(options: Namespace) -> Setup:
     model = load_model_of(options)
     decoder = options.decoder or model.default_decoder.fitted(sampling)
     model.check_decoder(decoder, allow_mismatch=decoding.allow_mismatch)
-    check_context(model.model_for(decoder), {"0": 1}, sampling.max_new_tokens)
+    check_context(model.model_for(decoder), [(1, "0")], sampling.max_new_tokens)
     return Setup(model, decoder, sampling, decoding)
 
 

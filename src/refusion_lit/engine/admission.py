@@ -7,9 +7,10 @@ the store, so sharing takes no extra memory.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from os.path import commonprefix
 
 import torch
 from torch import Tensor
@@ -41,8 +42,6 @@ class Row:
         sampling: Length limit and sampling options.
         trace: Whether every forward is recorded.
         storage: Its row of the cache; -1 while it waits.
-        source: The row from which its first entries are copied, possibly ``storage`` itself; -1 if nothing is shared.
-        num_shared: Number of copied entries.
         started: When it was admitted, in seconds.
         waiting_since: Number of the last call that it took part in.
         state: The decoder's state. It and what follows are set by :meth:`begin`.
@@ -52,13 +51,11 @@ class Row:
         spans_end: Position after the last given token of a template; no EOS is drawn before it. 0 without template.
         stopping: Looks for stop strings and a low entropy; ``None`` if the sampling options name neither.
         constraint: Which tokens may be drawn; ``None``: all.
-        num_forwards_before: Its forwards up to the last commit.
-        forward: Its last forward.
-        branches: What the pending request reads: that forward's branches, or for further drafts their other offsets.
+        branches: What the pending request reads: the last forward's branches, with other offsets for further drafts.
         hidden: Hidden states of that forward [position, hidden], padding included, for further reads; if they are
             guided by an earlier forward, then the states that were kept of that one.
         starts: First position of each branch among them.
-        length: Length of a sequence of that forward, padding included.
+        twin_start: Position among them of the earlier forward's unconditional logits; ``None`` without that forward.
     """
 
     index: int
@@ -66,8 +63,6 @@ class Row:
     sampling: SamplingParams
     trace: bool = False
     storage: int = -1
-    source: int = -1
-    num_shared: int = 0
     started: float = 0.0
     waiting_since: int = 0
     state: RowState = field(init=False)
@@ -77,12 +72,10 @@ class Row:
     spans_end: int = field(init=False)
     stopping: Stopping | None = field(init=False)
     constraint: ConstraintState | None = field(init=False)
-    num_forwards_before: int = 0
-    forward: Forward = field(init=False)
     branches: Sequence[Branch] = ()
     hidden: Tensor = field(init=False)
     starts: Sequence[int] = ()
-    length: int = 0
+    twin_start: int | None = None
 
     def begin(self, state: RowState, steps: Steps[None], detokenize: Callable[[list[int]], str] | None) -> None:
         """Go into flight: run the decoder up to its first request; stop strings need ``detokenize``."""
@@ -102,62 +95,66 @@ class Row:
         assert isinstance(self.request, Forward)
         return self.request
 
-    def begin_forward(self, hidden: Tensor, starts: Sequence[int], length: int) -> None:
+    def begin_forward(self, hidden: Tensor, starts: Sequence[int]) -> None:
         """Take the hidden states of the pending forward, and count it.
 
         Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
         """
         forward = self.pending
-        self.forward = forward
         self.branches = forward.branches
-        self.hidden = hidden if forward.twin_at is None else torch.cat((hidden, self.hidden))
         self.starts = starts
-        self.length = length
+        self.twin_start = None if forward.twin_at is None else len(hidden) + forward.twin_at
+        self.hidden = hidden if forward.twin_at is None else torch.cat((hidden, self.hidden))
         self.state.num_forwards += 1
-        num_shared = self.num_shared if self.state.num_forwards == 1 else 0
+        num_shared = self.state.num_shared if self.state.num_forwards == 1 else 0
         num_rows, own_length = shape_of(forward)
+        shape = (num_rows, own_length + num_shared)
         self.result.num_positions += sum(len(branch.tokens) for branch in forward.branches) + num_shared
-        self.result.forward_shapes.append((num_rows, own_length + num_shared))
+        self.result.forward_shapes.append(shape)
         if self.trace:
-            self.result.trace.append(TraceRound(phase=forward.phase, shape=(num_rows, own_length + num_shared)))
+            self.result.trace.append(TraceRound(phase=forward.phase, shape=shape))
 
     def reads(self, first: int) -> list[Read]:
         """Return what the pending request reads from each branch of the last forward.
 
         Args:
             first: Index of that forward's first hidden state among those of all rows.
+
+        Raises:
+            ValueError: If an offset is beyond a branch, where another prompt's hidden states may be.
         """
         assert self.request is not None
         draw = self.request.draw
         found = []
         for branch, start in zip(self.branches, self.starts, strict=True):
-            _check_offsets(branch.draft_at, len(branch.tokens), "draft_at")
-            _check_offsets([offset for offset, _ in branch.score_at], len(branch.tokens), "score_at")
+            offsets = [*branch.draft_at, *(offset for offset, _ in branch.score_at)]
+            last = len(branch.tokens) - 1
+            if offsets and not 0 <= min(offsets) <= max(offsets) <= last:
+                expected = f"draft_at and score_at from 0 to {last} in a branch of {last + 1} tokens"
+                raise ValueError(f"decoder: expected {expected}, got {offsets}; {_FIX}.")
             read = Read(draw, branch, first + start, self.prompt.id, self.spans_end)
             if draw.guidance is not None and branch.draft_at:
-                # The second branch, without the condition, is the next sequence.
-                twin_at = self.forward.twin_at
-                own = shape_of(self.forward)[0] * self.length
-                read.guide = self.length if twin_at is None else own + twin_at - start - branch.draft_at[0]
+                # Without an earlier forward, the second branch has the unconditional logits.
+                own = self.starts[1] if self.twin_start is None else self.twin_start - branch.draft_at[0]
+                read.guide = own - start
             if self.constraint is not None:
                 constrain(read, self.constraint, self.state)
             found.append(read)
         return found
 
-    def advance(self, readings: list[Reading]) -> list[int]:
-        """Send the decoder its readings and take its next request; return the places that it committed, sorted."""
+    def advance(self, readings: list[Reading]) -> bool:
+        """Send the decoder its readings and take its next request; return whether it has committed tokens."""
+        state = self.state
         branches = self.branches
-        num_before = self.state.num_committed
+        num_before = state.num_committed
         self.request = self._next(readings)
-        committed = sorted(self.state.committed[num_before:])
+        committed = sorted(state.committed[num_before:])
         if self.trace:
-            positions = [self.state.prompt_length + place for place in committed]
-            self.result.trace[-1].add(branches, readings, positions)
+            self.result.trace[-1].add(branches, readings, [state.prompt_length + place for place in committed])
         if committed:
-            num_new = self.state.num_forwards - self.num_forwards_before
-            self.result.round_ratios.append(len(committed) / max(num_new, 1))
-            self.num_forwards_before = self.state.num_forwards
-        return committed
+            last_commit = state.commit_rounds[state.committed[num_before - 1]] if num_before else 0
+            self.result.round_ratios.append(len(committed) / max(state.num_forwards - last_commit, 1))
+        return bool(committed)
 
     def _next(self, readings: list[Reading] | None) -> Request | None:
         """Send the decoder its readings, at first none, and return its next request; ``None`` at its end.
@@ -179,82 +176,53 @@ class Row:
         return request
 
 
-def _check_offsets(offsets: Sequence[int], length: int, name: str) -> None:
-    """Refuse offsets beyond a branch, which would read another prompt's hidden states."""
-    if offsets and not 0 <= min(offsets) <= max(offsets) < length:
-        raise ValueError(
-            f"decoder: expected {name} from 0 to {length - 1} in a branch of {length} tokens, got {offsets}; {_FIX}."
-        )
+def admit(
+    waiting: list[Row], rows: Sequence[Row], held: dict[int, Tokens], num_rows: int, decoder: Decoder | None
+) -> Iterator[tuple[Row, int, int]]:
+    """Assign free rows of the cache to waiting prompts.
 
-
-class Admission:
-    """Prompts that wait for a row of the cache, and the prompts whose KV cache entries the rows hold.
+    A prompt is held back if a prompt in flight will soon have a prefix to share that is at least ``MIN_SHARED`` tokens
+    longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
 
     Args:
+        waiting: Prompts without a row, in their order; those that get one are removed.
+        rows: Prompts in flight.
+        held: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is reused.
         num_rows: Rows of the cache.
         decoder: Determines how much of a common prefix may be shared; ``None``: nothing is shared.
-        held: Prompts whose entries the rows hold from an earlier engine, by row.
 
-    Attributes:
-        waiting: Prompts without a row, in their order.
-        held: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is reused.
+    Yields:
+        A prompt, the number of its first entries that are copied, and the row of the cache that they are copied from,
+        possibly its own; -1 if nothing is shared.
     """
+    free = {*range(num_rows)} - {row.storage for row in rows}
+    pending = {row.storage: row.prompt.token_ids for row in rows if row.storage not in held}
+    delayed: list[Row] = []
+    while waiting and free and len(delayed) < num_rows:
+        row = waiting.pop(0)
+        tokens = row.prompt.token_ids
+        num_shared, source = _longest(held, tokens, decoder)
+        if _longest(pending, tokens, decoder)[0] >= num_shared + MIN_SHARED:
+            delayed.append(row)
+            continue
+        # A free source row needs no copy. Otherwise prefer a row that holds no prompt, to keep sources for others.
+        row.storage = source if source in free else min(free, key=lambda storage: (storage in held, storage))
+        free.remove(row.storage)
+        held.pop(row.storage, None)
+        pending[row.storage] = tokens  # until its first forward
+        yield row, num_shared, source
+    waiting[:0] = delayed
 
-    def __init__(self, num_rows: int, decoder: Decoder | None, held: Mapping[int, Tokens] | None = None) -> None:
-        self.waiting: deque[Row] = deque()
-        self._free = set(range(num_rows))
-        self._num_rows = num_rows
-        self._decoder = decoder
-        self.held = dict(held or {})
-        self._pending: dict[int, Tokens] = {}  # prompts whose first forward is still to come, by row
 
-    def admit(self) -> Iterator[Row]:
-        """Assign free rows to waiting prompts.
-
-        A prompt is held back if a prompt in flight will soon have a prefix to share that is at least ``MIN_SHARED``
-        tokens longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
-        """
-        delayed: list[Row] = []
-        while self.waiting and self._free and len(delayed) < self._num_rows:
-            waiting = self.waiting.popleft()
-            tokens = waiting.prompt.token_ids
-            waiting.num_shared, waiting.source = self._longest(self.held, tokens)
-            if self._longest(self._pending, tokens)[0] >= waiting.num_shared + MIN_SHARED:
-                delayed.append(waiting)
-                continue
-            # A free source row needs no copy. Otherwise prefer a row that holds no prompt, to keep sources for others.
-            is_free = waiting.source in self._free
-            storage = waiting.source if is_free else min(self._free, key=lambda row: (row in self.held, row))
-            self._free.remove(storage)
-            self.held.pop(storage, None)
-            self._pending[storage] = tokens
-            waiting.storage = storage
-            yield waiting
-        self.waiting.extendleft(reversed(delayed))
-
-    def computed(self, storage: int) -> None:
-        """Record that a row's first forward has run."""
-        if storage in self._pending:
-            self.held[storage] = self._pending.pop(storage)
-
-    def release(self, storage: int) -> None:
-        """Take back the row of a finished prompt."""
-        self._free.add(storage)
-        self._pending.pop(storage, None)  # pending still if the prompt ended without a forward
-
-    def _longest(self, prompts: Mapping[int, Tokens], tokens: Tokens) -> tuple[int, int]:
-        """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""
-        if self._decoder is None:
-            return 0, -1
-        best = 0
-        row = -1
-        head = tokens[:MIN_SHARED]
-        for storage, other in prompts.items():
-            if other[:MIN_SHARED] == head:
-                pairs = enumerate(zip(tokens, other, strict=False))
-                num_common = next((i for i, (own, its) in pairs if own != its), min(len(tokens), len(other)))
-                length = self._decoder.num_shareable(len(tokens), num_common)
-                if length > best:
-                    best = length
-                    row = storage
-        return (best, row) if best >= MIN_SHARED else (0, -1)
+def _longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decoder | None) -> tuple[int, int]:
+    """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""
+    if decoder is None:
+        return 0, -1
+    head = tokens[:MIN_SHARED]
+    found = [
+        (decoder.num_shareable(len(tokens), len(commonprefix([tokens, other]))), storage)  # noqa: RUF071 - no paths
+        for storage, other in prompts.items()
+        if other[:MIN_SHARED] == head
+    ]
+    best = max(found, key=itemgetter(0), default=(0, -1))
+    return best if best[0] >= MIN_SHARED else (0, -1)

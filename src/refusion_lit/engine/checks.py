@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from operator import itemgetter
 
 from refusion_lit.engine.decoder import Decoder
-from refusion_lit.engine.memory import KeptCache
+from refusion_lit.engine.memory import KeptCache, check_bound
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 
 class ModelMismatchError(ValueError):
     """Error for a decoder that does not fit the model's training."""
-
-
-def decoding_options(named: Mapping[str, Any], *also: str) -> DecodingOptions:
-    """Return the options of keyword arguments.
-
-    Args:
-        named: The arguments.
-        also: Names of the caller's other arguments, for the message.
-
-    Raises:
-        TypeError: If one is unknown, naming those that there are.
-        ValueError: If a value is out of range.
-    """
-    known = [*DecodingOptions.__dataclass_fields__]
-    for name in named:
-        if name not in known:
-            is_sampling = name in SamplingParams.__dataclass_fields__
-            hint = f"; pass it as sampling=SamplingParams({name}=...)" if is_sampling else ""
-            others = ", ".join(each for each in (*known, *also) if each not in named)
-            raise TypeError(f"unknown option {name}; expected one of {others}{hint}.")
-    return DecodingOptions(**named)
 
 
 def check_arguments(decoder: object, sampling: object, callbacks: object, kept: object) -> None:
@@ -93,36 +72,26 @@ def check_model(
     return reasons
 
 
-def check_context(
-    model: LanguageModel, lengths: Mapping[str, int], max_new_tokens: int, max_cache_tokens: int | None = None
-) -> None:
-    """Refuse prompts that leave no room for the response in the model's context or in a bounded cache.
+def check_context(model: LanguageModel, lengths: Sequence[tuple[int, str]], max_new_tokens: int) -> None:
+    """Refuse prompts that leave no room for the response in the model's context.
 
     Args:
         model: The model.
-        lengths: Number of tokens of each prompt, by its id.
+        lengths: Number of tokens of each prompt, and its id.
         max_new_tokens: Maximum length of the response.
-        max_cache_tokens: Maximum number of cache entries, which must hold one prompt and its response; ``None``: no
-            bound.
 
     Raises:
         ValueError: Naming the longest prompt.
     """
-    if not lengths:
-        return
-    longest, length = max(lengths.items(), key=lambda item: item[1])
     context = model.max_positions
-    if context is not None:
-        expected = f"less than the model's context of {context} tokens"
-        require(max_new_tokens < context, "max_new_tokens", expected, max_new_tokens, "lower it")
-        room = context - max_new_tokens
-        expected = f"at most {room} tokens (a context of {context} less max_new_tokens {max_new_tokens})"
-        require(length <= room, f"prompt {longest}", expected, length, "shorten it or lower max_new_tokens")
-    if max_cache_tokens is not None:
-        needed = length + max_new_tokens
-        expected = f"at least {needed} (prompt {longest} of {length} tokens and max_new_tokens)"
-        fix = "raise it, shorten the prompt or lower max_new_tokens"
-        require(max_cache_tokens >= needed, "max_cache_tokens", expected, max_cache_tokens, fix)
+    if context is None or not lengths:
+        return
+    expected = f"less than the model's context of {context} tokens"
+    require(max_new_tokens < context, "max_new_tokens", expected, max_new_tokens, "lower it")
+    length, longest = max(lengths, key=itemgetter(0))
+    room = context - max_new_tokens
+    expected = f"at most {room} tokens (a context of {context} less max_new_tokens {max_new_tokens})"
+    require(length <= room, f"prompt {longest}", expected, length, "shorten it or lower max_new_tokens")
 
 
 def check_prompts(
@@ -147,10 +116,10 @@ def check_prompts(
             fix = "use Autoregressive, or SelfSpeculative on a model with a drafter"
             name = type(decoder).__name__
             require(decoder.is_left_to_right, "constraint", "a decoder that draws from left to right", name, fix)
-    lengths: dict[str, int] = {}
-    for prompt in prompts:  # the candidates of a template, for one, have the same id
-        lengths[prompt.id] = max(lengths.get(prompt.id, 0), len(prompt.token_ids) + prompt.num_uncounted)
-    check_context(model, lengths, sampling.max_new_tokens, max_cache_tokens)
+    lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
+    check_context(model, lengths, sampling.max_new_tokens)
+    if max_cache_tokens is not None:
+        check_bound(lengths, sampling.max_new_tokens, max_cache_tokens)
     if model.learns_positions:
         _check_canvas(model, decoder, prompts, sampling)
 

@@ -4,8 +4,8 @@
 # not import their names, and then check no option's type.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from typing import ClassVar, Literal
 
 from refusion_lit.engine.requests import Steps
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
@@ -36,14 +36,14 @@ class ModelRequirements:
         """Return the reasons why a model with these traits does not fit; empty if it fits or nothing is known."""
         reasons = []
         if traits.attention != self.attention:
-            own, trained = (kind.replace("_", "-") for kind in (self.attention, traits.attention))
-            reasons.append(f"it uses {own} attention, the model was trained with {trained} attention")
+            reasons.append(
+                f"it uses {self.attention} attention, the model was trained with {traits.attention} attention"
+            )
         elif self.block_size != traits.block_size and self.block_size is not None:
             reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
         if self.attention == traits.attention and self.prompt_is_block != traits.prompt_is_block:
-            own, trained = ("the response" if value else "position 0"
-                            for value in (self.prompt_is_block, traits.prompt_is_block))  # fmt: skip
-            reasons.append(f"its blocks are counted from {own}, the model was trained with blocks from {trained}")
+            own = "the response" if self.prompt_is_block else "position 0"
+            reasons.append(f"its blocks are counted from {own}, those that the model was trained with are not")
         if traits.predictions is not None:
             known = {*traits.predictions} | ({"next_token_in_slot"} if "next_token" in traits.predictions else set())
             missing = [name for name in self.predictions if name not in known]
@@ -53,7 +53,7 @@ class ModelRequirements:
         return reasons
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RowState:
     """Decoding state of one prompt: its canvas and counters. Created for each call, never shared.
 
@@ -61,6 +61,7 @@ class RowState:
         prompt: The prompt.
         sampling: Length limit and sampling options.
         special_tokens: The model's special ids.
+        length: Tokens of the canvas, by default :func:`max_length`.
         tokens: The canvas: response tokens in text order; values at masked places are undefined.
         is_masked: Which places of the canvas are not final. Never derived from token ids. Given tokens are final from
             the start, and never committed.
@@ -83,10 +84,12 @@ class RowState:
     prompt: Prompt
     sampling: SamplingParams
     special_tokens: SpecialTokens
-    tokens: list[int]
-    is_masked: list[bool]
+    length: InitVar[int | None] = None
+    _: KW_ONLY
+    tokens: list[int] = field(init=False)
+    is_masked: list[bool] = field(init=False)
     committed: list[int] = field(default_factory=list)
-    commit_rounds: list[int] = field(default_factory=list)
+    commit_rounds: list[int] = field(init=False)
     finished: bool = False
     num_forwards: int = 0
     schedule_step: int = 0
@@ -99,32 +102,15 @@ class RowState:
     max_length: int = field(init=False)
     prompt_length: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Start with nothing committed."""
+    def __post_init__(self, length: int | None) -> None:
+        """Create the canvas: masks and given tokens."""
         self.max_length = max_length(self.prompt, self.sampling, self.special_tokens)
         self.prompt_length = len(self.prompt.token_ids)
-        self.commit_rounds = [0] * len(self.tokens)
-
-    @classmethod
-    def blank(
-        cls,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        special_tokens: SpecialTokens,
-        length: int | None = None,
-        **fields: Any,  # noqa: ANN401 - fields of the subclass
-    ) -> Self:
-        """Create a state with a canvas of ``length`` tokens, by default :func:`max_length`: masks and given tokens."""
-        length = max_length(prompt, sampling, special_tokens) if length is None else length
-        given = [*prompt.given[:length], *[None] * (length - len(prompt.given))]
-        return cls(
-            prompt=prompt,
-            sampling=sampling,
-            special_tokens=special_tokens,
-            tokens=[special_tokens.pad_token_id if token is None else token for token in given],
-            is_masked=[token is None for token in given],
-            **fields,
-        )
+        length = self.max_length if length is None else length
+        given = [*self.prompt.given[:length], *[None] * (length - len(self.prompt.given))]
+        self.tokens = [self.special_tokens.pad_token_id if token is None else token for token in given]
+        self.is_masked = [token is None for token in given]
+        self.commit_rounds = [0] * length
 
     @property
     def known(self) -> list[tuple[int, int]]:
@@ -225,7 +211,7 @@ class Decoder(ABC):
     requires: ClassVar[ModelRequirements]
     ranges: ClassVar[Ranges] = {}
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
-    refuses: ClassVar[str | None] = ""
+    refuses: ClassVar[str | None] = "it does not override Decoder.refusal, which says whether it can"
     state: ClassVar[type[RowState]] = RowState
     stop_at_eos: bool = True  # an option of some subclasses
     shifted: bool = False  # likewise
@@ -272,8 +258,7 @@ class Decoder(ABC):
         tokens creates a canvas of :func:`max_length`, leaves ``is_masked`` of the new state unchanged, and commits
         masked places only. The engine draws no EOS token in a span.
         """
-        unsaid = f"{type(self).__name__} does not override Decoder.refusal, which says whether it can"
-        return unsaid if self.refuses == "" else self.refuses
+        return self.refuses
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return how many leading prompt tokens may be copied from the cache of another prompt.
@@ -290,8 +275,8 @@ class Decoder(ABC):
         return {"nothing": 0, "all": num_common, "all_but_last": min(num_common, prompt_length - 1)}[self.shares]
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create the ``state`` of one prompt by :meth:`RowState.blank`; by default a canvas of :func:`max_length`."""
-        return self.state.blank(prompt, sampling, special_tokens)
+        """Create the ``state`` of one prompt; by default with a canvas of :func:`max_length`."""
+        return self.state(prompt, sampling, special_tokens)
 
     @abstractmethod
     def step(self, state: RowState) -> Steps[None]:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from refusion_lit.engine.admission import Admission, Row
+from refusion_lit.engine.admission import Row, admit
 from refusion_lit.engine.batch import Batch
-from refusion_lit.engine.checks import check_model, check_prompts, decoding_options
+from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.memory import KeptCache, groups_within, rows_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.engine.reading import Reader, joined
-from refusion_lit.engine.requests import MoreDrafts, Read, Reading, Steps
+from refusion_lit.engine.requests import Forward, MoreDrafts, Read, Steps
 from refusion_lit.engine.sampling import settle
 from refusion_lit.engine.stopping import cut_at_stop
 from refusion_lit.modeling.devices import synchronised_time
@@ -60,13 +61,16 @@ def decode(
         TypeError: If an option is unknown.
         ValueError: If an option is out of range, or a prompt is empty or too long.
     """
-    options = decoding_options(named)
+    try:
+        options = DecodingOptions(**named)
+    except TypeError as error:
+        raise TypeError(f"{error}; options of sampling go into sampling=SamplingParams(...).") from error
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     mismatches = check_model(model, decoder, allow_mismatch=options.allow_mismatch)
     check_prompts(model, decoder, prompts, sampling, options.max_cache_tokens)
     decoder.check(sampling)
     batch_size = min(options.batch_size, max(len(prompts), 1))
-    output = DecodingOutput(rows=[], num_calls=0, num_positions=0, seconds=0.0, mismatches=mismatches)
+    output = DecodingOutput(mismatches=mismatches)
     results: dict[int, Generation] = {}
     started = synchronised_time(model.device)
     groups = [(batch_size, list(enumerate(prompts)))]
@@ -74,12 +78,13 @@ def decode(
         groups = groups_within(prompts, sampling.max_new_tokens, batch_size, options.max_cache_tokens)
     for num_rows, group in groups:
         engine = Engine(
-            model, decoder, num_rows, options, callbacks=callbacks, detokenize=detokenize, trace=trace, kept=kept
-        )
+            model, decoder, num_rows, options,
+            callbacks=callbacks, detokenize=detokenize, trace=trace, kept=kept, output=output,
+        )  # fmt: skip
         for index, prompt in group:
             engine.submit(index, prompt, sampling)
         try:
-            while engine.is_busy:
+            while engine.waiting or engine.rows:
                 results |= engine.step()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -87,119 +92,98 @@ def decode(
             used = f"{num_rows} and no memory left (the cache takes {engine.cache.num_bytes / 2**20:.0f} MB)"
             fix = "lower it, or set max_cache_tokens."
             raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
-        engine.close(output)
+        engine.close()
     output.rows = [results[i] for i in range(len(prompts))]
     output.seconds = synchronised_time(model.device) - started
     return output
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Decodes prompts that share a cache. Prompts may be submitted while it runs.
 
     For ``callbacks``, ``detokenize``, ``trace`` and ``kept`` see :func:`decode`.
 
-    Args:
+    Attributes:
         model: The model.
         decoder: The strategy.
         num_rows: Maximum number of prompts in flight.
         options: How prompts are batched; the caller has checked that model and prompts fit.
+        output: Receives the counts of calls, positions, shared tokens and memory.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        decoder: Decoder,
-        num_rows: int,
-        options: DecodingOptions = DecodingOptions(),
-        *,
-        callbacks: Sequence[GenerationCallback] = (),
-        detokenize: Callable[[list[int]], str] | None = None,
-        trace: bool = False,
-        kept: KeptCache | None = None,
-    ) -> None:
-        self.model = model
-        self.device = model.device
-        self.decoder = decoder
-        self.options = options
-        self.callbacks = callbacks
-        self.detokenize = detokenize
-        self.trace = trace
-        self.kept = kept if options.share_prefixes else None
-        cache, held = (None, {}) if self.kept is None else self.kept.take(decoder, num_rows)
-        self.cache = model.make_cache(num_rows) if cache is None else cache
-        self.queue = Admission(num_rows, decoder if options.share_prefixes else None, held)
+    model: LanguageModel
+    decoder: Decoder
+    num_rows: int
+    options: DecodingOptions = DecodingOptions()
+    _: KW_ONLY
+    callbacks: Sequence[GenerationCallback] = ()
+    detokenize: Callable[[list[int]], str] | None = None
+    trace: bool = False
+    kept: KeptCache | None = None
+    output: DecodingOutput = field(default_factory=DecodingOutput)
+
+    def __post_init__(self) -> None:
+        """Start with no prompts and, if one was kept, the cache of an earlier engine."""
+        model = self.model
+        kept = None if self.kept is None else self.kept.take(self.decoder, self.num_rows)
+        self.cache, self.held = kept or (model.make_cache(self.num_rows), {})
+        self.waiting: list[Row] = []
         self.rows: list[Row] = []
-        self.reader = Reader(model, all_probabilities=trace)
+        self.reader = Reader(model, all_probabilities=self.trace)
         self.run_body = model.runner()
-        self.num_sharing = num_rows  # prompts that share the cost of a forward; a server says how many there are
-        self.num_calls = 0
-        self.num_positions = 0
-        self.num_shared = 0
+        self.device = model.device
+        self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server says how many there are
 
     def submit(self, index: int, prompt: Prompt, sampling: SamplingParams, *, trace: bool = False) -> None:
         """Put a prompt into the queue, under a number that :meth:`step` returns its generation by.
 
         With ``trace``, every forward of it is recorded; probabilities only if the engine records all traces.
         """
-        self.queue.waiting.append(Row(index, prompt, sampling, trace or self.trace))
+        self.waiting.append(Row(index, prompt, sampling, trace or self.trace))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
 
         A number that is unknown, or of a finished prompt, changes nothing.
         """
-        for row in [row for row in self.queue.waiting if row.index == index]:
-            self.queue.waiting.remove(row)
-        for row in [row for row in self.rows if row.index == index]:
-            row.steps.close()
-            self.rows.remove(row)
-            self.queue.release(row.storage)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether prompts wait or are in flight."""
-        return bool(self.queue.waiting or self.rows)
+        self.waiting = [row for row in self.waiting if row.index != index]
+        self.rows = [row for row in self.rows if row.index != index]
 
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
         """Serve prompts once; return those that are finished, by their numbers."""
-        self.rows += [self._begin(row) for row in self.queue.admit()]  # admit
-        chosen = self._schedule()  # schedule
-        readings = self._run(chosen)  # run: body and head
-        for row in chosen:  # postprocess: the decoder's turn
-            if row.advance(readings[row.index]):
-                self._notify(row)
+        sharing = self.decoder if self.options.share_prefixes else None
+        admitted = admit(self.waiting, self.rows, self.held, self.num_rows, sharing)
+        self.rows += [self._begin(*each) for each in admitted]
+        for rows in self._schedule():  # schedule
+            self._serve(rows)  # run body and head; postprocess: the decoder's turn
         finished = [row for row in self.rows if row.request is None]
-        for row in finished:
-            self.rows.remove(row)
-            self.queue.release(row.storage)
+        self.rows = [row for row in self.rows if row.request is not None]
         return {row.index: self._finish(row) for row in finished}
 
-    def close(self, output: DecodingOutput) -> None:
-        """Add what was counted to an output, and keep the cache."""
-        output.num_calls += self.num_calls
-        output.num_positions += self.num_positions
-        output.num_shared += self.num_shared
+    def close(self) -> None:
+        """Count the cache's memory, and keep the cache."""
         size = self.cache.num_bytes
-        output.cache_bytes = max(output.cache_bytes, size)
+        self.output.cache_bytes = max(self.output.cache_bytes, size)
         if size:
-            output.cache_bytes_per_token = size / (self.cache.num_rows * self.cache.capacity)
+            self.output.cache_bytes_per_token = size / (self.cache.num_rows * self.cache.capacity)
         if self.kept is not None:
-            self.kept.put(self.cache, self.decoder, self.queue.held)
+            self.kept.put(self.cache, self.decoder, self.held)
 
-    def _begin(self, row: Row) -> Row:
+    def _begin(self, row: Row, num_shared: int, source: int) -> Row:
         """Create an admitted prompt's state, which takes over shared cache entries, and get its first request."""
         state = self.decoder.begin(row.prompt, row.sampling, self.model.special_tokens)
         name = f"{type(self.decoder).__name__}.begin"
-        require(isinstance(state, RowState), name, "a RowState", state, "return RowState.blank(...), say")
+        require(isinstance(state, RowState), name, "a RowState", state, "return RowState(...), say")
         state.forward_cost = self.model.forward_cost
-        if row.num_shared:
-            self.cache.copy(row.source, row.storage, row.num_shared)
-            self.num_shared += row.num_shared
-            state.num_shared = state.num_cached = row.num_shared
+        if num_shared:
+            self.cache.copy(source, row.storage, num_shared)
+            self.output.num_shared += num_shared
+            state.num_shared = state.num_cached = num_shared
         state.finished = state.prefix_ends  # everything is given
         row.started = synchronised_time(self.device)
-        row.waiting_since = self.num_calls
+        row.waiting_since = self.output.num_calls
         row.begin(state, self._steps(state), self.detokenize)
         return row
 
@@ -216,36 +200,42 @@ class Engine:
             require(hasattr(steps, "send"), f"{name}.step", "a generator of requests", steps, "yield a Forward in it")
             yield from steps
             state.finished = state.finished or (self.decoder.stop_at_eos and state.prefix_ends)
-            if state.num_committed > num_committed or state.finished:
-                continue
-            if not num_steps < state.schedule_step <= state.schedule_length:
-                raise ValueError(
-                    f"decoder: expected {name}.step to commit a token, or to advance schedule_step within "
-                    f"schedule_length, got neither ({state.schedule_step} of {state.schedule_length}); commit a token "
-                    "in every step, set schedule_length in begin and advance schedule_step up to it, or set finished "
-                    "at the end."
-                )
+            if state.num_committed == num_committed and not state.finished:
+                bound = state.schedule_length
+                expected = f"{name}.step to commit a token, or to advance schedule_step up to {bound} (schedule_length)"
+                fix = "commit a token in every step, set schedule_length in begin, or set finished at the end"
+                require(num_steps < state.schedule_step <= bound, "decoder", expected, state.schedule_step, fix)
 
-    def _schedule(self) -> list[Row]:
-        """Return the rows that are served next: first those that need no forward, then forwards within the budget."""
+    def _schedule(self) -> list[list[Row]]:
+        """Return the rows that are served next, those of one call of the model together.
+
+        Those that need no forward come first, then forwards within the budget.
+        """
         drafting = [row for row in self.rows if isinstance(row.request, MoreDrafts)]
         if drafting:
-            return drafting
+            return [drafting]
         chosen = [row for row in self.rows if row.request is not None]
         if self.options.max_tokens_per_forward is not None:
             chosen = rows_within(chosen, self.options.max_tokens_per_forward)
-        return chosen
+        groups = ([row for row in chosen if row.pending.cached is cached] for cached in (True, False))
+        return [group for group in groups if group]
 
-    def _run(self, rows: Sequence[Row]) -> dict[int, list[Reading]]:
-        """Answer the rows' requests, all forwards or all further drafts, in as few calls of the model as possible."""
-        if rows and isinstance(rows[0].request, MoreDrafts):
-            return self._read(rows, joined([row.hidden for row in rows], 0))
-        answers: dict[int, list[Reading]] = {}
-        for is_cached in (True, False):
-            together = [row for row in rows if row.pending.cached is is_cached]
-            if together:
-                answers |= self._read(together, self._forward(together))
-        return answers
+    def _serve(self, rows: Sequence[Row]) -> None:
+        """Answer the requests of rows, all forwards of one call or all further drafts, and take what they commit."""
+        is_forward = isinstance(rows[0].request, Forward)
+        states = self._forward(rows) if is_forward else joined([row.hidden for row in rows], 0)
+        reads: list[list[Read]] = []
+        first = 0
+        for row in rows:
+            reads.append(row.reads(first))
+            first += len(row.hidden)
+        self.reader.read(states, [read for own in reads for read in own])
+        for row, own in zip(rows, reads, strict=True):
+            if row.constraint is not None:
+                for read in own:
+                    settle(read, row.constraint)
+            if row.advance([read.reading for read in own]):
+                self._notify(row)
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Run the forwards of rows in one call of the model.
@@ -262,29 +252,14 @@ class Engine:
                     cache.compact(row.storage, forward.keep.indices, forward.keep.num_leading)
             batch.prepare(cache)
         hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
-        self.num_calls += 1
-        self.num_positions += hidden.shape[0]
-        length = batch.ids.shape[1]
+        self.output.num_calls += 1
+        self.output.num_positions += len(hidden)
         for row, part, starts in zip(rows, batch.parts, batch.starts, strict=True):
-            row.begin_forward(hidden[part], starts, length)
-            row.waiting_since = self.num_calls
-            self.queue.computed(row.storage)
+            row.begin_forward(hidden[part], starts)
+            row.waiting_since = self.output.num_calls
+            self.held[row.storage] = row.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return joined([row.hidden for row in rows], 0) if has_twins else hidden
-
-    def _read(self, rows: Sequence[Row], states: Tensor) -> dict[int, list[Reading]]:
-        """Read what rows request from the hidden states of their last forwards, which follow one another."""
-        reads: dict[int, list[Read]] = {}
-        first = 0
-        for row in rows:
-            reads[row.index] = row.reads(first)
-            first += row.hidden.shape[0]
-        self.reader.read(states, [read for own in reads.values() for read in own])
-        for row in rows:
-            if row.constraint is not None:
-                for read in reads[row.index]:
-                    settle(read, row.constraint)
-        return {index: [read.reading for read in own] for index, own in reads.items()}
 
     def _notify(self, row: Row) -> None:
         """Stream what a row committed, and look for stop strings."""
@@ -292,7 +267,6 @@ class Engine:
         for callback in self.callbacks:
             callback.on_commit(row.index, state)
         if row.stopping is not None and row.stopping.ends(state.final_prefix()):
-            row.steps.close()
             row.request = None
 
     def _finish(self, row: Row) -> Generation:

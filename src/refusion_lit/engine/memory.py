@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -12,6 +13,7 @@ from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import Prompt
+from refusion_lit.utils.require import require
 
 
 @dataclass
@@ -21,10 +23,10 @@ class KeptCache:
     The next call must use the same model with the same weights. The memory of the last call's cache stays allocated.
     """
 
-    _content: tuple[KVCache, Decoder, Mapping[int, Tokens], object] | None = None
+    _content: tuple[KVCache, Decoder, dict[int, Tokens], object] | None = None
 
-    def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache | None, Mapping[int, Tokens]]:
-        """Remove and return the kept cache and its prompts; ``None`` and an empty mapping if it is unusable.
+    def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache, dict[int, Tokens]] | None:
+        """Remove and return the kept cache and its prompts; ``None`` if it is unusable.
 
         It is usable if it has ``num_rows`` rows and was filled by the same decoder in the same torch modes. It is
         removed because an interrupted call leaves its entries undefined.
@@ -32,10 +34,10 @@ class KeptCache:
         content = self._content
         self._content = None
         if content is None or content[1] != decoder or content[0].num_rows != num_rows or content[3] != _mode():
-            return None, {}
+            return None
         return content[0], content[2]
 
-    def put(self, cache: KVCache, decoder: Decoder, held: Mapping[int, Tokens]) -> None:
+    def put(self, cache: KVCache, decoder: Decoder, held: dict[int, Tokens]) -> None:
         """Keep a cache and the prompts that its rows hold."""
         self._content = cache, decoder, held, _mode()
 
@@ -44,6 +46,24 @@ def _mode() -> object:
     """Return the types of autocast, which a cache's tensors depend on."""
     kinds = ("cpu", "cuda")
     return [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
+
+
+def check_bound(lengths: Sequence[tuple[int, str]], max_new_tokens: int, max_cache_tokens: int) -> None:
+    """Refuse a bounded cache that does not hold the longest prompt and its response.
+
+    Args:
+        lengths: Number of tokens of each prompt, and its id.
+        max_new_tokens: Maximum length of the response.
+        max_cache_tokens: Maximum number of cache entries.
+
+    Raises:
+        ValueError: Naming the longest prompt.
+    """
+    length, longest = max(lengths, key=itemgetter(0), default=(0, ""))
+    needed = length + max_new_tokens
+    expected = f"at least {needed} (prompt {longest} of {length} tokens and max_new_tokens)"
+    fix = "raise it, shorten the prompt or lower max_new_tokens"
+    require(not lengths or max_cache_tokens >= needed, "max_cache_tokens", expected, max_cache_tokens, fix)
 
 
 def groups_within(

@@ -110,10 +110,10 @@ class DecodingOutput:
         mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).
     """
 
-    rows: list[Generation]
-    num_calls: int
-    num_positions: int
-    seconds: float
+    rows: list[Generation] = field(default_factory=list)
+    num_calls: int = 0
+    num_positions: int = 0
+    seconds: float = 0.0
     num_shared: int = 0
     cache_bytes: int = 0
     cache_bytes_per_token: float = 0.0

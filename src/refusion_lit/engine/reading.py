@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -46,8 +47,7 @@ class Reader:
         groups: dict[tuple[object, ...], list[Read]] = {}
         for read in reads:
             if read.branch.draft_at or read.branch.score_at:
-                key = (_kind(read.draw), read.guide, bool(read.branch.proposals), bool(read.spans_end or read.allowed))
-                groups.setdefault(key, []).append(read)
+                groups.setdefault(_kind(read), []).append(read)
         waiting = [(group, self._draw(hidden, group)) for group in groups.values()]
         if not waiting:
             return
@@ -125,14 +125,15 @@ def _is_plain(draw: Draw) -> bool:
     return is_bare and draw.sampling.temperature == 0
 
 
-def _kind(draw: Draw) -> tuple[object, ...]:
-    """Return the key of a draw: draws with equal keys are read together."""
+def _kind(read: Read) -> tuple[object, ...]:
+    """Return the key of a read: reads with equal keys draw in the same way."""
+    draw = read.draw
     sampling = draw.sampling
+    own = (draw.forbidden, read.guide, bool(read.branch.proposals), bool(read.spans_end or read.allowed))
     if _is_plain(draw):
-        return (draw.forbidden,)
-    return (draw.forbidden, sampling.temperature, sampling.top_p, sampling.top_k, draw.guidance,
-            draw.confidence_forbidden, draw.statistic, draw.top_p_first, draw.confidence_dtype,
-            draw.proposes)  # fmt: skip
+        return own
+    return (*own, sampling.temperature, sampling.top_p, sampling.top_k, draw.guidance, draw.confidence_forbidden,
+            draw.statistic, draw.top_p_first, draw.confidence_dtype, draw.proposes)  # fmt: skip
 
 
 def _finite(logits: Tensor) -> Tensor:
@@ -145,14 +146,13 @@ def _finite(logits: Tensor) -> Tensor:
 def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[float]]]:
     """Return each group's tokens, values and statistics as numbers, with one transfer from an accelerator."""
     parts = [part for group in drawn for part in (group.tokens, group.values, group.statistics)]
-    tensors = [joined(part) for part in parts if part]
+    tensors = [joined(part or [drawn[0].values[0][:0]]) for part in parts]
     if tensors[0].device.type != "cpu":
         # float64 holds ids exactly.
         flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
         split = flat.split([tensor.numel() for tensor in tensors])
         tensors = [own.to(tensor.dtype).view(tensor.shape) for own, tensor in zip(split, tensors, strict=True)]
-    present = iter(tensors)
-    numbers = iter([next(present).tolist() if part else [] for part in parts])
+    numbers = iter([tensor.tolist() for tensor in tensors])
     return list(zip(numbers, numbers, numbers, strict=True))
 
 
@@ -161,21 +161,18 @@ def _fill(
     distributions: Sequence[Tensor], *, every: bool,
 ) -> None:  # fmt: skip
     """Scatter a group's numbers to its readings."""
-    first = 0
-    first_given = len(tokens)
+    drafts, figures, distributed = iter(tokens), iter(statistics), iter(distributions)
+    of_drafts, scores = iter(values), iter(values[len(tokens) :])
     for read in group:
         reading = read.reading
-        stop = first + len(read.branch.draft_at)
-        reading.tokens = tokens[first:stop]
+        num = len(read.branch.draft_at)
+        reading.tokens = [*islice(drafts, num)]
+        probabilities = [*islice(of_drafts, num)]
         if every or read.draw.with_probability:
-            reading.probabilities = values[first:stop]
-        reading.statistic = statistics[first:stop]
-        if distributions:
-            reading.proposals = list(map(Proposal, reading.tokens, distributions[first:stop]))
-        stop_given = first_given + len(read.branch.score_at)
-        reading.scores = values[first_given:stop_given]
-        first = stop
-        first_given = stop_given
+            reading.probabilities = probabilities
+        reading.statistic = [*islice(figures, num)]
+        reading.proposals = [*map(Proposal, reading.tokens, distributed)]
+        reading.scores = [*islice(scores, len(read.branch.score_at))]
 
 
 def joined(parts: Sequence[Tensor], dim: int = -1) -> Tensor:

@@ -87,7 +87,7 @@ class RefusionLitModel(LM):
             sampling = self._sampling(request.args[1])
             self._decoder_for(sampling).check(sampling)
             prompts.append(self._encode(request.args[0]))
-            check_context(self.model.backbone, {names[index]: len(prompts[-1])}, sampling.max_new_tokens)
+            check_context(self.model.backbone, [(len(prompts[-1]), names[index])], sampling.max_new_tokens)
             groups[str(request.task_name), sampling].append(index)
         for (task, sampling), indices in groups.items():
             decoder = self._decoder_for(sampling)
@@ -204,7 +204,7 @@ class RefusionLitModel(LM):
         return whole[:same] or [self.model.backbone.special_tokens.eos_token_ids[0]], whole[same:]
 
     def _check_lengths(self, requests: list[Any], pairs: Sequence[tuple[list[int], list[int]]]) -> None:
-        lengths = {name: len(known) + len(text) for name, (known, text) in zip(_names(requests), pairs, strict=True)}
+        lengths = [(len(known) + len(text), name) for name, (known, text) in zip(_names(requests), pairs, strict=True)]
         check_context(self.model.backbone, lengths, 0)
         likelihood.check(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
 

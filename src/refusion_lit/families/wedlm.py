@@ -102,7 +102,7 @@ class WeDLM(Decoder):
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response, and the window's masks beyond."""
         length = max_length(prompt, sampling, special_tokens) + self.window_size
-        return RowState.blank(prompt, sampling, special_tokens, length)
+        return RowState(prompt, sampling, special_tokens, length)
 
     def step(self, state: RowState) -> Steps[None]:
         """Run one forward over the window; fill masks and keep the KV cache entries of the leading tokens."""

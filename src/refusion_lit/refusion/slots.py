@@ -62,7 +62,7 @@ class SlotState(RowState):
         for numbers in (range(num_inner), range(num_inner, len(slots))):
             size = _block_size(len(numbers), num_serial_blocks)
             blocks += [list(numbers[start : start + size]) for start in range(0, len(numbers), size)]
-        return cls.blank(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
+        return cls(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
 
     def positions(self, slots: Sequence[int], most: int | None = None) -> list[int]:
         """Return the positions of slots' tokens, slot by slot; with ``most``, of that many of each."""

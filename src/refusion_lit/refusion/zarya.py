@@ -154,7 +154,7 @@ class FirstHitting(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> GroupState:
         """Create a canvas and draw the groups of its masks."""
-        state = GroupState.blank(prompt, sampling, special_tokens)
+        state = GroupState(prompt, sampling, special_tokens)
         places = [place for place, is_masked in enumerate(state.is_masked) if is_masked]
         for size in self._sizes(state, len(places)):
             state.groups.append(places[:size])

@@ -187,7 +187,7 @@ class Worker:
             finished = self.engine.step()
             for row in self.engine.rows:
                 job = self.active[row.index]
-                has_committed = row.num_forwards_before == row.state.num_forwards
+                has_committed = row.state.num_forwards in row.state.commit_rounds
                 text = job.stream.piece(row.state.final_prefix()) if has_committed else ""
                 # The drafts of the last forward may not be complete.
                 trace = row.result.trace[: -1 if isinstance(row.request, MoreDrafts) else None]

@@ -386,7 +386,7 @@ def test_impossible_options_are_refused(options: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("traits", "reason"),
     [
-        (ModelTraits(), "uses block-causal attention, the model was trained with causal"),
+        (ModelTraits(), "uses block_causal attention, the model was trained with causal"),
         (ModelTraits(attention="block_causal", block_size=4), "blocks have 8 tokens, the model was trained with 4"),
         (
             ModelTraits(attention="block_causal", block_size=8, predictions=("mask_shifted",)),

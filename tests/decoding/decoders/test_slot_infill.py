@@ -20,7 +20,7 @@ def infill_of(slots: list[tuple[list[int], int]]) -> SlotInfill[OpenSlot]:
             OpenSlot(i, 100 + SIZE * i, CONTEXT + SIZE * i, list(tokens), prefix)
             for i, (tokens, prefix) in enumerate(slots)
         ],
-        state=ReFusionState.blank(
+        state=ReFusionState(
             Prompt(token_ids=(3,), id="p"),
             SamplingParams(temperature=0.7),
             SPECIAL,

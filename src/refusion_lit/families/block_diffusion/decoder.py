@@ -82,7 +82,7 @@ class BlockDecoder(Decoder):
         num_before = 0 if self.requires.prompt_is_block else len(prompt.token_ids) % self.block_size
         length = num_before + max_length(prompt, sampling, special_tokens)
         length = -(-length // self.block_size) * self.block_size - num_before
-        return self.state.blank(prompt, sampling, special_tokens, length)
+        return self.state(prompt, sampling, special_tokens, length)
 
     def _branch(self, state: RowState, stop: int, drawn: Sequence[int]) -> Branch:
         """Return the text from the end of the cache to ``stop``; each block sees itself and all blocks before it."""

@@ -115,7 +115,7 @@ class LLaDA(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> LLaDAState:
         """Create a canvas as long as the longest response, and its schedule."""
-        state = LLaDAState.blank(prompt, sampling, special_tokens)
+        state = LLaDAState(prompt, sampling, special_tokens)
         length = len(state.tokens)
         nominal = self.block_length or sampling.max_new_tokens
         per_block = (self.steps or sampling.max_new_tokens) // (sampling.max_new_tokens // nominal)

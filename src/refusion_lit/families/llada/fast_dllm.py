@@ -95,7 +95,7 @@ class FastDLLM(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response."""
-        state = RowState.blank(prompt, sampling, special_tokens)
+        state = RowState(prompt, sampling, special_tokens)
         if self.order == "entropy":  # early steps of its time schedule may unmask nothing
             nominal, per_block = self._pace(sampling)
             num_blocks = -(-len(state.tokens) // nominal)
