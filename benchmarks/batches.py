@@ -30,8 +30,8 @@ from jsonargparse import auto_cli
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.tasks import Sheet
-from refusion_lit.types import Example, Prompt
+from refusion_lit.tasks import Example, Sheet
+from refusion_lit.types import Prompt
 
 DEMO = Path(__file__).parents[1] / "experiments" / "demo" / "sweep.yaml"
 OPTIONS = yaml.safe_load(DEMO.read_text(encoding="utf-8"))["options"]

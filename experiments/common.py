@@ -16,7 +16,8 @@ import torch
 
 from refusion_lit import TextModel
 from refusion_lit.decoding import Decoder, GenerationCallback
-from refusion_lit.types import Example, Prompt, SamplingParams
+from refusion_lit.tasks import Example
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.files import write_atomically
 
 

@@ -16,10 +16,9 @@ from math import comb
 from random import Random
 
 from refusion_lit.noise import stable_key
-from refusion_lit.tasks import Additions, Records, Split, Task
-from refusion_lit.tasks.generated import GeneratedTask, LazyExamples, digits
-from refusion_lit.types import Example
-from refusion_lit.utils.require import require, require_between
+from refusion_lit.tasks import Additions, Example, Records, Split, Task
+from refusion_lit.tasks.generated import GeneratedTask, LazyExamples, digits, require_between
+from refusion_lit.utils.require import require
 
 _STEPS = "+-~"
 _NEXT = {"+": "1234567890", "-": "9012345678", "~": "9876543210"}

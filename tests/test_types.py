@@ -10,13 +10,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from refusion_lit.data.evaluation import PromptBatch
-from refusion_lit.types import (
-    Example,
-    ModelTraits,
-    Prompt,
-    SamplingParams,
-    SpecialTokens,
-)
+from refusion_lit.tasks import Example
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
 
 @pytest.mark.parametrize(

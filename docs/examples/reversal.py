@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from refusion_lit.tasks import SPLITS, Split, Task
-from refusion_lit.types import Example
+from refusion_lit.tasks import SPLITS, Example, Split, Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from refusion_lit import tasks
 from refusion_lit.data.examples import encode_example
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.reports.results import environment
-from refusion_lit.types import Example
+from refusion_lit.tasks import Example
 
 sys.path.append(str(Path(__file__).parents[2]))
 

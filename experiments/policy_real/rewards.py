@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from experiments.real_conversion.annotations import count_annotations
 
 from refusion_lit.policy import Reward
-from refusion_lit.tasks import Gsm8k
+from refusion_lit.tasks import Example, Gsm8k
 from refusion_lit.tasks.files import Row
 from refusion_lit.tasks.gsm8k import extract_answer
-from refusion_lit.types import Example
 
 _EQUATION = re.compile(r"([\d.,()+*/x×÷ $-]+)=\s*\$?(\d[\d,]*(?:\.\d+)?)")  # noqa: RUF001
 _HAS_OPERATION = re.compile(r"[\d)][+*/-]")

@@ -24,8 +24,9 @@ import refusion_lit
 from refusion_lit.decoding import Generation, GenerationCallback
 from refusion_lit.reports.comparison import Interval, ratio_difference, ratio_interval
 from refusion_lit.reports.results import environment
+from refusion_lit.tasks import Example
 from refusion_lit.tasks.gsm8k import Gsm8k, extract_answer
-from refusion_lit.types import Example, SamplingParams
+from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 

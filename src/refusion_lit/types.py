@@ -1,23 +1,18 @@
-"""Values that the layers share: special tokens, examples, prompts and sampling parameters.
-
-Training's batches and losses are in :mod:`refusion_lit.learning.batch`.
-"""
+"""Values that the layers share: special tokens, prompts, and the options of decoding and sampling."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any
 
 from refusion_lit.constraints import Constraint, ConstraintState
 from refusion_lit.traits import AttentionKind, ModelTraits, Prediction
 from refusion_lit.utils.require import check_options, is_number, require, require_at_least, require_number
 
 __all__ = [
-    "AttentionKind", "Constraint", "ConstraintState", "DecodingOptions", "Example", "ModelTraits",
-    "Prediction", "Prompt", "SamplingParams", "SpecialTokens",
+    "AttentionKind", "Constraint", "ConstraintState", "DecodingOptions", "ModelTraits", "Prediction", "Prompt",
+    "SamplingParams", "SpecialTokens",
 ]  # fmt: skip
 
 
@@ -45,28 +40,6 @@ class SpecialTokens:
         """Ids below ``vocab_size`` that a decoder never produces: mask, and padding unless it ends a response."""
         banned = {self.mask_token_id, self.pad_token_id} - {None, *self.eos_token_ids}
         return tuple(sorted(token for token in banned if token is not None))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """One query with its reference response.
-
-    Attributes:
-        id: Unique within the task; names the example in results and keys its noise.
-        query: The question, before any template; ignored if ``messages`` is given.
-        response: The reference response, without end-of-sequence token.
-        messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data.
-        meta: Additional values for the task's scoring.
-        spans: Character ranges ``(start, stop)`` of the response that are to be filled in, in text order; the rest of
-            the response is then given. Empty: nothing of it is given.
-    """
-
-    id: str
-    query: str
-    response: str
-    messages: tuple[Mapping[str, str], ...] = ()
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

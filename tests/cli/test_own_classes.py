@@ -19,9 +19,9 @@ from refusion_lit.data.examples import examples_of
 from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, ReFusion, RowState
 from refusion_lit.evaluation.predictions import score_of
 from refusion_lit.metrics import DecodingMetrics
-from refusion_lit.tasks import Additions, Task
+from refusion_lit.tasks import Additions, Example, Task
 from refusion_lit.tasks.base import Split
-from refusion_lit.types import Example, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 EXAMPLE = Example(id="e7", query="1+2>", response="3;")

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.data.encoding import encode_prompt, encode_text
 from refusion_lit.data.examples import encode_example
 from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
+from refusion_lit.tasks import Example
 from refusion_lit.tasks.base import Task
-from refusion_lit.types import Example
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|eos|>\n{% endfor %}"

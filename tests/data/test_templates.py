@@ -10,7 +10,7 @@ from refusion_lit.cli.answers import template_of
 from refusion_lit.data.evaluation import given_tokens
 from refusion_lit.data.templates import Template
 from refusion_lit.data.tokenizers import CharacterTokenizer
-from refusion_lit.types import Example
+from refusion_lit.tasks import Example
 
 TOKENIZER = CharacterTokenizer(characters="abcdefgh{}.-0123456789 ").build(None)
 

@@ -21,9 +21,8 @@ from refusion_lit.data.tokenizers import (
     tokenizer_from_files,
 )
 from refusion_lit.modeling.vocabulary import special_tokens_of
-from refusion_lit.tasks import Additions
+from refusion_lit.tasks import Additions, Example
 from refusion_lit.tasks.base import Task
-from refusion_lit.types import Example
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|eos|>{% endfor %}"

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from refusion_lit.decoding import ReFusion
-from refusion_lit.types import Example, SamplingParams
+from refusion_lit.tasks import Example
+from refusion_lit.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "experiments"

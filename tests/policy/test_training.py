@@ -29,11 +29,11 @@ from refusion_lit.evaluation.loop import EvaluationOptions
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.policy import GroupPolicy, LeftToRight, Reward
-from refusion_lit.tasks import Additions, InstructionFiles, Mbpp, Task
+from refusion_lit.tasks import Additions, Example, InstructionFiles, Mbpp, Task
 from refusion_lit.tasks.base import Split
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.rollouts import Rollouts
-from refusion_lit.types import Example, Prompt
+from refusion_lit.types import Prompt
 from tasks.samples import MBPP, write_jsonl
 from tiny import TINY_QWEN
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.tasks import Additions
-from refusion_lit.types import Example
+from refusion_lit.tasks import Additions, Example
+from refusion_lit.tasks.generated import require_between
 
 
 @given(index=st.integers(0, 199_999), seed=st.integers(), low=st.integers(2, 5), more=st.integers(0, 3))
@@ -33,3 +34,12 @@ def test_format_of_the_published_example() -> None:
     example = Example(id="x", query="12+34,56+78>", response="12+34=46;56+78=134;")
     assert Additions().score(example, "12+34=46;56+78=134;") == 1.0
     assert Additions().score(example, "12+34=46;56+78=134; ") == 0.0
+
+
+@pytest.mark.parametrize("value", [1, 6])
+def test_integers_outside_a_range_are_refused(value: int) -> None:
+    for inside in (2, 5):
+        require_between("n", inside, 2, 5)
+    message = f"n: expected an integer from 2 to 5, got {value}; set n to 2 to 5."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        require_between("n", value, 2, 5)

@@ -11,8 +11,8 @@ import pytest
 
 from refusion_lit.data.examples import examples_of
 from refusion_lit.evaluation.predictions import score_of
+from refusion_lit.tasks import Example
 from refusion_lit.tasks.base import Task
-from refusion_lit.types import Example
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,7 @@ from experiments.tasks import Latin
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.tasks import SPLITS
-from refusion_lit.types import Example
+from refusion_lit.tasks import SPLITS, Example
 from tasks.samples import completions
 
 

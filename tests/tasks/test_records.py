@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusion_lit.tasks import Records
-from refusion_lit.types import Example
+from refusion_lit.tasks import Example, Records
 
 EXAMPLE = Example(
     id="x",

@@ -7,8 +7,7 @@ import re
 import pytest
 from experiments.tasks import Spans
 
-from refusion_lit.tasks import Additions, Records
-from refusion_lit.types import Example
+from refusion_lit.tasks import Additions, Example, Records
 
 TASKS = [Spans(), Spans(task=Additions(seed=3, min_terms=3)), Spans(task=Records()), Spans(task=Records(max_rows=9))]
 

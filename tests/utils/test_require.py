@@ -14,7 +14,6 @@ from refusion_lit.utils.require import (
     check_options,
     require,
     require_at_least,
-    require_between,
     require_choice,
     require_number,
 )
@@ -66,15 +65,6 @@ def test_choices() -> None:
     require_choice("mode", "a", ("a", "b"))
     with pytest.raises(ValueError, match=r"^mode: expected one of a, b, got 'c'; choose one of them\.$"):
         require_choice("mode", "c", ("a", "b"))
-
-
-@pytest.mark.parametrize("value", [1, 6])
-def test_integers_outside_a_range_are_refused(value: int) -> None:
-    for inside in (2, 5):
-        require_between("n", inside, 2, 5)
-    message = f"n: expected an integer from 2 to 5, got {value}; set n to 2 to 5."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        require_between("n", value, 2, 5)
 
 
 Rule = Literal["first", "last"]

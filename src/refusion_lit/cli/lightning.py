@@ -33,7 +33,7 @@ from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import read_yaml
-from refusion_lit.utils.require import require, require_at_least, require_between
+from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
 
@@ -117,12 +117,14 @@ class RefusionCLI(LightningCLI):
             config = parser.parse_args([command, *options])
         except PARSER_ERRORS as error:
             raise explained(own, options, error, command) from error
-        if type(config[command].seed_everything) is int:
-            require_between("seed_everything", config[command].seed_everything, 0, 2**32 - 1)
+        seed = config[command].seed_everything
+        if type(seed) is int:
+            expected = f"an integer from 0 to {2**32 - 1}"
+            require(0 <= seed < 2**32, "seed_everything", expected, seed, "set it in that range")
             # On the command line it goes before the seeds of a file, such as a run's config, which names all options.
             is_own = any(each.name == "seed_everything" and not each.file for each in given)
             for name in {"model.seed", "data.seed"} - {each.name for each in given if not (is_own and each.file)}:
-                config[command][name] = config[command].seed_everything
+                config[command][name] = seed
         return config
 
     def _parse_ckpt_path(self) -> None:

@@ -17,8 +17,7 @@ from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.data.examples import examples_of
 from refusion_lit.evaluation.predictions import as_line, check_writable, read_json_lines, score_of
 from refusion_lit.reports.results import CONFIG
-from refusion_lit.tasks import CodeTask, Task
-from refusion_lit.types import Example
+from refusion_lit.tasks import CodeTask, Example, Task
 from refusion_lit.utils.files import Fingerprint, atomic_writer, meta_path, read_fingerprint, write_json_atomically
 from refusion_lit.utils.require import require, require_at_least
 

@@ -15,7 +15,7 @@ from refusion_lit.data.batches import collate_responses
 from refusion_lit.data.examples import EncodedExample
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import stable_key
-from refusion_lit.types import Example
+from refusion_lit.tasks.base import Example
 from refusion_lit.utils.require import require
 
 _PACKED_TOGETHER = 4096

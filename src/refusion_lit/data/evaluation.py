@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.data.batches import BatchDataset
 from refusion_lit.data.encoding import encode_prompt, encode_text
 from refusion_lit.data.examples import examples_of
-from refusion_lit.tasks.base import Task
-from refusion_lit.types import Example, Prompt
+from refusion_lit.tasks.base import Example, Task
+from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require
 
 

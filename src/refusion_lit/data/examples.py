@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_prompt, encode_text
-from refusion_lit.tasks.base import Split, Task
-from refusion_lit.types import Example
+from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.utils.require import require
 
 
@@ -40,7 +39,7 @@ def examples_of(task: Task, split: Split) -> Sequence[Example]:
     if len(examples):
         first = examples[0]
         is_example = isinstance(first, Example)
-        require(is_example, name, "a sequence of refusion_lit.types.Example", f"one of {type(first).__name__}", fix)
+        require(is_example, name, "a sequence of refusion_lit.tasks.Example", f"one of {type(first).__name__}", fix)
         texts = (first.id, first.query, first.response)
         holds = all(isinstance(text, str) for text in texts)
         require(holds, name, "examples whose id, query and response are texts", texts, "convert them with str")

@@ -17,8 +17,8 @@ from refusion_lit.data.evaluation import PromptBatch, encoded_prompts, evaluatio
 from refusion_lit.data.examples import EncodedExample, encode_example, examples_of
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
-from refusion_lit.tasks.base import Split, Task
-from refusion_lit.types import Example, Prompt
+from refusion_lit.tasks.base import Example, Split, Task
+from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require, require_at_least
 
 _LAZY_ABOVE = 20_000

@@ -20,8 +20,7 @@ from refusion_lit.modeling.architecture import check_source, stored_config, warn
 from refusion_lit.modeling.formats import CheckpointFormat, format_of
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
-from refusion_lit.tasks.base import Task
-from refusion_lit.types import Example
+from refusion_lit.tasks.base import Example, Task
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 

@@ -18,10 +18,10 @@ from typing import Any, TextIO
 
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.modeling.weights import weights_digest
-from refusion_lit.tasks.base import Task
+from refusion_lit.tasks.base import Example, Task
 from refusion_lit.tasks.files import decompressed_text, json_rows, text_field, values_of
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import Example, SamplingParams
+from refusion_lit.types import SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
     Fingerprint,

@@ -17,7 +17,8 @@ from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import Head, MaskRatio, Objective, in_chunks
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.policy.likelihood import Answers, LaidOut, Likelihood, NextToken
-from refusion_lit.types import Example, ModelTraits, SamplingParams, SpecialTokens
+from refusion_lit.tasks.base import Example
+from refusion_lit.types import ModelTraits, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require, require_number
 
 

@@ -5,7 +5,7 @@ Importing this package imports every task class, so that configs can refer to th
 
 from __future__ import annotations
 
-from refusion_lit.tasks.base import SPLITS, Split, Task
+from refusion_lit.tasks.base import SPLITS, Example, Split, Task
 from refusion_lit.tasks.code import CodeTask, HumanEval, Mbpp
 from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.tasks.generated import Additions, GeneratedTask, Records, Sheet
@@ -15,6 +15,7 @@ __all__ = [
     "SPLITS",
     "Additions",
     "CodeTask",
+    "Example",
     "GeneratedTask",
     "Gsm8k",
     "HumanEval",

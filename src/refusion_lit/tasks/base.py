@@ -1,16 +1,37 @@
-"""The interface of tasks."""
+"""The interface of tasks, and their examples."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal
-
-from refusion_lit.types import Example
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One query with its reference response.
+
+    Attributes:
+        id: Unique within the task; names the example in results and keys its noise.
+        query: The question, before any template; ignored if ``messages`` is given.
+        response: The reference response, without end-of-sequence token.
+        messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data.
+        meta: Additional values for the task's scoring.
+        spans: Character ranges ``(start, stop)`` of the response that are to be filled in, in text order; the rest of
+            the response is then given. Empty: nothing of it is given.
+    """
+
+    id: str
+    query: str
+    response: str
+    messages: tuple[Mapping[str, str], ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class Task(ABC):

@@ -11,10 +11,9 @@ from functools import cached_property
 from itertools import chain
 
 from refusion_lit.sandbox import LEVELS, Level, Limits, Sandbox
-from refusion_lit.tasks.base import Split
+from refusion_lit.tasks.base import Example, Split
 from refusion_lit.tasks.files import Row, rows_of, text_field, values_of
 from refusion_lit.tasks.hub import HubTask
-from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_choice
 
 _FENCED = re.compile(r"```([^\n`]*+)\n(.*?)(?:(?:(?<=\n)|\r?\n)[ \t]*+```|\Z)", re.DOTALL)

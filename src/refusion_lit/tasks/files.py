@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refusion_lit.noise import uniform_scalar
-from refusion_lit.tasks.base import Split
+from refusion_lit.tasks.base import Example, Split
 from refusion_lit.tasks.hub import HubTask
-from refusion_lit.types import Example
 from refusion_lit.utils.require import require, require_number
 
 Preset = Literal["query_response", "question_answer", "instruction", "messages"]

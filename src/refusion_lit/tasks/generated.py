@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations_with_replacement
 from math import perm
+from numbers import Integral
 from operator import itemgetter
 from random import Random
 from typing import Any, overload
 
 from refusion_lit.noise import stable_key
-from refusion_lit.tasks.base import SPLITS, Split, Task
-from refusion_lit.types import Example
-from refusion_lit.utils.require import require, require_between
+from refusion_lit.tasks.base import SPLITS, Example, Split, Task
+from refusion_lit.utils.require import is_number, require
 
 _NUM_FEISTEL_ROUNDS = 4
 _NUM_OPERANDS = 90  # 10 to 99
@@ -326,3 +326,10 @@ class Records(GeneratedTask):
 def _parsed(text: str) -> Any:  # noqa: ANN401 - any JSON value
     """Parse JSON with each object as a sorted list of pairs, which keeps repeated keys."""
     return json.loads(text, object_pairs_hook=lambda pairs: sorted(pairs, key=itemgetter(0)))
+
+
+def require_between(option: str, value: int, minimum: int, maximum: int) -> None:
+    """Refuse an integer outside [``minimum``, ``maximum``]."""
+    fix = f"set {option} to {minimum} to {maximum}"
+    holds = is_number(value, Integral) and minimum <= value <= maximum
+    require(holds, option, f"an integer from {minimum} to {maximum}", value, fix)

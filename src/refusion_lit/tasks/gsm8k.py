@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from refusion_lit.tasks.base import Example
 from refusion_lit.tasks.files import InstructionFiles, Preset
-from refusion_lit.types import Example
 
 _NUMBER = re.compile(
     r"(?P<sign>[-\N{MINUS SIGN}+]?)\s*\$?\s*(?P<digits>\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*(?P<denominator>\d+))?"

@@ -28,10 +28,10 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.noise import stable_key
 from refusion_lit.policy.likelihood import Answers, LaidOut
 from refusion_lit.policy.objective import GroupPolicy, Reward, group_advantages
-from refusion_lit.tasks.base import Task
+from refusion_lit.tasks.base import Example, Task
 from refusion_lit.tasks.code import CodeTask
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import Example, Prompt
+from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require
 
 _STATE = "refusion_lit_rollouts"

@@ -45,13 +45,6 @@ def require_at_least(option: str, value: float | None, minimum: float) -> None:
     require(holds, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
 
 
-def require_between(option: str, value: int, minimum: int, maximum: int) -> None:
-    """Refuse an integer outside [``minimum``, ``maximum``]."""
-    fix = f"set {option} to {minimum} to {maximum}"
-    holds = is_number(value, Integral) and minimum <= value <= maximum
-    require(holds, option, f"an integer from {minimum} to {maximum}", value, fix)
-
-
 def require_number(option: str, value: float, interval: str, fix: str = "set it in that range") -> None:
     """Refuse a value outside an interval such as ``(0, 1]``, or of another kind."""
     low, high = (float(end) for end in interval[1:-1].split(","))
