@@ -21,8 +21,9 @@ from experiments.main_results import run as main_results
 from experiments.policy_additions import plot as policy
 from experiments.real_conversion import table as conversion
 from experiments.refusion_pays import curve as conversions
+from experiments.refusion_pays import solved
 
-from refusion_lit.reports.comparison import wilson
+from refusion_lit.reports.comparison import Interval, wilson
 
 Result = dict[str, Any]
 
@@ -206,6 +207,29 @@ def _real_model(found: Result) -> str:
         for decoder, figures in run["decoders"].items()
     ]
     return markdown_table(titles, rows)
+
+
+@table("refusion_pays solved", _path("refusion_pays", "solved.json"))
+def _equations(found: Result) -> str:
+    titles = ("model", "decoder", "solved", "ended", "equations", "of which right in %", "points more than the base")
+    base = found["models"]["base"]
+    rows = [
+        [
+            name,
+            f"`{model['decoder']}`",
+            model["num_solved"],
+            model["num_ended"],
+            sum(number for _, number in model["equations"]),
+            _interval(solved.right_share(model)),
+            "" if model is base else _interval(solved.right_share(model, base)),
+        ]
+        for name, model in found["models"].items()
+    ]
+    return markdown_table(titles, rows)
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.estimate:.0f} ({found.low:.0f} to {found.high:.0f})"
 
 
 @table("refusion_pays levers", _path("refusion_pays", "levers.json"))

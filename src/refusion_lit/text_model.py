@@ -145,8 +145,8 @@ class TextModel:
         if "verifier" not in decoder.requirements().predictions:
             return self.backbone
         fix = "load one with --verifier, model.decoding.verifier, or load(..., verifier=...)"
-        require(self.verifier is not None, "verifier", "a second model for this decoder", None, fix)
-        assert self.verifier is not None
+        if self.verifier is None:
+            raise ValueError(f"verifier: expected a second model for this decoder, got None; {fix}.")
         return PairedModel(self.backbone, self.verifier)
 
     def generate(
@@ -203,7 +203,13 @@ class TextModel:
         prompts = list(prompts)
         names = [str(name) for name in (range(len(prompts)) if ids is None else ids)]
         require(len(names) == len(prompts), "ids", f"one for each of {len(prompts)} prompts", len(names), "match them")
-        named = [_prompt_of(tokens, name) for tokens, name in zip(prompts, names, strict=True)]
+        try:
+            tokens = [tuple(map(index, prompt)) for prompt in prompts]
+        except TypeError as error:
+            raise ValueError(
+                f"prompts: expected lists of token ids, got {prompts!r:.60}; use generate for texts."
+            ) from error
+        named = [Prompt(token_ids=each, id=name) for each, name in zip(tokens, names, strict=True)]
         decoder = decoder or self.default_decoder.fitted(sampling)
         if json_schema is not None:
             is_free = not any(templates or ())
@@ -248,19 +254,6 @@ class TextStream:
         told = self._told if text.startswith(self._told) else commonprefix([self._told, text])  # noqa: RUF071 - no paths
         self._told = text
         return text[len(told) :]
-
-
-def _prompt_of(tokens: Sequence[int], name: str) -> Prompt:
-    """Return a prompt of token ids.
-
-    Raises:
-        ValueError: If they are something else, naming the prompt.
-    """
-    try:
-        return Prompt(token_ids=tuple(index(token) for token in tokens), id=name)
-    except TypeError as error:
-        got = f"{tokens!r:.60}"
-        raise ValueError(f"prompt {name}: expected a list of token ids, got {got}; use generate for texts.") from error
 
 
 def _check_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:

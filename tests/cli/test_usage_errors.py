@@ -13,7 +13,7 @@ from refusion_lit.cli.generate import build_parser
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.usage_errors import nearest, removal_of, removed
 from refusion_lit.policy import Reward
-from refusion_lit.types import Example
+from refusion_lit.tasks import Example
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -247,6 +248,27 @@ def own_decoder(options: Mapping[str, Any]) -> Decoder:
             decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     has_drafter = options.get("draft") or stored.get(HAS_DRAFTER)
     return SelfSpeculative() if has_drafter and not isinstance(decoder, SelfSpeculative) else decoder
+
+
+def load_model_of(options: Mapping[str, Any]) -> TextModel:
+    """Load the model that a command's options name, and print its size.
+
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
+    path, decoder = options["ckpt_path"], options["decoder"]
+    is_used = decoder is not None and "verifier" in decoder.requirements().predictions
+    got = "the model's own" if decoder is None else type(decoder).__name__
+    holds = is_used or options["verifier"] is None
+    require(holds, "verifier", "a decoder that uses it, as APD does", got, "add --decoder APD, or leave it out")
+    own = {name: options[name] for name in ("checkpoint_format", "attention", "block_size", "batch_invariant")}
+    others = {name: options[name] for name in ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")}
+    model = load(path, overrides=BackboneConfig(source=path, **own), **others)
+    size = sum(weights.numel() for weights in model.backbone.parameters())
+    number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
+    kind = str(model.backbone.dtype).removeprefix("torch.")
+    sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}\n")
+    return model
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from argparse import Action
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -166,31 +165,6 @@ def sampling_of(options: Namespace) -> SamplingParams:
     return sampling
 
 
-def load_model_of(options: Namespace) -> TextModel:
-    """Load the model that the options name.
-
-    Raises:
-        ValueError: If it cannot be loaded.
-    """
-    from refusion_lit.checkpoints.models import load
-    from refusion_lit.modeling.loading import BackboneConfig
-
-    is_used = options.decoder is not None and "verifier" in options.decoder.requirements().predictions
-    expected = "a decoder that uses it, as APD does"
-    got = "the model's own" if options.decoder is None else type(options.decoder).__name__
-    require(options.verifier is None or is_used, "verifier", expected, got, "add --decoder APD, or leave it out")
-    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
-    own = {name: options[name] for name in ("checkpoint_format", "attention", "block_size", "batch_invariant")}
-    overrides = BackboneConfig(source=options.ckpt_path, **own)
-    model = load(options.ckpt_path, **{name: options[name] for name in names}, overrides=overrides)
-    weight = next(model.backbone.parameters())
-    size = sum(each.numel() for each in model.backbone.parameters())
-    kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-    number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
-    sys.stderr.write(f"{options.ckpt_path}: {number} parameters, {kind}\n")
-    return model
-
-
 @dataclass(frozen=True)
 class Setup:
     """What a command decodes with.
@@ -214,9 +188,11 @@ def setup_of(options: Namespace) -> Setup:
     Raises:
         ValueError: If an option is impossible, or the model cannot be loaded or was not trained for the decoder.
     """
+    from refusion_lit.checkpoints.models import load_model_of
+
     sampling = sampling_of(options)
     decoding = made_of(DecodingOptions, options)
-    model = load_model_of(options)
+    model = load_model_of(vars(options))
     decoder = options.decoder or model.default_decoder.fitted(sampling)
     model.check_decoder(decoder, allow_mismatch=decoding.allow_mismatch)
     check_context(model.model_for(decoder), [(1, "0")], sampling.max_new_tokens)

@@ -39,7 +39,14 @@ def encode_prompt(
     turns = list(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, (text for turn in turns for text in (query, *turn.values())))
     if tokenizer.chat_template:
-        rendered = _render(tokenizer, [{name: guard.guarded(text) for name, text in turn.items()} for turn in turns])
+        marked = [{name: guard.guarded(text) for name, text in turn.items()} for turn in turns]
+        try:
+            rendered = str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template may raise any error, that of an operation on texts too
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise ValueError(
+                f"messages: the chat template refuses turns of {roles} ({error}); reorder them."
+            ) from error
     else:
         expected = "one turn, as the tokenizer has no chat template"
         got = f"turns of {', '.join(turn['role'] for turn in turns)}"
@@ -81,14 +88,6 @@ class _Guard:
         # A template that truncates a name leaves an unpaired mark.
         unpaired = str.maketrans("", "", self._open + self._close)
         return [(part.translate(unpaired), i % 2 == 0) for i, part in enumerate(parts) if part]
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> str:
-    try:
-        return str(tokenizer.apply_chat_template([*map(dict, turns)], tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template may raise any error, that of an operation on texts too
-        roles = ", ".join(turn["role"] for turn in turns)
-        raise ValueError(f"messages: the chat template refuses turns of {roles} ({error}); reorder them.") from error
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
