@@ -266,7 +266,7 @@ def load_model_of(options: Mapping[str, Any]) -> TextModel:
     model = load(path, overrides=BackboneConfig(source=path, **own), **others)
     size = sum(weights.numel() for weights in model.backbone.parameters())
     number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
-    kind = str(model.backbone.dtype).removeprefix("torch.")
+    kind = str(model.backbone.head.weight.dtype).removeprefix("torch.")
     sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}\n")
     return model
 
