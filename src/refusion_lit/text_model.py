@@ -206,9 +206,8 @@ class TextModel:
         try:
             tokens = [tuple(map(index, prompt)) for prompt in prompts]
         except TypeError as error:
-            raise ValueError(
-                f"prompts: expected lists of token ids, got {prompts!r:.60}; use generate for texts."
-            ) from error
+            got = f"{prompts!r:.60}"
+            raise ValueError(f"prompts: expected lists of token ids, got {got}; use generate for texts.") from error
         named = [Prompt(token_ids=each, id=name) for each, name in zip(tokens, names, strict=True)]
         decoder = decoder or self.default_decoder.fitted(sampling)
         if json_schema is not None:
@@ -241,8 +240,7 @@ class TextStream:
 
     def piece(self, tokens: list[int]) -> str:
         """Return the text that is new in the final tokens so far."""
-        tokens = tokens[: max(len(tokens) - self._num_held, 0)]
-        text = self._detokenize(tokens)
+        text = self._detokenize(tokens[: max(len(tokens) - self._num_held, 0)])
         text = (cut_at_stop(text, self._stop) if self._stop else text).rstrip("\N{REPLACEMENT CHARACTER}")
         starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
         held = max((len(start) for start in starts if text.endswith(start)), default=0)
@@ -251,7 +249,7 @@ class TextStream:
 
     def rest(self, text: str) -> str:
         """Return what is new in the final text, of which nothing is held back."""
-        told = self._told if text.startswith(self._told) else commonprefix([self._told, text])  # noqa: RUF071 - no paths
+        told = commonprefix([self._told, text])  # noqa: RUF071 - no paths
         self._told = text
         return text[len(told) :]
 

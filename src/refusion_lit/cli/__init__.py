@@ -9,19 +9,8 @@ from pathlib import Path
 
 from refusion_lit.version import __version__
 
-OWN = {
-    "generate": "generate.run",
-    "serve": "serve.run",
-    "chat": "chat.run",
-    "trace": "trace.run",
-    "score": "score.run",
-    "evaluate": "evaluate.run",
-    "export": "export.run",
-    "import-gguf": "export.import_gguf",
-    "sweep": "sweep.run",
-    "init": "init.run",
-    "report": "report.run",
-}
+_NAMES = ("generate", "serve", "chat", "trace", "score", "evaluate", "export", "sweep", "init", "report")
+OWN = {**{name: f"{name}.run" for name in _NAMES}, "import-gguf": "export.import_gguf"}
 """Module and function of the commands that do not need Lightning."""
 _HELP = Path(__file__).with_name("help")
 """Pages that ``docs/help_pages.py`` renders, as the parsers need imports of seconds."""

@@ -20,12 +20,10 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--prompt", type=str, default=None, help="one prompt; its answer is printed as it grows")
     prompts = "file with one prompt per line, or JSONL; - for standard input"
     parser.add_argument("--prompts", type=str, default=None, help=prompts)
-    output = "where to write JSON lines; standard output by default"
-    parser.add_argument("--output", type=str, default=None, help=output)
+    parser.add_argument("--output", type=str, default=None, help="file for JSON lines; standard output by default")
     template = "file with given text of the response and spans such as {{5}} or {{1-6}} tokens to fill in"
     parser.add_argument("--template", type=str, default=None, help=template)
-    schema = "file with a JSON schema that every answer keeps"
-    parser.add_argument("--json_schema", type=str, default=None, help=schema)
+    parser.add_argument("--json_schema", type=str, default=None, help="file with a JSON schema that every answer keeps")
     add_model_options(parser)
     add_decoding_options(parser)
     parser.add_argument("--resume", type=bool, default=False, help="skip the prompts whose answers are in --output")
@@ -40,9 +38,6 @@ def run(args: list[str]) -> int:
         ValueError: If an option, a prompt or the model is wrong.
     """
     options = build_parser().parse(args)
-    num_prompts = sum(arg.partition("=")[0] == "--prompt" for arg in args)
-    several = "write several into a file, one per line, and give it with --prompts"
-    require(num_prompts < 2, "prompt", "one prompt", num_prompts, several)
     for name in ("resume", "overwrite"):
         require(bool(options.output or not options[name]), name, "--output, the file of answers", None, "give --output")
     if (options.prompt is None) == (options.prompts is None):

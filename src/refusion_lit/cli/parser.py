@@ -52,8 +52,10 @@ class OneLineParser(ArgumentParser):
             ValueError: Naming the wrong option, what was expected and what was got.
         """
         let_booleans_alone(self)
-        num_stops = sum(arg.partition("=")[0] == "--stop" for arg in args)
-        require(num_stops < 2, "stop", "the option once", f"{num_stops} times", "write several as [A, B]")
+        for name in ("stop", "prompt"):
+            num = sum(arg.partition("=")[0] == f"--{name}" for arg in args)
+            fix = "write several as --stop '[A, B]', or into a file for --prompts"
+            require(num < 2, name, "the option once", f"{num} times", fix)
         args = self._with_decoder_in_place(args)
         try:
             parsed = self.parse_args(args)
@@ -157,8 +159,7 @@ def sampling_of(options: Namespace) -> SamplingParams:
     """
     stop = options.stop
     is_list = isinstance(stop, str) and stop[:1] + stop[-1:] == "[]"  # which could not be read as a list of strings
-    fix = "quote numbers and signs, as in '[\"2\"]'"
-    require(not is_list, "stop", "a string or a list of strings", stop, fix)
+    require(not is_list, "stop", "a string or a list of strings", stop, "quote numbers and signs, as in '[\"2\"]'")
     sampling = made_of(SamplingParams, options, stop=tuple(as_list(stop)))
     if options.decoder is not None:
         options.decoder.check(sampling)

@@ -37,20 +37,18 @@ def encode_prompt(
         ValueError: If a character is unknown, the chat template refuses the turns, or the prompt is empty.
     """
     turns = list(messages) or [{"role": "user", "content": query}]
+    roles = ", ".join(turn["role"] for turn in turns)
     guard = _Guard(tokenizer, (text for turn in turns for text in (query, *turn.values())))
     if tokenizer.chat_template:
         marked = [{name: guard.guarded(text) for name, text in turn.items()} for turn in turns]
         try:
             rendered = str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template may raise any error, that of an operation on texts too
-            roles = ", ".join(turn["role"] for turn in turns)
-            raise ValueError(
-                f"messages: the chat template refuses turns of {roles} ({error}); reorder them."
-            ) from error
+            message = f"messages: the chat template refuses turns of {roles} ({error}); reorder them."
+            raise ValueError(message) from error
     else:
         expected = "one turn, as the tokenizer has no chat template"
-        got = f"turns of {', '.join(turn['role'] for turn in turns)}"
-        require(len(turns) == 1, "messages", expected, got, "give the tokenizer one, or leave out the other turns")
+        require(len(turns) == 1, "messages", expected, f"turns of {roles}", "leave out the other turns")
         rendered = prompt_template.replace("{query}", guard.guarded(query))
     ids = [token for text, special in guard.parts(rendered) for token in encode_text(tokenizer, text, special=special)]
     if not ids:

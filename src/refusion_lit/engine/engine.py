@@ -153,9 +153,10 @@ class Engine:
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
         """Serve prompts once; return those that are finished, by their numbers."""
-        sharing = self.decoder if self.options.share_prefixes else None
-        admitted = admit(self.waiting, self.rows, self.held, self.num_rows, sharing)
-        self.rows += [self._begin(*each) for each in admitted]
+        if self.waiting:
+            sharing = self.decoder if self.options.share_prefixes else None
+            admitted = admit(self.waiting, self.rows, self.held, self.num_rows, sharing)
+            self.rows += [self._begin(*each) for each in admitted]
         for rows in self._schedule():  # schedule
             self._serve(rows)  # run body and head; postprocess: the decoder's turn
         finished = [row for row in self.rows if row.request is None]

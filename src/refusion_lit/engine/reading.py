@@ -146,13 +146,14 @@ def _finite(logits: Tensor) -> Tensor:
 def _transferred(drawn: Sequence[Drawn]) -> list[tuple[list[int], list[float], list[float]]]:
     """Return each group's tokens, values and statistics as numbers, with one transfer from an accelerator."""
     parts = [part for group in drawn for part in (group.tokens, group.values, group.statistics)]
-    tensors = [joined(part or [drawn[0].values[0][:0]]) for part in parts]
+    tensors = [joined(part) for part in parts if part]
     if tensors[0].device.type != "cpu":
         # float64 holds ids exactly.
         flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
         split = flat.split([tensor.numel() for tensor in tensors])
         tensors = [own.to(tensor.dtype).view(tensor.shape) for own, tensor in zip(split, tensors, strict=True)]
-    numbers = iter([tensor.tolist() for tensor in tensors])
+    present = iter(tensors)
+    numbers = iter([next(present).tolist() if part else [] for part in parts])
     return list(zip(numbers, numbers, numbers, strict=True))
 
 
