@@ -219,7 +219,7 @@ def _equations(found: Result) -> str:
             f"`{model['decoder']}`",
             model["num_solved"],
             model["num_ended"],
-            sum(number for _, number in model["equations"]),
+            sum(every for _, every in solved.num_equations(model)),
             _interval(solved.right_share(model)),
             "" if model is base else _interval(solved.right_share(model, base)),
         ]

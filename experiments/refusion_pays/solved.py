@@ -74,7 +74,7 @@ def main() -> None:
         rows = [answers.rows[i] for i in range(len(examples))]
         found[name] = {
             "num_solved": round(sum(scores)), "num_ended": sum(row.finish_reason == "eos" for row in rows),
-            "equations": [count_equations(row.text) for row in rows],
+            "equations": " ".join("{}/{}".format(*count_equations(row.text)) for row in rows),  # right/all
             "decoder": type(decoder).__name__, **figures, "environment": environment(0, sys.argv),
         }  # fmt: skip
         print(name, right_share(found[name]), flush=True)
@@ -86,8 +86,15 @@ def right_share(model: dict[str, Any], other: dict[str, Any] | None = None) -> I
     return ratio_interval(*_counts(model)) if other is None else ratio_difference(_counts(model), _counts(other))
 
 
+def num_equations(model: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return how many of each answer's equations hold, and how many it has."""
+    pairs = (each.split("/") for each in model["equations"].split())
+    return [(int(right), int(every)) for right, every in pairs]
+
+
 def _counts(model: dict[str, Any]) -> tuple[list[float], list[float]]:
-    return [100.0 * num for num, _ in model["equations"]], [float(num) for _, num in model["equations"]]
+    counts = num_equations(model)
+    return [100.0 * right for right, _ in counts], [float(every) for _, every in counts]
 
 
 if __name__ == "__main__":

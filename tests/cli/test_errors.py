@@ -37,7 +37,10 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
         ),
         (["fit", "--resume"], "resume: expected a run's directory, or --config FILE, got 'neither'"),
         (["sweep"], "config: expected a value, got none; give it."),
-        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--prompt=2"], "prompt: expected one prompt, got 2; write"),
+        (
+            ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--prompt=2"],
+            "prompt: expected the option once, got '2 times'; write",
+        ),
         (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--resume"], "resume: expected --output, the file of"),
         (
             ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=[2, 3]"],

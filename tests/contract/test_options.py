@@ -32,7 +32,8 @@ COMPONENTS = sorted({*derived(Decoder), *derived(Objective)}, key=str)
 
 @pytest.mark.parametrize("cls", [*COMPONENTS, *sorted(derived(RowState), key=str)], ids=lambda cls: cls.__name__)
 def test_every_option_is_given_by_name(cls: type) -> None:
-    assert [field.name for field in fields(cls) if not field.kw_only] == []
+    named = ["prompt", "sampling", "special_tokens"] if issubclass(cls, RowState) else []  # what begin is given
+    assert [field.name for field in fields(cls) if not field.kw_only] == named
 
 
 @pytest.mark.parametrize("cls", COMPONENTS, ids=lambda cls: cls.__name__)

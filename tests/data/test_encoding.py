@@ -113,7 +113,7 @@ def test_half_a_surrogate_pair_is_refused(chat: PreTrainedTokenizerBase) -> None
 
 def test_turns_without_a_chat_template_are_not_dropped(plain: PreTrainedTokenizerBase) -> None:
     turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "the cat"}]
-    with pytest.raises(ValueError, match=r"messages: expected one turn, .* got 'turns of system, user'; give"):
+    with pytest.raises(ValueError, match=r"messages: expected one turn, .* got 'turns of system, user'; leave out"):
         encode_prompt(plain, "the cat", messages=turns)
     assert encode_prompt(plain, "the cat", messages=turns[1:]) == encode_prompt(plain, "the cat")
 

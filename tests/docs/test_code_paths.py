@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 20,
-    "command to text: lines": 3_406,
+    "command to text: lines": 3_100,
     "token ids to text: files": 18,
-    "token ids to text: lines": 3_266,
+    "token ids to text: lines": 2_980,
     "examples to loss: files": 14,
-    "examples to loss: lines": 2_397,
+    "examples to loss: lines": 2_349,
     "test: files": 52,
-    "test: lines": 10_052,
+    "test: lines": 9_756,
     "package: files": 170,
-    "package: lines": 26_356,
-    "package: lines of code": 16_619,
+    "package: lines": 26_153,
+    "package: lines of code": 16_471,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -499,7 +499,7 @@ def test_auto_loads_a_directory_in_its_own_type(
     assert refusion_lit.load(tmp_path).backbone.head.weight.dtype == expected
     assert refusion_lit.load(tmp_path, dtype="float64").backbone.head.weight.dtype == torch.float64
     config = BackboneConfig(source=str(tmp_path), dtype="auto")
-    assert config.build(maskless_tokenizer()).dtype == expected
+    assert config.build(maskless_tokenizer()).head.weight.dtype == expected
 
 
 def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_the_end_in_the_first_token_costs_one_forward() -> None:
     ("traits", "reason"),
     [
         (ModelTraits(attention="bidirectional"), "bidirectional"),
-        (ModelTraits(attention="block_causal", block_size=4), "block-causal"),
+        (ModelTraits(attention="block_causal", block_size=4), "block_causal"),
         (ModelTraits(predictions=("mask", "next_token_in_slot")), "next_token"),
     ],
 )
