@@ -839,6 +839,9 @@ def test_sentences_on_equations_and_the_way_back_to_the_base(registry: ModuleTyp
     assert max(others) < base.estimate
     back = registry.read("experiments/refusion_pays/convert.json")["runs"]["windows of 4, fourth round, base's answers"]
     long_slots = back["decoders"]["ReFusion bonus 32x1"]
+    runs = registry.read("experiments/refusion_pays/training.json")["runs"]
+    training = runs["windows of 4, fourth round, base's answers"]
+    positions = f"{training['num_positions']:,}".replace(",", " ")
     _says(
         "experiments/refusion_pays/README.md",
         f"of the base's equations {base.estimate:.0f} % hold, of those of the converted models {min(others):.0f} to "
@@ -849,6 +852,8 @@ def test_sentences_on_equations_and_the_way_back_to_the_base(registry: ModuleTyp
         f"the third round's {third.estimate:.0f} % are outside",
         f"Of their equations {fourth.estimate:.0f} % hold, {-points.estimate:.0f} points less than of the base's",
         f"rise from {models['base']['num_ended']} of 200 to {models['fourth round']['num_ended']}",
+        f"{training['num_steps']} further steps on the base's 428 answers ({positions} positions in "
+        f"{training['minutes']} minutes",
         f"bring the perplexity back to {long_slots['perplexity_under_base']:.2f}, and the tokens per forward to "
         f"{long_slots['tokens_per_forward']:.2f}",
     )
