@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from refusion_lit.text_model import TextStream
+from refusion_lit.data.encoding import TextStream
 from refusion_lit.types import SamplingParams
 
 

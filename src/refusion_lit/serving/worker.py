@@ -21,12 +21,13 @@ import torch
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
+from refusion_lit.data.encoding import TextStream
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.engine.requests import MoreDrafts
 from refusion_lit.serving import Limits
-from refusion_lit.text_model import TextModel, TextStream
+from refusion_lit.text_model import TextModel
 from refusion_lit.traces.document import piece_of
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
