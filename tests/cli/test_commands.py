@@ -201,6 +201,12 @@ def test_a_closed_standard_output_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_closed_standard_input_has_no_prompts() -> None:
+    command = f'exec "$0" -m refusion_lit.cli generate --ckpt_path {MODEL} --prompts - <&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, b"prompts: expected at least one prompt" in done.stderr) == (2, True)
+
+
 def test_what_the_terminals_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "refusion_lit.cli", "init", "läufe"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -231,6 +237,12 @@ def test_init_takes_one_directory(args: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == (
         f"refusion-lit: error: DIR: expected one directory, got {got!r}; write one, as in `refusion-lit init .`.\n"
     )
+
+
+def test_init_refuses_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["init", str(tmp_path / "file")]) == 2
+    assert "DIR: expected a directory, got 'the file " in capsys.readouterr().err
 
 
 def test_init_in_a_clone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
         ),
         ([".", "--basline=x"], "did you mean 'baseline'"),
         ([], "runs"),
+        ([""], "report: expected directories with names, got ''; write . for this one."),
+        ([".", "--output="], "report: expected directories with names, got ''"),
     ],
 )
 def test_errors_are_one_line(

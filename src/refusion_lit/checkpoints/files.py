@@ -53,7 +53,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise ValueError(
-            f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}). Give an older one."
+            f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}); check the path, or give another."
         ) from error
 
 

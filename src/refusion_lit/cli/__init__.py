@@ -31,7 +31,8 @@ def main(args: Sequence[str] | None = None) -> int:
         from refusion_lit.cli.messages import show_warnings
 
         show_warnings()
-        sys.stdout = sys.stdout or Path("/dev/null").open("w")  # noqa: SIM115 - None is a closed one
+        sys.stdin = sys.stdin or Path("/dev/null").open()  # noqa: SIM115 - None is a closed one
+        sys.stdout = sys.stdout or Path("/dev/null").open("w")  # noqa: SIM115
         # A name or an answer that the terminal's encoding lacks must not end a command that has done its work.
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - a TextIOWrapper
     try:

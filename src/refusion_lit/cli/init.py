@@ -34,6 +34,8 @@ def run(args: list[str]) -> int:
     is_one = len(args) == 1 and (args[0] == "--help" or not args[0].startswith("-"))
     require(is_one, "DIR", "one directory", " ".join(args), "write one, as in `refusion-lit init .`")
     target = Path(parser.parse_args(args).directory) / "configs"
+    holds = not target.parent.is_file()
+    require(holds, "DIR", "a directory", f"the file {target.parent}", "choose another place")
     source = configs_directory()
     configs = sorted(source.rglob("*.yaml"))
     for path in configs:

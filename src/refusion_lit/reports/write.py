@@ -54,6 +54,7 @@ def write_report(
     """
     allowed = f"some of {', '.join(FORMATS)}"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
+    require("" not in (*paths, output), "report", "directories with names", "", "write . for this one")
     comparison = compare(*read_runs(paths), baseline)
     sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
     first = Path(paths[0])
