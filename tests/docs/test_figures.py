@@ -688,6 +688,33 @@ def test_sentences_on_adapters(registry: ModuleType) -> None:
     )
 
 
+def test_sentences_on_slots_of_4_and_of_8(registry: ModuleType) -> None:
+    recipes = registry.read("experiments/refusion_pays/slots.json")["recipes"]
+    windows = next(iter(registry.read("experiments/refusion_pays/adapters.json")["recipes"].values()))["decoders"]
+    of_4, of_8 = (run["decoders"] for run in recipes.values())
+    drafts = "SelfSpeculative, one slot"
+    apart = [abs(of_4[name]["tokens_per_forward"] - of_8[name]["tokens_per_forward"]) for name in of_4]
+    assert round(max(apart), 2) == 0.03
+    names = (drafts, "ReFusion bonus 8x4", "ReFusion bonus 4x8", "ReFusion mask 8x4", "ReFusion mask 4x8")
+    plain, wide, narrow, wide_mask, narrow_mask = (
+        [f"{run[name]['tokens_per_forward']:.2f}" for run in (of_4, of_8)] for name in names
+    )
+    beyond = [run[drafts]["tokens_per_forward"] - 1 for run in (windows, of_4, of_8)]
+    times = [beyond[0] / each for each in beyond[1:]]
+    bonus = ("ReFusion bonus 8x4", "ReFusion bonus 4x8", "ReFusion bonus 32x1")
+    first, second, serial = ([run[name]["perplexity_under_base"] for run in (of_4, of_8)] for name in bonus)
+    side = [*first, *second]
+    _says(
+        "experiments/refusion_pays/README.md",
+        f"with bonus tokens {' and '.join(wide)} in the decoder's slots of 8, {' and '.join(narrow)} in those of 4",
+        f"with `mask` infill {' and '.join(wide_mask)}, {' and '.join(narrow_mask)}",
+        f"make {times[0]:.1f} and {times[1]:.1f} times as many tokens beyond the first with `SelfSpeculative` "
+        f"({1 + beyond[0]:.2f} in the table above) as `Hybrid` of 4 and of 8 ({' and '.join(plain)})",
+        f"a perplexity of {min(side):.2f} to {max(side):.2f} under the base in place of "
+        f"{min(serial):.2f} and {max(serial):.2f}",
+    )
+
+
 def test_sentences_on_templates_made_from_schemas(registry: ModuleType) -> None:
     mask, bonus = registry.read("experiments/json_schemas/converted.json")["runs"].values()
     assert len(mask["refused"]) == len(bonus["refused"])
