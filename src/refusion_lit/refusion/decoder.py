@@ -6,21 +6,20 @@ before it is kept; any number of new tokens works; ids that cannot be part of a 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from math import prod
 from operator import itemgetter
 from typing import Literal
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best
 from refusion_lit.engine.drafting import FEW_POSITIONS
-from refusion_lit.engine.requests import Branch, Compaction, MoreDrafts, Reading, Steps
-from refusion_lit.noise import stable_key
+from refusion_lit.engine.requests import Branch, MoreDrafts, Steps
 from refusion_lit.refusion import bonus
-from refusion_lit.refusion.infill import OpenSlot, SlotInfill, infill_by_masks, opened
-from refusion_lit.refusion.slots import ReFusionState, require_serial_blocks
+from refusion_lit.refusion.infill import infill_by_masks
+from refusion_lit.refusion.search import baseline_choice
+from refusion_lit.refusion.slots import OpenSlot, SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import is_number, require
 
@@ -105,140 +104,99 @@ class ReFusion(Decoder):
         num_slots = -(-sampling.max_new_tokens // self.slot_size)
         return replace(self, num_serial_blocks=min(self.num_serial_blocks, num_slots))
 
-    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> ReFusionState:
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SlotState:
         """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
-        kind = bonus.BonusState if self.infill == "bonus" else ReFusionState
+        kind = bonus.BonusState if self.infill == "bonus" else SlotState
         return kind.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
 
-    def step(self, state: ReFusionState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: SlotState) -> Steps[None]:  # type: ignore[override]
         """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
-        if isinstance(state, bonus.BonusState) and (
-            yield from bonus.advance(state, self._masks, num_drafts=self.num_drafts, fused=self.fused)
-        ):
-            return
-        if not state.remaining:
-            state.remaining = state.blocks.pop(0)
-        plan = state.planned or (yield from self._plan(state))
-        state.planned = None
-        chosen, drafts = yield from self._choose(state, plan)
         if isinstance(state, bonus.BonusState):
-            bonus.open_slots(state, chosen, drafts)
+            yield from bonus.step(state, self._open, self._masks, num_drafts=self.num_drafts, fused=self.fused)
             return
-        yield from self._verify(state, chosen, drafts)
-        state.finished = state.is_filled
+        yield from self._open(state)
+        yield from self._verify(state, "verify")
+        if not state.open[0].is_complete:
+            yield from self._fill(state)
+        state.close()
 
-    def _plan(self, state: ReFusionState) -> Steps[Reading]:
-        """Feed the masks of all remaining slots; the first plan also feeds the prompt and given tokens before them."""
-        cached = state.num_cached
-        branch = self._masks(state, state.remaining, num_seen=cached, write_at=cached)
-        [reading] = yield state.forward("plan", [branch], state.draw)
-        state.num_cached += branch.draft_at[0]  # what comes before the masks
-        return reading
+    def _open(self, state: SlotState) -> Steps[None]:
+        """Choose slots by a plan and open them with its drafts; the head runs only where the choice needs it.
 
-    def _choose(self, state: ReFusionState, plan: Reading) -> Steps[tuple[list[int], list[list[int]]]]:
-        """Choose slots in text order and draft their tokens; the head runs only where the choice needs it."""
-        bounds = state.bounds(state.remaining, self._num_masks)
-        groups = list(pairwise(bounds))
+        Without a plan that was made ahead, one forward feeds the masks of all remaining slots of the serial block.
+        """
         draw = state.draw
+        slots = state.blocks[0]
+        if state.planned is None:
+            branch = self._masks(state, slots, num_seen=state.num_cached, write_at=state.num_cached)
+            [state.planned] = yield state.forward("plan", [branch], draw)
+            state.num_cached += branch.draft_at[0]  # what comes before the masks
+        plan = state.planned
+        state.planned = None
         state.num_plans += 1
-        if len(plan.tokens) == bounds[-1]:  # all were read
-            confidence = _CONFIDENCES[self.slot_confidence]
-            chosen = self._chosen(state, [confidence(plan.probabilities[slice(*group)]) for group in groups])
-            drafts = [plan.tokens[slice(*groups[i])] for i in chosen]
+        bounds = state.bounds(slots, self._num_masks)
+        all_read = len(plan.tokens) == bounds[-1]
+        groups = [slice(*group) for group in pairwise(bounds if all_read else range(len(bounds)))]
+        confidence = _CONFIDENCES[self.slot_confidence]
+        confidences = [confidence(plan.probabilities[group]) for group in groups]
+        if self.selection == "threshold":
+            chosen = above_or_best(confidences, self.slot_threshold)
         else:
-            chosen = self._chosen(state, plan.probabilities)
-            rest = [range(groups[i][0] + 1, groups[i][1]) for i in chosen]
+            chosen = baseline_choice(state, self.selection, self.k or 1, confidences)
+        drafts = [plan.tokens[groups[i]] for i in chosen]
+        if not all_read:
             num_known = len(state.branches[-1].tokens) - bounds[-1]
-            offsets = [num_known + offset for own in rest for offset in own]
-            draft_at = (*[()] * (len(state.branches) - 1), offsets)
+            rest = [range(num_known + bounds[i] + 1, num_known + bounds[i + 1]) for i in chosen]
+            draft_at = (*[()] * (len(state.branches) - 1), [*chain(*rest)])
             readings = yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False))
             following = iter(readings[-1].tokens)
-            drafts = [[plan.tokens[i], *islice(following, len(own))] for i, own in zip(chosen, rest, strict=True)]
-        return [state.remaining[i] for i in chosen], drafts
+            drafts = [[*own, *islice(following, len(more))] for own, more in zip(drafts, rest, strict=True)]
+        write_at = state.num_cached
+        for i, own in zip(chosen, drafts, strict=True):
+            places = state.slots[slots[i]]
+            state.open.append(OpenSlot(slots[i], places, write_at, own))
+            write_at += len(places)
 
-    def _chosen(self, state: ReFusionState, confidences: Sequence[float]) -> list[int]:
-        """Return which of the remaining slots are chosen, in text order; ties go to the earlier slot."""
-        if self.selection == "threshold":
-            return above_or_best(confidences, self.slot_threshold)
-        ranked = most_certain(confidences)
-        if self.selection == "sequential":
-            ranked.sort()
-        elif self.selection == "random":
-            key = ("slot_order", state.sampling.seed, state.prompt.id, state.num_plans)
-            ranked.sort(key=lambda i: stable_key(*key, state.remaining[i]))
-        return sorted(ranked[: self.k or 1])
+    def _verify(self, state: SlotState, phase: str) -> Steps[None]:
+        """Forward all open slots' tokens in text order, and accept proposals of each slot that pass.
 
-    def _verify(self, state: ReFusionState, chosen: list[int], drafts: list[list[int]]) -> Steps[None]:
-        """Forward all drafts in text order, and accept the whole slots of the common prefix that passes.
-
-        First tokens always pass. An EOS ends what is accepted. If not even the first slot is, all are filled.
+        If ``fused``, the masks of the next plan follow. They see the tokens up to the first EOS, as if all passed.
         """
-        tokens = [token for own in drafts for token in own]
-        bounds = state.bounds(chosen)
-        firsts = {*bounds}
-        tested = [offset for offset in range(len(tokens)) if offset not in firsts]
+        start = state.num_cached
+        tokens = [token for slot in state.open for token in slot.tokens]
         branch = Branch(
             tokens=tokens,
-            positions=state.positions(chosen),
-            visible=((0, state.num_cached),),
-            write_at=state.num_cached,
-            score_at=[(offset - 1, tokens[offset]) for offset in tested],
+            positions=[state.prompt_length + place for slot in state.open for place in slot.places],
+            visible=((0, start),),
+            write_at=start,
+            score_at=[
+                (slot.write_at - start + offset - 1, slot.tokens[offset])
+                for slot in state.open
+                for offset in range(slot.num_accepted, len(slot.tokens))
+            ],
         )
         eos = state.first_eos(tokens)
         num_seen = len(tokens) if eos is None else eos + 1
-        reached = chosen[: bisect_left(bounds, num_seen)]
-        upcoming = state.upcoming(reached, ends=eos is not None)
-        reading = yield from self._forward_and_plan(state, "verify", branch, upcoming, num_seen)
-        scores = dict(zip(tested, reading.scores, strict=True))
-        passes = [offset not in scores or scores[offset] > self.token_threshold for offset in range(len(tokens))]
-        length = [*passes, False].index(False)
-        eos = state.first_eos(tokens[:length])
-        num_accepted = max(bound for bound in bounds if bound <= length) if eos is None else eos + 1
-        if eos is None and num_accepted < len(tokens):
-            state.planned = None  # its masks have seen drafts that were not accepted
-        if num_accepted == 0:
-            yield from self._fill(state, chosen, drafts, passes)
-            return
-        places = [place for slot in chosen for place in state.slots[slot]]
-        state.commit(places[:num_accepted], tokens[:num_accepted])
-        state.num_cached += num_accepted
-        state.remaining = state.left(chosen[: bisect_left(bounds, num_accepted)], ends=eos is not None)
+        reached = [slot for slot in state.open if slot.write_at < start + num_seen]
+        blocks = state.left(reached, ends=eos is not None) if self.fused else []
+        write_at = start + len(tokens)
+        plan = [self._masks(state, block, num_seen=start + num_seen, write_at=write_at) for block in blocks[:1]]
+        readings = yield state.forward(phase + "+plan" * len(plan), [branch, *plan], state.draw)
+        scores = iter(readings[0].scores)
+        for slot in state.open:
+            own = [*islice(scores, len(slot.tokens) - slot.num_accepted)]
+            state.accept(slot, own, self.token_threshold)
+        if plan and all(slot.is_complete for slot in reached):  # the masks saw no draft that was rejected
+            state.planned = readings[-1]
 
-    def _fill(
-        self, state: ReFusionState, chosen: list[int], drafts: list[list[int]], passes: list[bool]
-    ) -> Steps[None]:
-        """Fill all chosen slots in parallel, and commit them."""
-        packed = self.infill_layout == "packed" and self.infill == "mask"
-        prefixes = [[*passes[slice(*part)], False].index(False) for part in pairwise(state.bounds(chosen))]
-        infill = opened(state, chosen, drafts, prefixes, OpenSlot, packed=packed)
-        if packed:  # the first slot has seen nothing but the context, so its entries are final
-            infill.slots[0].num_cached = infill.slots[0].num_accepted
-        fill = infill_by_masks if self.infill == "mask" else bonus.infill_autoregressively
-        yield from fill(infill, self.token_threshold)
-        yield from self._store(state, infill)
-        infill.commit()
-        state.remaining = state.left(infill.taken, ends=infill.found_eos)
+    def _fill(self, state: SlotState) -> Steps[None]:
+        """Fill all open slots in parallel. Their cache entries are kept as they are: ReFusion's reuse."""
+        if self.infill == "mask":
+            yield from infill_by_masks(state, self.token_threshold, packed=self.infill_layout == "packed")
+        else:
+            yield from bonus.infill_autoregressively(state, self.token_threshold)
 
-    def _store(self, state: ReFusionState, infill: SlotInfill[OpenSlot]) -> Steps[None]:
-        """Keep the filled slots' KV cache entries as they are, after the context: ReFusion's reuse."""
-        state.keep = Compaction(state.num_cached, infill.kept_indices())
-        state.num_cached += len(state.keep.indices)
-        yield from ()
-
-    def _forward_and_plan(
-        self, state: ReFusionState, phase: str, branch: Branch, upcoming: list[int], num_seen: int
-    ) -> Steps[Reading]:
-        """Forward a branch followed by the masks of the next plan, which see its first ``num_seen`` tokens."""
-        branches = [branch]
-        if plans := self.fused and bool(upcoming):
-            seen = branch.write_at + num_seen
-            write_at = branch.write_at + len(branch.tokens)
-            branches.append(self._masks(state, upcoming, num_seen=seen, write_at=write_at))
-        readings = yield state.forward(phase + "+plan" * plans, branches, state.draw)
-        state.planned = readings[-1] if plans else None
-        return readings[0]
-
-    def _masks(self, state: ReFusionState, slots: Sequence[int], *, num_seen: int, write_at: int) -> Branch:
+    def _masks(self, state: SlotState, slots: Sequence[int], *, num_seen: int, write_at: int) -> Branch:
         """Return the branch that plans slots after ``num_seen`` cache entries, in the first plan also known tokens."""
         known = () if state.num_plans else state.known[state.num_cached :]
         masks = state.positions(slots, self._num_masks)

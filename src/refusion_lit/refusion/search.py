@@ -9,13 +9,14 @@ restarts after each committed slot.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, fsum, log, sqrt
 from sys import float_info
 from typing import Literal
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements
-from refusion_lit.engine.requests import Branch, Compaction, Draw, Steps
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
+from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Steps
+from refusion_lit.noise import stable_key
 from refusion_lit.refusion.slots import SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
@@ -107,10 +108,18 @@ class SearchState(SlotState):
     Attributes:
         root: Root of the search tree: the committed text and the remaining slots of the current serial block.
         top: First free cache index after the context and the tree.
+        keep: Pending compaction of the cache by the next forward.
     """
 
     root: Node = field(default_factory=lambda: Node(None, -1, [], [], 0, []))
     top: int = 0
+    keep: Compaction | None = None
+
+    def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
+        """Return a forward of branches in one row, after the pending compaction."""
+        keep = self.keep
+        self.keep = None
+        return replace(super().forward(phase, branches, draw), keep=keep)
 
     def begin_block(self) -> None:
         """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
@@ -331,3 +340,21 @@ class SlotSearch(Decoder):
             child.ends = True
             child.remaining = [slot for slot in child.remaining if slot < child.slot]
         return child.ends or len(child.tokens) == len(child.positions)
+
+
+def baseline_choice(state: SlotState, selection: str, count: int, confidences: Sequence[float]) -> list[int]:
+    """Return which of a serial block's slots are chosen without search or threshold: what a search must beat.
+
+    Args:
+        state: The state, after a plan of the block.
+        selection: ``top_k``, ``sequential`` or ``random``, as in :class:`ReFusion`.
+        count: Maximum number of slots.
+        confidences: Confidence of each slot of the block, in text order; ties go to the earlier slot.
+    """
+    ranked = most_certain(confidences)
+    if selection == "sequential":
+        ranked.sort()
+    elif selection == "random":
+        key = ("slot_order", state.sampling.seed, state.prompt.id, state.num_plans)
+        ranked.sort(key=lambda i: stable_key(*key, state.blocks[0][i]))
+    return sorted(ranked[:count])

@@ -1,16 +1,44 @@
-"""Slots of a response around given tokens, their serial blocks, and ReFusion's state."""
+"""Slots of a response around given tokens, their serial blocks, and the state of decoders that decode slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby, takewhile
 from typing import Self
 
 from refusion_lit.engine.decoder import RowState, max_length
-from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Reading
+from refusion_lit.engine.requests import Branch, Draw, Forward, Reading
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
+
+
+@dataclass(slots=True)
+class OpenSlot:
+    """A chosen slot that is being filled.
+
+    Attributes:
+        number: Its number among the slots of the response.
+        places: Its places on the canvas, up to an accepted EOS.
+        write_at: Cache index of its first token; the others follow, then the next slot.
+        tokens: Its tokens; those from ``num_accepted`` on are proposals.
+        num_accepted: Length of its accepted prefix, at least 1.
+        num_cached: Number of leading tokens whose cache entries are final; they are not fed again.
+        ends: Whether its accepted prefix ends with an EOS.
+    """
+
+    number: int
+    places: range
+    write_at: int
+    tokens: list[int]
+    num_accepted: int = 1
+    num_cached: int = 0
+    ends: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to accept."""
+        return self.num_accepted == len(self.places)
 
 
 @dataclass(kw_only=True)
@@ -19,17 +47,19 @@ class SlotState(RowState):
 
     Attributes:
         slots: The canvas places of each slot, in text order.
-        blocks: The slots of each serial block after the current one.
+        blocks: The slots of each serial block that are neither open nor filled, in text order; no block is empty.
         num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
-        keep: Pending compaction of the cache by the next forward.
         branches: Branches of the last forward; a plan is the last one.
+        open: The open slots, in text order. They share the context, and their cache entries follow it.
+        planned: The reading of the next plan, if the last forward made it ahead and its drafts were all accepted.
     """
 
     slots: list[range]
     blocks: list[list[int]]
     num_plans: int = 0
-    keep: Compaction | None = None
     branches: Sequence[Branch] = ()
+    open: list[OpenSlot] = field(default_factory=list)
+    planned: Reading | None = None
 
     @classmethod
     def cut(
@@ -47,12 +77,9 @@ class SlotState(RowState):
         of spans, in text order, come before those of the rest: the rest then sees them filled. ``num_serial_blocks`` is
         the maximum number of blocks of the spans, and of those of the rest.
         """
-        given = prompt.given[: prompt.given_length]  # the last one is known
-        unknown = [place for place, token in enumerate(given) if token is None]
-        starts = [place for place in unknown if place == 0 or given[place - 1] is not None]
-        stops = [place + 1 for place in unknown if given[place + 1] is not None]
-        slots = [range(first, min(first + slot_size, stop)) for start, stop in zip(starts, stops, strict=True)
-                 for first in range(start, stop, slot_size)]  # fmt: skip
+        given = prompt.given[: prompt.given_length]
+        spans = [[*run] for known, run in groupby(range(len(given)), lambda i: given[i] is not None) if not known]
+        slots = [range(first, min(first + slot_size, span[-1] + 1)) for span in spans for first in span[::slot_size]]
         num_inner = len(slots)
         num_outer = -(-max(max_length(prompt, sampling, special_tokens) - len(given), 0) // slot_size)
         num_outer += -num_outer % _block_size(num_outer, num_serial_blocks)  # whole blocks
@@ -78,43 +105,53 @@ class SlotState(RowState):
         return Draw(sampling=self.sampling, round=self.num_plans)
 
     def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
-        """Return a forward of branches in one row, after the pending compaction."""
-        keep = self.keep
-        self.keep = None
+        """Return a forward of branches in one row."""
         self.branches = branches
-        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True, keep=keep)
+        return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True)
 
+    def accept(self, slot: OpenSlot, scores: Sequence[float], threshold: float) -> None:
+        """Accept proposals of an open slot up to the first that does not pass, or to an EOS.
 
-@dataclass(kw_only=True)
-class ReFusionState(SlotState):
-    """State of ReFusion.
+        Args:
+            slot: Changed in place.
+            scores: Probabilities of the last proposals; those before them need no test.
+            threshold: Proposals above it pass.
+        """
+        passes = [score > threshold for score in scores]
+        slot.num_accepted = len(slot.tokens) - len(scores) + [*passes, False].index(False)
+        self.end_at_eos(slot)
 
-    Attributes:
-        remaining: Slots of the current serial block that are not accepted yet, in text order.
-        planned: The reading of the next plan, if the last forward made it ahead and its drafts were all accepted.
-    """
+    def end_at_eos(self, slot: OpenSlot) -> None:
+        """Complete an open slot at the first EOS of its accepted prefix, if there is one."""
+        eos = self.first_eos(slot.tokens[: slot.num_accepted])
+        if eos is not None:
+            slot.ends = True
+            slot.num_accepted = eos + 1
+            slot.places = slot.places[: eos + 1]
+            del slot.tokens[eos + 1 :]
 
-    remaining: list[int] = field(default_factory=list)
-    planned: Reading | None = None
+    def drop_after_end(self) -> None:
+        """Drop the open slots after the first one that ends."""
+        last = next((i for i, slot in enumerate(self.open) if slot.ends), len(self.open))
+        del self.open[last + 1 :]
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether no slot is left of the last serial block, or of the response up to an EOS."""
-        return not self.remaining and (not self.blocks or self.prefix_ends)
+    def left(self, taken: Sequence[OpenSlot], *, ends: bool) -> list[list[int]]:
+        """Return what remains of the serial blocks once slots are taken; nothing after an EOS in the last of them."""
+        numbers = {slot.number for slot in taken}
+        limit = taken[-1].number if ends else len(self.slots)
+        blocks = [[slot for slot in block if slot < limit and slot not in numbers] for block in self.blocks]
+        return [block for block in blocks if block]
 
-    def left(self, taken: Sequence[int], *, ends: bool) -> list[int]:
-        """Return what remains of the serial block once slots are taken; nothing after an EOS in the last of them."""
-        limit = taken[-1] if ends else len(self.slots)
-        return [slot for slot in self.remaining if slot not in taken and slot < limit]
-
-    def upcoming(self, taken: Sequence[int], *, ends: bool) -> list[int]:
-        """Return the slots of the next plan, once slots are taken."""
-        left = self.left(taken, ends=ends)
-        if left or ends:
-            return left
-        # Once an EOS is accepted, generation ends with the current serial block.
-        has_eos = self.first_eos([self.tokens[place] for place in self.committed]) is not None
-        return self.blocks[0] if self.blocks and not has_eos else []
+    def close(self) -> None:
+        """Commit the open slots before the first that is not complete; the others are planned again."""
+        self.drop_after_end()
+        taken = [*takewhile(lambda slot: slot.is_complete, self.open)]
+        for slot in taken:
+            self.commit(slot.places, slot.tokens)
+            self.num_cached += len(slot.tokens)
+        self.blocks = self.left(taken, ends=taken[-1].ends)
+        self.open = []
+        self.finished = not self.blocks
 
 
 def require_serial_blocks(num_blocks: int, slot_size: int, sampling: SamplingParams) -> None:
