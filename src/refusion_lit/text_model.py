@@ -26,6 +26,7 @@ from refusion_lit.decoding import (
     cut_at_stop,
     decode,
     default_decoder,
+    named_decoder,
 )
 from refusion_lit.engine.checks import check_arguments
 from refusion_lit.engine.output import GenerationCallback
@@ -66,7 +67,7 @@ class TextModel:
         config or format names, or one for its traits; where they are not known, ReFusion, with a warning.
         """
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
-        own = default_decoder(self.backbone.traits, stored.get("decoder"))
+        own = named_decoder(stored.get("decoder"), self.backbone.traits) or default_decoder(self.backbone.traits)
         if self.backbone.drafter is not None:
             return own if isinstance(own, SelfSpeculative) else SelfSpeculative()
         if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:
@@ -130,11 +131,13 @@ class TextModel:
 
     def check_decoder(self, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
         """Run :func:`~refusion_lit.decoding.check_model`; its error names a decoder that fits the model."""
-        traits = self.backbone.traits
-        own = default_decoder(traits)
-        fits = type(own) is not type(decoder) and not own.requirements().mismatches(traits)
-        hint = f"{type(own).__name__} fits." if fits else ""
-        return check_model(self.model_for(decoder), decoder, allow_mismatch=allow_mismatch, hint=hint)
+        try:
+            return check_model(self.model_for(decoder), decoder, allow_mismatch=allow_mismatch)
+        except ModelMismatchError as error:
+            own = default_decoder(self.backbone.traits)
+            if type(own) is type(decoder) or own.requirements().mismatches(self.backbone.traits):
+                raise
+            raise ModelMismatchError(f"{error} {type(own).__name__} fits.") from None
 
     def model_for(self, decoder: Decoder) -> LanguageModel:
         """Return the backbone, or for decoders that need two models the pair of it and the verifier.

@@ -23,7 +23,7 @@ from refusion_lit.checkpoints.files import (
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
-from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder
+from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder, named_decoder
 from refusion_lit.modeling.architecture import check_source, config_of_source, stored_config
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
@@ -240,7 +240,7 @@ def own_decoder(options: Mapping[str, Any]) -> Decoder:
             stored = (published.library_options(values) if published else values).get("refusion_lit") or {}
         given = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
         traits = ModelTraits.from_dict(stored if "attention" in stored else stored | given)
-        decoder = default_decoder(traits, stored.get("decoder"))
+        decoder = named_decoder(stored.get("decoder"), traits) or default_decoder(traits)
         is_told = traits.predictions is not None or "decoder" in stored or options.get("draft")
         if not is_told and isinstance(decoder, ReFusion):
             warnings.warn(GUESSED, stacklevel=2)
