@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, text_branch, uncached, up_to_eos
@@ -15,7 +17,6 @@ from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.d2f import D2F
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
 from refusion_lit.families.card import CARD
-from refusion_lit.families.defaults import named_decoder
 from refusion_lit.families.llada.apd import APD
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
@@ -32,6 +33,7 @@ __all__ = [
     "APD",
     "CARD",
     "D2F",
+    "NAMEABLE",
     "Autoregressive",
     "BlockDiffusion",
     "Branch",
@@ -70,7 +72,6 @@ __all__ = [
     "default_decoder",
     "masked_in",
     "most_certain",
-    "named_decoder",
     "read_trajectories",
     "rounds_since",
     "text_between",
@@ -78,6 +79,16 @@ __all__ = [
     "uncached",
     "up_to_eos",
 ]
+
+
+NAMEABLE: Mapping[str, type[Decoder]] = {
+    cls.__name__: cls
+    for cls in (
+        Autoregressive, BlockDiffusion, CARD, D2F, FastDLLM, LLaDA, ReFusion, SelfSpeculative, SetDiffusion,
+        TokenEditing, WeDLM,
+    )
+}  # fmt: skip
+"""Decoders that a model's config may name; nothing is imported by a name in a file."""
 
 
 def default_decoder(traits: ModelTraits) -> Decoder:

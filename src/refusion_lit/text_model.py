@@ -15,6 +15,7 @@ from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import fill_templates
 from refusion_lit.decoding import (
+    NAMEABLE,
     Decoder,
     DecodingOutput,
     Generation,
@@ -26,20 +27,42 @@ from refusion_lit.decoding import (
     cut_at_stop,
     decode,
     default_decoder,
-    named_decoder,
 )
 from refusion_lit.engine.checks import check_arguments
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 GUESSED = (
     "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
     "attention pattern (--attention, --block_size) or --checkpoint_format."
 )
+
+
+def named_decoder(published: Mapping[str, Any] | None, traits: ModelTraits) -> Decoder | None:
+    """Return the decoder that a model's authors name; ``None`` if it is none of these or no longer fits the model.
+
+    Args:
+        published: Class and options (``class_path``, ``init_args``) that its format or its config declares.
+        traits: What the model was trained to do, including fine-tuning after its publication.
+
+    Raises:
+        ValueError: If ``published`` is no class with its options.
+    """
+    if published is None:
+        return None
+    try:
+        cls = NAMEABLE.get(published["class_path"])
+        decoder = cls and cls(**published.get("init_args") or {})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
+            f"{published} ({error}); name another --decoder, or correct config.json."
+        ) from error
+    return None if decoder is None or decoder.requirements().mismatches(traits) else decoder
 
 
 class TextModel:

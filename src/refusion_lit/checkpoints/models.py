@@ -23,7 +23,7 @@ from refusion_lit.checkpoints.files import (
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
-from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder, named_decoder
+from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder
 from refusion_lit.modeling.architecture import check_source, config_of_source, stored_config
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
@@ -32,7 +32,7 @@ from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.loading import BackboneConfig, DType, attach, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
-from refusion_lit.text_model import GUESSED, TextModel
+from refusion_lit.text_model import GUESSED, TextModel, named_decoder
 from refusion_lit.types import ModelTraits, SamplingParams
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require, require_choice

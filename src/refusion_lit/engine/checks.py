@@ -27,8 +27,7 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
     require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, "create one")
     require(isinstance(sampling, SamplingParams), "sampling", "an instance of SamplingParams", sampling, "create one")
     holds = isinstance(callbacks, Sequence) and all(isinstance(each, GenerationCallback) for each in callbacks)
-    fix = "derive a class from it, and put its instance in a list"
-    require(holds, "callbacks", "a list of instances of GenerationCallback", callbacks, fix)
+    require(holds, "callbacks", "a list of instances of GenerationCallback", callbacks, "put them into a list")
     require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
 
 
@@ -108,8 +107,7 @@ def check_prompts(
             _check_given(model, decoder, prompt, sampling)
         if prompt.constraint is not None and prompt.constraint.left_to_right:
             fix = "use Autoregressive, or SelfSpeculative on a model with a drafter"
-            name = type(decoder).__name__
-            require(decoder.is_left_to_right, "constraint", "a decoder that draws from left to right", name, fix)
+            require(decoder.is_left_to_right, "constraint", "a decoder that draws from left to right", decoder, fix)
     lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
     check_context(model, lengths, sampling.max_new_tokens)
     if max_cache_tokens is not None:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from refusion_lit.engine.requests import Steps
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import Ranges, check_options, require
+from refusion_lit.utils.require import check_options, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ class Decoder(ABC):
     """
 
     requires: ClassVar[ModelRequirements]
-    ranges: ClassVar[Ranges] = {}
+    ranges: ClassVar[dict[str, float | str]] = {}
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
     refuses: ClassVar[str | None] = "it does not override Decoder.refusal, which says whether it can"
     state: ClassVar[type[RowState]] = RowState

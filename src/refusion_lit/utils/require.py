@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Ranges = dict[str, float | str]
-"""Minimum of an option, for :func:`require_at_least`, or its interval, for :func:`require_number`, by its name."""
-
 
 def require(holds: bool, option: str, expected: str, got: object, fix: str) -> None:
     """Raise a ``ValueError`` for users unless a condition on an option holds.
@@ -61,8 +58,9 @@ def require_choice(option: str, value: object, choices: Sequence[object]) -> Non
 def check_options(options: DataclassInstance, prefix: str = "") -> None:
     """Refuse values of a dataclass's options that its type annotations or its ranges exclude.
 
-    The class variable ``ranges`` holds :data:`Ranges`; those of the base classes hold, too. An option with a literal
-    type must have one of its values, a ``bool`` must be true or false, and ``None`` passes where the type has it.
+    The class variable ``ranges`` holds an option's minimum, for :func:`require_at_least`, or its interval, for
+    :func:`require_number`, by its name; those of the base classes hold, too. An option with a literal type must have
+    one of its values, a ``bool`` must be true or false, and ``None`` passes where the type has it.
 
     Args:
         options: The dataclass instance.
