@@ -90,11 +90,9 @@ def _allowed(kind: type[DataclassInstance]) -> dict[str, tuple[tuple[object, ...
         hints = {}
     ranges = {name: limit for each in reversed(kind.__mro__) for name, limit in vars(each).get("ranges", {}).items()}
     names = [field.name for field in fields(kind)]
-    unknown = sorted(ranges.keys() - set(names))
-    require(not unknown, "ranges", f"names of options of {kind.__name__}", unknown, "correct them")
-    own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint) and name[0] != "_"]
-    missing = [name for name in own if name not in names]
-    fix = f"put @dataclass(frozen=True, kw_only=True) before class {kind.__name__}"
+    own = {name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint) and name[0] != "_"}
+    missing = sorted((own | ranges.keys()) - {*names})
+    fix = f"put @dataclass(frozen=True, kw_only=True) before class {kind.__name__}, or correct its ranges"
     require(not missing, kind.__name__, "a dataclass with its own options", f"none of {', '.join(missing)}", fix)
     found = {}
     for name in names:
