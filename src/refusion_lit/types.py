@@ -8,7 +8,7 @@ from numbers import Integral, Real
 
 from refusion_lit.constraints import Constraint, ConstraintState
 from refusion_lit.traits import AttentionKind, ModelTraits, Prediction
-from refusion_lit.utils.require import check_options, is_number, require, require_at_least, require_number
+from refusion_lit.utils.require import check_options, is_number, require, require_number
 
 __all__ = [
     "AttentionKind", "Constraint", "ConstraintState", "DecodingOptions", "ModelTraits", "Prediction", "Prompt",
@@ -129,6 +129,7 @@ class SamplingParams:
         entropy_window: Number of tokens whose entropy is computed, at least 2.
     """
 
+    ranges = {"max_new_tokens": 1, "top_p": "(0, 1]", "top_k": 1, "entropy_window": 2}
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
@@ -139,23 +140,17 @@ class SamplingParams:
     entropy_window: int = 256
 
     def __post_init__(self) -> None:
-        require_at_least("max_new_tokens", self.max_new_tokens, 1)
+        check_options(self)
         in_range = is_number(self.temperature, Real) and (self.temperature == 0 or 1e-30 <= self.temperature <= 1e30)
         require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature, "use 0.7, say")
-        require_number("top_p", self.top_p, "(0, 1]", "use 1 to keep every token")
-        holds = self.top_k is None or (is_number(self.top_k, Integral) and self.top_k >= 1)
-        require(holds, "top_k", "an integer of at least 1, or null", self.top_k, "use null to keep every token")
         require(is_number(self.seed, Integral), "seed", "an integer", self.seed, "use 0, say")
         holds = isinstance(self.stop, list | tuple) and all(isinstance(text, str) and text for text in self.stop)
         require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "seed", int(self.seed))  # keys of noise name the type
-        require_at_least("entropy_window", self.entropy_window, 2)
-        most = math.log(self.entropy_window)
-        least = self.min_entropy
-        holds = least is None or (is_number(least, Real) and 0 < least <= most)
-        require(holds, "min_entropy", f"a number above 0 and at most {most:.2f}, the entropy of {self.entropy_window} "
-                "different tokens, or null", least, "lower it, or raise entropy_window")  # fmt: skip
+        if self.min_entropy is not None:
+            most = math.log(self.entropy_window)  # the entropy of different tokens
+            require_number("min_entropy", self.min_entropy, f"(0, {most:.2f}]", "lower it, or raise entropy_window")
 
     def greedy(self) -> SamplingParams:
         """Return the same parameters at temperature 0."""

@@ -229,7 +229,7 @@ def test_options_without_the_dataclass_decorator_are_named() -> None:
         name: ClassVar[str] = "x"
         strength: float = 0.5
 
-    fix = "put @dataclass(frozen=True, kw_only=True) before class Forgotten"
+    fix = "put @dataclass(frozen=True, kw_only=True) before class Forgotten, or correct its ranges"
     told = f"Forgotten: expected a dataclass with its own options, got 'none of strength'; {fix}."
     with pytest.raises(ValueError, match=re.escape(told)):
         Forgotten()

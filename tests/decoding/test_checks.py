@@ -32,7 +32,7 @@ from scripted import ORDER, prompts_of
 
 def test_models_without_a_mask_token_are_refused_where_one_is_fed() -> None:
     special = replace(SPECIAL, mask_token_id=None)
-    with pytest.raises(ModelMismatchError, match="ReFusion needs a mask token"):
+    with pytest.raises(ValueError, match=r"^decoder: expected a model with a mask token, got 'one without'; train it"):
         decode(HashModel(special=special), ReFusion(), prompts_of(2), SamplingParams(), allow_mismatch=True)
     decode(HashModel(special=special, traits=ORDER), Autoregressive(), prompts_of(2), SamplingParams(max_new_tokens=3))
 
@@ -62,11 +62,11 @@ def test_models_trained_otherwise_are_refused_or_marked(traits: ModelTraits, rea
 @pytest.mark.parametrize(
     ("traits", "hint"),
     [
-        (ModelTraits(attention="bidirectional", predictions=("mask",)), "LLaDA fits. Set"),
-        (ModelTraits(predictions=("next_token",)), "Autoregressive fits. Set"),
-        (ModelTraits(predictions=("mask",)), "WeDLM fits. Set"),
-        (ModelTraits(attention="block_causal", block_size=4, predictions=("mask",)), "BlockDiffusion fits. Set"),
-        (ModelTraits(predictions=()), "trained for none. Set"),
+        (ModelTraits(attention="bidirectional", predictions=("mask",)), "anyway. LLaDA fits."),
+        (ModelTraits(predictions=("next_token",)), "anyway. Autoregressive fits."),
+        (ModelTraits(predictions=("mask",)), "anyway. WeDLM fits."),
+        (ModelTraits(attention="block_causal", block_size=4, predictions=("mask",)), "anyway. BlockDiffusion fits."),
+        (ModelTraits(predictions=()), r"trained for none. Set allow_mismatch to true to run it anyway\.$"),
     ],
 )
 def test_a_decoder_that_fits_is_named(traits: ModelTraits, hint: str) -> None:

@@ -193,7 +193,7 @@ def test_left_to_right_a_constraint_sees_what_is_before(cls: type[Decoder], data
     sampling = SamplingParams(max_new_tokens=12, temperature=temperature)
     prompt = Prompt(token_ids=(3, 4), id="a", constraint=begun_by(Counting, left_to_right=True))
     if not decoder.is_left_to_right:
-        with pytest.raises(ValueError, match="constraint: expected a decoder that draws from left to right, got 'Self"):
+        with pytest.raises(ValueError, match="constraint: expected a decoder that draws from left to right, got Self"):
             decode(model, decoder, [prompt], sampling)
         return
     row = decode(model, decoder, [prompt], sampling).rows[0]

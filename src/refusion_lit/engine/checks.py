@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from refusion_lit.engine.decoder import Decoder
-from refusion_lit.engine.memory import KeptCache, check_bound
+from refusion_lit.engine.given import check_constraint, check_given
+from refusion_lit.engine.memory import KeptCache, check_bound, check_canvas
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
@@ -24,18 +25,15 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
     Raises:
         ValueError: Naming the argument.
     """
-    fix = "create one, as in decoder=ReFusion()"
-    require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, fix)
-    fix = "create one, as in sampling=SamplingParams(max_new_tokens=64)"
-    require(isinstance(sampling, SamplingParams), "sampling", "an instance of SamplingParams", sampling, fix)
+    require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, "create one")
+    require(isinstance(sampling, SamplingParams), "sampling", "an instance of SamplingParams", sampling, "create one")
     holds = isinstance(callbacks, Sequence) and all(isinstance(each, GenerationCallback) for each in callbacks)
-    fix = "derive a class from it, and put its instance in a list"
-    require(holds, "callbacks", "a list of instances of GenerationCallback", callbacks, fix)
+    require(holds, "callbacks", "a list of instances of GenerationCallback", callbacks, "put them into a list")
     require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
 
 
 def check_model(
-    model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False, hint: str = "",
+    model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False,
     fix: str = "Set allow_mismatch to true to run it anyway.",
 ) -> list[str]:  # fmt: skip
     """Refuse a model that a decoder cannot run on or that was not trained for it.
@@ -44,31 +42,27 @@ def check_model(
         model: The model.
         decoder: The decoder.
         allow_mismatch: Only warn if the model was trained for something else.
-        hint: A sentence for the error, such as the name of a decoder that fits.
-        fix: What to do, unless the decoder says so.
+        fix: What to do, as a sentence, unless the decoder says so.
 
     Returns:
         The reasons, if allowed.
 
     Raises:
         ModelMismatchError: With the reasons.
-        ValueError: If the model lacks a drafter that the decoder needs.
+        ValueError: If the model lacks a mask token or a drafter that the decoder needs.
     """
-    name = type(decoder).__name__
     needs = decoder.requirements()
-    if needs.mask_token and model.special_tokens.mask_token_id is None:
-        raise ModelMismatchError(
-            f"{name} needs a mask token, and the model's tokenizer has none; train it with Hybrid or Masked."
-        )
+    special = model.special_tokens
     reasons = needs.mismatches(model.traits)
     if reasons:
-        message = f"{name} does not fit this model: {'; '.join(reasons)}."
+        message = f"{type(decoder).__name__} does not fit this model: {'; '.join(reasons)}."
         if not allow_mismatch:
-            raise ModelMismatchError(f"{message} {hint}{' ' * bool(hint)}{decoder.mismatch_fix(model.traits) or fix}")
+            raise ModelMismatchError(f"{message} {decoder.mismatch_fix(model.traits) or fix}")
         warnings.warn(message, stacklevel=2)
-    missing = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
-    has_drafter = bool(model.special_tokens.draft_token_ids)
-    require(has_drafter or not needs.drafter, "decoder", "a model with a drafter", "one without", missing)
+    has_masks = special.mask_token_id is not None or decoder.is_left_to_right
+    require(has_masks, "decoder", "a model with a mask token", "one without", "train it with Hybrid or Masked")
+    fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
+    require(bool(special.draft_token_ids) or not needs.drafter, "decoder", "a model with a drafter", "one without", fix)
     return reasons
 
 
@@ -111,43 +105,12 @@ def check_prompts(
     for prompt in prompts:
         require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
         if prompt.num_given:
-            _check_given(model, decoder, prompt, sampling)
-        if prompt.constraint is not None and prompt.constraint.left_to_right:
-            fix = "use Autoregressive, or SelfSpeculative on a model with a drafter"
-            name = type(decoder).__name__
-            require(decoder.is_left_to_right, "constraint", "a decoder that draws from left to right", name, fix)
+            check_given(decoder, prompt, sampling, model.special_tokens)
+        if prompt.constraint is not None:
+            check_constraint(decoder, prompt.constraint)
     lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
     check_context(model, lengths, sampling.max_new_tokens)
     if max_cache_tokens is not None:
         check_bound(lengths, sampling.max_new_tokens, max_cache_tokens)
     if model.learns_positions:
-        _check_canvas(model, decoder, prompts, sampling)
-
-
-def _check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-    """Refuse blocks, slots or windows that reach beyond the last position that a model has learnt."""
-    limit = model.max_positions
-    fix = "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"
-    for prompt in prompts:
-        reach = len(prompt.token_ids) + len(decoder.begin(prompt, sampling, model.special_tokens).tokens)
-        holds = limit is None or reach <= limit
-        expected = f"whole blocks, slots or windows in {limit} positions, the model's context"
-        require(holds, f"prompt {prompt.id}", expected, f"{reach} with {decoder}", fix)
-
-
-def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, sampling: SamplingParams) -> None:
-    """Refuse given tokens that a decoder cannot keep, and spans that it may not fill."""
-    name = f"the template of prompt {prompt.id}"
-    reason = decoder.refusal(prompt)
-    if reason is not None:
-        raise ValueError(
-            f"decoder: {type(decoder).__name__} cannot keep {name} in place: {reason}; use one that can, such as "
-            "ReFusion or LLaDA, with a model that fits it."
-        )
-    ends = [place for place, token in enumerate(prompt.given) if token in model.special_tokens.eos_token_ids]
-    expected = f"an EOS token only at the end of {name}"
-    holds = ends in ([], [len(prompt.given) - 1])
-    require(holds, "template", expected, f"one at place {min(ends, default=0)}", "end it there, or remove the token")
-    expected = f"at least {prompt.num_to_fill}, the number of tokens to fill in in {name}"
-    holds = prompt.num_to_fill <= sampling.max_new_tokens
-    require(holds, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")
+        check_canvas(model, decoder, prompts, sampling)

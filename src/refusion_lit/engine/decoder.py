@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from refusion_lit.engine.requests import Steps
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import Ranges, check_options, require
+from refusion_lit.utils.require import check_options, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,6 @@ class ModelRequirements:
     Attributes:
         attention: Attention pattern of the decoder's forwards.
         predictions: Meanings of logits that the decoder relies on.
-        mask_token: Whether the decoder feeds mask tokens.
         drafter: Whether it needs a drafter attached to the model.
         block_size: Tokens per block, for block-causal attention; ``None``: of any size.
         prompt_is_block: For block-causal attention: the prompt is one block, and blocks are counted from the response.
@@ -27,7 +26,6 @@ class ModelRequirements:
 
     attention: AttentionKind
     predictions: tuple[Prediction, ...]
-    mask_token: bool = True
     drafter: bool = False
     block_size: int | None = None
     prompt_is_block: bool = False
@@ -36,12 +34,10 @@ class ModelRequirements:
         """Return the reasons why a model with these traits does not fit; empty if it fits or nothing is known."""
         reasons = []
         if traits.attention != self.attention:
-            reasons.append(
-                f"it uses {self.attention} attention, the model was trained with {traits.attention} attention"
-            )
-        elif self.block_size != traits.block_size and self.block_size is not None:
+            reasons.append(f"it uses {self.attention} attention, the model was trained with {traits.attention}")
+        elif self.block_size not in (None, traits.block_size):
             reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
-        if self.attention == traits.attention and self.prompt_is_block != traits.prompt_is_block:
+        elif self.prompt_is_block != traits.prompt_is_block:
             own = "the response" if self.prompt_is_block else "position 0"
             reasons.append(f"its blocks are counted from {own}, those that the model was trained with are not")
         if traits.predictions is not None:
@@ -76,9 +72,9 @@ class RowState:
         num_shared: Number of leading prompt tokens that are in the KV cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
         num_cached: Number of cache entries that hold text, for decoders that count them; ``num_shared`` at first.
-        max_length: Maximum length of the response.
+        max_length: Maximum length of the response; its length once the final prefix has an EOS.
         prompt_length: Tokens of the prompt; the canvas starts at this position.
-        num_final: Leading final places that were found so far, up to the first EOS; see :meth:`final_prefix`.
+        num_final: Leading final places that :meth:`final_prefix` has found so far.
     """
 
     prompt: Prompt
@@ -120,15 +116,10 @@ class RowState:
         return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
 
     @property
-    def num_committed(self) -> int:
-        """Committed places of the canvas."""
-        return len(self.committed)
-
-    @property
     def mask_token_id(self) -> int:
-        """The mask token; the engine refuses models without one before a decoder that needs it runs."""
+        """The mask token; the engine refuses models without one if the decoder relies on more than the next token."""
         mask = self.special_tokens.mask_token_id
-        assert mask is not None, "the decoder feeds mask tokens, but its requirements do not say so"
+        assert mask is not None, "the decoder feeds mask tokens, but requires no prediction of a mask"
         return mask
 
     def commit(self, places: Sequence[int], tokens: Sequence[int]) -> None:
@@ -160,24 +151,20 @@ class RowState:
         return next((i for i, token in enumerate(tokens) if token in self.special_tokens.eos_token_ids), None)
 
     def final_prefix(self) -> list[int]:
-        """Return the longest final prefix of the response, cut after the first EOS and at :attr:`max_length`."""
-        return self.tokens[: self._count_final()]
+        """Return the longest final prefix of the response, cut after the first EOS and at :attr:`max_length`.
+
+        The search resumes where it ended, as final places stay final.
+        """
+        while self.num_final < min(self.max_length, len(self.tokens)) and not self.is_masked[self.num_final]:
+            self.num_final += 1
+            if self.tokens[self.num_final - 1] in self.special_tokens.eos_token_ids:
+                self.max_length = self.num_final
+        return self.tokens[: self.num_final]
 
     @property
     def prefix_ends(self) -> bool:
         """Whether the final prefix is the whole response."""
-        count = self._count_final()
-        return count == min(self.max_length, len(self.tokens)) or self._ends_at(count)
-
-    def _ends_at(self, count: int) -> bool:
-        return count > 0 and self.tokens[count - 1] in self.special_tokens.eos_token_ids
-
-    def _count_final(self) -> int:
-        """Return the length of the final prefix; the search resumes where it ended, as final places stay final."""
-        limit = min(self.max_length, len(self.tokens))
-        while self.num_final < limit and not self.is_masked[self.num_final] and not self._ends_at(self.num_final):
-            self.num_final += 1
-        return self.num_final
+        return len(self.final_prefix()) == min(self.max_length, len(self.tokens))
 
 
 def max_length(prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> int:
@@ -209,7 +196,7 @@ class Decoder(ABC):
     """
 
     requires: ClassVar[ModelRequirements]
-    ranges: ClassVar[Ranges] = {}
+    ranges: ClassVar[dict[str, float | str]] = {}
     shares: ClassVar[Literal["nothing", "all", "all_but_last"]] = "nothing"
     refuses: ClassVar[str | None] = "it does not override Decoder.refusal, which says whether it can"
     state: ClassVar[type[RowState]] = RowState
@@ -222,8 +209,8 @@ class Decoder(ABC):
 
     @property
     def is_left_to_right(self) -> bool:
-        """Whether every token is drawn after all tokens on its left, which its branch feeds; see ``Constraint``."""
-        return False
+        """Whether every token is drawn, without masks, after all on its left, which its branch feeds."""
+        return self.requirements().predictions == ("next_token",)
 
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model; with ``shifted``, shifted predictions."""

@@ -1,4 +1,4 @@
-"""Memory: the KV cache kept from one call to the next, and bounds on it and on what a forward computes."""
+"""Memory: the KV cache kept from one call to the next, and bounds on it, on positions and on forwards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from refusion_lit.engine.admission import Row, Tokens
 from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder
+from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.types import Prompt
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 
@@ -64,6 +65,17 @@ def check_bound(lengths: Sequence[tuple[int, str]], max_new_tokens: int, max_cac
     expected = f"at least {needed} (prompt {longest} of {length} tokens and max_new_tokens)"
     fix = "raise it, shorten the prompt or lower max_new_tokens"
     require(not lengths or max_cache_tokens >= needed, "max_cache_tokens", expected, max_cache_tokens, fix)
+
+
+def check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    """Refuse blocks, slots or windows that reach beyond the last position that a model has learnt."""
+    limit = model.max_positions
+    fix = "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"
+    for prompt in prompts:
+        reach = len(prompt.token_ids) + len(decoder.begin(prompt, sampling, model.special_tokens).tokens)
+        holds = limit is None or reach <= limit
+        expected = f"whole blocks, slots or windows in {limit} positions, the model's context"
+        require(holds, f"prompt {prompt.id}", expected, f"{reach} with {decoder}", fix)
 
 
 def groups_within(

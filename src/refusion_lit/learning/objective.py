@@ -17,7 +17,7 @@ from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput
 from refusion_lit.learning.drafts import draft_counts, read_drafts
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
-from refusion_lit.utils.require import Ranges, check_options, require
+from refusion_lit.utils.require import check_options, require
 
 LOGITS_BYTES = 64 * 2**20
 """Size limit for the float32 logits of one chunk.
@@ -51,7 +51,7 @@ class Objective(ABC):
     """
 
     trained: ClassVar[ModelTraits]
-    ranges: ClassVar[Ranges] = {"chunk_size": 1}
+    ranges: ClassVar[dict[str, float | str]] = {"chunk_size": 1}
     term: ClassVar[str] = "loss"
     packs: ClassVar[bool] = True
     chunk_size: int | None = None

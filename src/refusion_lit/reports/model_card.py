@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from refusion_lit.decoding import default_decoder
 from refusion_lit.engine.decoder import Decoder
-from refusion_lit.families.defaults import default_decoder
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
@@ -66,7 +66,7 @@ def model_card(
         pipeline_tag="text-generation",
         tags=[
             "refusion-lit",
-            *(["diffusion-language-model"] if made.requirements().mask_token else []),
+            *([] if made.is_left_to_right else ["diffusion-language-model"]),
             "parallel-decoding",
         ],
         base_model=_public(_lookup(config, "model", "backbone", "source")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from refusion_lit.utils.require import Ranges, check_options
+from refusion_lit.utils.require import check_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Limits:
         drain_seconds: Time that answers in flight may still take after SIGTERM or Ctrl-C; the rest then gets 503.
     """
 
-    ranges: ClassVar[Ranges] = {
+    ranges: ClassVar[dict[str, float | str]] = {
         "max_prompt_tokens": 1,
         "max_answer_tokens": 1,
         "max_seconds": 0.0,

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Ranges = dict[str, float | str]
-"""Minimum of an option, for :func:`require_at_least`, or its interval, for :func:`require_number`, by its name."""
-
 
 def require(holds: bool, option: str, expected: str, got: object, fix: str) -> None:
     """Raise a ``ValueError`` for users unless a condition on an option holds.
@@ -61,8 +58,9 @@ def require_choice(option: str, value: object, choices: Sequence[object]) -> Non
 def check_options(options: DataclassInstance, prefix: str = "") -> None:
     """Refuse values of a dataclass's options that its type annotations or its ranges exclude.
 
-    The class variable ``ranges`` holds :data:`Ranges`; those of the base classes hold, too. An option with a literal
-    type must have one of its values, a ``bool`` must be true or false, and ``None`` passes where the type has it.
+    The class variable ``ranges`` holds an option's minimum, for :func:`require_at_least`, or its interval, for
+    :func:`require_number`, by its name; those of the base classes hold, too. An option with a literal type must have
+    one of its values, a ``bool`` must be true or false, and ``None`` passes where the type has it.
 
     Args:
         options: The dataclass instance.
@@ -92,11 +90,9 @@ def _allowed(kind: type[DataclassInstance]) -> dict[str, tuple[tuple[object, ...
         hints = {}
     ranges = {name: limit for each in reversed(kind.__mro__) for name, limit in vars(each).get("ranges", {}).items()}
     names = [field.name for field in fields(kind)]
-    unknown = sorted(ranges.keys() - set(names))
-    require(not unknown, "ranges", f"names of options of {kind.__name__}", unknown, "correct them")
-    own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint) and name[0] != "_"]
-    missing = [name for name in own if name not in names]
-    fix = f"put @dataclass(frozen=True, kw_only=True) before class {kind.__name__}"
+    own = {name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint) and name[0] != "_"}
+    missing = sorted((own | ranges.keys()) - {*names})
+    fix = f"put @dataclass(frozen=True, kw_only=True) before class {kind.__name__}, or correct its ranges"
     require(not missing, kind.__name__, "a dataclass with its own options", f"none of {', '.join(missing)}", fix)
     found = {}
     for name in names:

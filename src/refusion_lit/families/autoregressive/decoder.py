@@ -16,18 +16,13 @@ class Autoregressive(Decoder):
     A response of n tokens costs n forwards: the first one takes the prompt, each later one a single token.
     """
 
-    requires = ModelRequirements(attention="causal", predictions=("next_token",), mask_token=False)
+    requires = ModelRequirements(attention="causal", predictions=("next_token",))
     shares = "all_but_last"
     refuses = "it writes from left to right and sees no text on the right of a token"
 
-    @property
-    def is_left_to_right(self) -> bool:
-        """Whether tokens are drawn from left to right: always."""
-        return True
-
     def step(self, state: RowState) -> Steps[None]:
         """Feed what is not cached yet and draw the next token."""
-        place = state.num_committed
+        place = len(state.committed)
         end = state.prompt_length + place
         branch = text_branch(state, state.num_cached, end, [end], shift=1)
         draw = Draw(sampling=state.sampling, with_probability=False)

@@ -109,14 +109,8 @@ class SelfSpeculative(Decoder):
     def requirements(self) -> ModelRequirements:
         """Return next-token predictions or, with ``slot_size``, the predictions of the hybrid objective."""
         if self.slot_size is None:
-            needs = {"mask_token": False, "drafter": self.num_drafts != 0}
-            return ModelRequirements(attention="causal", predictions=("next_token",), **needs)
+            return ModelRequirements(attention="causal", predictions=("next_token",), drafter=self.num_drafts != 0)
         return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
-
-    @property
-    def is_left_to_right(self) -> bool:
-        """Whether tokens are drawn from left to right; with ``slot_size``, a slot's first token is drawn at a mask."""
-        return self.slot_size is None
 
     def mismatch_fix(self, traits: ModelTraits) -> str:
         """Return that hybrid models need ``slot_size``, if that is all that is wrong."""
@@ -137,7 +131,7 @@ class SelfSpeculative(Decoder):
     def _round(self, state: SpeculativeState) -> Steps[None]:
         """Run one forward that verifies or drafts."""
         start = state.prompt_length
-        place = state.num_committed
+        place = len(state.committed)
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*text_between(state, state.num_cached, start + place), *drafts]
         anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted
@@ -212,7 +206,7 @@ class SelfSpeculative(Decoder):
         wanted = num_own if self.num_drafts is None else self.num_drafts
         if size is None:
             wanted = min(wanted, num_own)
-        wanted = min(wanted, len(state.tokens) - state.num_committed - accepted - 1)
+        wanted = min(wanted, len(state.tokens) - len(state.committed) - accepted - 1)
         layout = self.layout
         if layout is None and wanted > 0:
             sure, adapters = (_SURE_COST, _ADAPTERS) if size is None else (_HYBRID_COST, 0.0)
