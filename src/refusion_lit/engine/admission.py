@@ -19,7 +19,6 @@ from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.output import Generation, TraceRound
 from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Read, Reading, Request, Steps
-from refusion_lit.engine.sampling import constrain
 from refusion_lit.engine.stopping import Stopping
 from refusion_lit.types import ConstraintState, Prompt, SamplingParams
 from refusion_lit.utils.require import require
@@ -48,7 +47,6 @@ class Row:
         steps: The decoder's generator of requests.
         request: Its pending request to the model; ``None`` once it is finished.
         result: The generation so far, with its counts.
-        spans_end: Position after the last given token of a template; no EOS is drawn before it. 0 without template.
         stopping: Looks for stop strings and a low entropy; ``None`` if the sampling options name neither.
         constraint: Which tokens may be drawn; ``None``: all.
         branches: What the pending request reads: the last forward's branches, with other offsets for further drafts.
@@ -69,7 +67,6 @@ class Row:
     steps: Steps[None] = field(init=False)
     request: Request | None = field(init=False)
     result: Generation = field(init=False)
-    spans_end: int = field(init=False)
     stopping: Stopping | None = field(init=False)
     constraint: ConstraintState | None = field(init=False)
     branches: Sequence[Branch] = ()
@@ -84,7 +81,6 @@ class Row:
         self.steps = steps
         self.request = self._next(None)
         self.result = Generation(id=prompt.id)
-        self.spans_end = len(prompt.token_ids) + prompt.given_length if prompt.num_to_fill else 0
         stops = bool(sampling.stop) or sampling.min_entropy is not None
         self.stopping = Stopping(sampling, detokenize) if stops else None
         self.constraint = None if prompt.constraint is None else prompt.constraint.begin(state.max_length)
@@ -132,13 +128,11 @@ class Row:
             if offsets and not 0 <= min(offsets) <= max(offsets) <= last:
                 expected = f"draft_at and score_at from 0 to {last} in a branch of {last + 1} tokens"
                 raise ValueError(f"decoder: expected {expected}, got {offsets}; {_FIX}.")
-            read = Read(draw, branch, first + start, self.prompt.id, self.spans_end)
+            read = Read(draw, branch, first + start, self.state, self.constraint)
             if draw.guidance is not None and branch.draft_at:
                 # Without an earlier forward, the second branch has the unconditional logits.
                 own = self.starts[1] if self.twin_start is None else self.twin_start - branch.draft_at[0]
                 read.guide = own - start
-            if self.constraint is not None:
-                constrain(read, self.constraint, self.state)
             found.append(read)
         return found
 

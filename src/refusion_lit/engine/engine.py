@@ -21,7 +21,6 @@ from refusion_lit.engine.memory import KeptCache, groups_within, rows_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import Forward, MoreDrafts, Read, Steps
-from refusion_lit.engine.sampling import settle
 from refusion_lit.engine.stopping import cut_at_stop
 from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
@@ -232,9 +231,6 @@ class Engine:
             first += len(row.hidden)
         self.reader.read(states, [read for own in reads for read in own])
         for row, own in zip(rows, reads, strict=True):
-            if row.constraint is not None:
-                for read in own:
-                    settle(read, row.constraint)
             if row.advance([read.reading for read in own]):
                 self._notify(row)
 
