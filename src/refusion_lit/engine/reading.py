@@ -38,7 +38,6 @@ class Reader:
         self._head = model.head_runner()
         self._special = model.special_tokens
         self._all_probabilities = all_probabilities
-        self._vocab_size = self._special.vocab_size
         self._ids_on_device: dict[tuple[int, ...], Tensor] = {}
 
     def read(self, hidden: Shaped[Tensor, "position hidden"], reads: Sequence[Read]) -> None:
@@ -102,7 +101,7 @@ class Reader:
     ) -> Iterator[Float[Tensor, "position vocab"]]:
         """Yield logits in chunks: bounds the head's memory and, on CPUs, keeps the softmax in the processor's cache."""
         guidance = read.draw.guidance
-        for some in rows.split(max(1, _MAX_LOGITS // self._vocab_size)):
+        for some in rows.split(max(1, _MAX_LOGITS // self._special.vocab_size)):
             logits = self._logits(hidden, some)
             if guidance is not None:
                 unconditional = self._logits(hidden, some + read.guide)
@@ -125,7 +124,7 @@ class Reader:
     def _greedy(self, logits: Float[Tensor, "draft vocab"], banned: Tensor, *, restore: bool) -> Int[Tensor, " draft"]:
         """Return the most probable tokens; ``restore`` the logits that are changed meanwhile."""
         kept = logits.index_select(-1, banned) if restore else None
-        tokens = first_argmax(logits.index_fill_(-1, banned, -math.inf).narrow(-1, 0, self._vocab_size))
+        tokens = first_argmax(logits.index_fill_(-1, banned, -math.inf).narrow(-1, 0, self._special.vocab_size))
         if kept is not None:  # probabilities are over all ids
             logits.index_copy_(-1, banned, kept)
         return tokens

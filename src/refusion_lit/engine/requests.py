@@ -126,9 +126,8 @@ class Forward:
         packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
             the layout, not what a branch sees.
         keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
-        twin_at: Offset of the unconditional logits of ``draw.guidance`` in the first sequence of the prompt's previous
-            forward. They are read from there on, one for each ``draft_at``, which must be consecutive. ``None``: the
-            second branch gives the unconditional logits.
+        twin_at: The unconditional logits of ``draw.guidance`` are those of the prompt's previous forward, in its first
+            sequence: each at an offset of the first branch plus this number. ``None``: those of the second branch.
     """
 
     phase: str

@@ -102,9 +102,9 @@ class General:
 
     def probabilities(self, logits: Float[Tensor, "position vocab"]) -> Float[Tensor, "position vocab"]:
         """Return the probabilities of all ids; changes ``logits``."""
-        draw = self._draw
-        logits.index_fill_(-1, to_device(draw.confidence_forbidden, logits.device), -math.inf)
-        return lowered(logits, draw.confidence_dtype).softmax(-1).to(logits.dtype)
+        if self._draw.confidence_forbidden:
+            logits.index_fill_(-1, to_device(self._draw.confidence_forbidden, logits.device), -math.inf)
+        return lowered(logits, self._draw.confidence_dtype).softmax(-1).to(logits.dtype)
 
     def _end_no_span(self, logits: Tensor, rows: Sequence[int]) -> None:
         """Forbid EOS tokens in rows that fill a template's span."""
