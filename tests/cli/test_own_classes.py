@@ -196,8 +196,9 @@ def draw_of(state: RowState) -> Draw:
 @pytest.mark.parametrize(
     ("branches", "message"),
     [
-        (None, "decoder: expected steps that yield a Forward or MoreDrafts, got 'tokens'; see docs/extending.md."),
-        ((Branch(tokens=[], positions=[]),), "decoder: expected a Forward of branches with tokens, got none; see"),
+        (None, "for each branch of the last Forward, got 'tokens'; see docs/extending.md."),
+        ((), "decoder: expected steps that yield a Forward with branches, or MoreDrafts for"),
+        ((Branch(tokens=[], positions=[]),), "decoder: expected branches with tokens, a position from 0 for each, and"),
     ],
 )
 def test_a_step_that_yields_no_request_is_named(branches: tuple[Branch, ...] | None, message: str) -> None:

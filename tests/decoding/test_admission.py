@@ -24,7 +24,7 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
-from refusion_lit.engine import admission as admission_module
+from refusion_lit.engine import admission, memory
 from refusion_lit.engine.admission import Row, admit
 from refusion_lit.engine.memory import KeptCache
 from refusion_lit.types import Prompt, SamplingParams
@@ -34,7 +34,8 @@ NEXT = SamplingParams(max_new_tokens=4)
 
 @pytest.fixture(autouse=True)
 def few_tokens_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_module, "MIN_SHARED", 3)
+    for module in (admission, memory):
+        monkeypatch.setattr(module, "MIN_SHARED", 3)
 
 
 @st.composite

@@ -46,7 +46,7 @@ class Serving(Engine):
             prompt = Prompt(token_ids=(3,), id=prompt_id)
             state = RowState(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
             row = self.flying.setdefault(storage, Row(storage, prompt, state.sampling, storage=storage))
-            row.begin(state, self._asked(storage, request), None)
+            row.begin(state, self._asked(storage, request))
         self.rows = [self.flying[storage] for storage, _, _ in requests]
         for rows in self._schedule():
             self._serve(rows)

@@ -1,33 +1,20 @@
-"""Submitted prompts: the queue that gives them rows of the cache and finds prefixes to share, and prompts in flight.
-
-Few-shot examples, system messages and instructions repeat. The common prefix of two prompts is computed for one of
-them, and its KV cache entries are copied for the other. Rows of prompts in flight and rows of finished prompts serve as
-the store, so sharing takes no extra memory.
-"""
+"""Submitted prompts: the queue that gives them rows of the cache, and prompts in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
-from os.path import commonprefix
 
 import torch
 from torch import Tensor
 
-from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder, RowState
+from refusion_lit.engine.memory import MIN_SHARED, Tokens, prefix_of
 from refusion_lit.engine.output import Generation, TraceRound
 from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Read, Reading, Request, Steps
-from refusion_lit.engine.sampling import constrain
 from refusion_lit.engine.stopping import Stopping
 from refusion_lit.types import ConstraintState, Prompt, SamplingParams
 from refusion_lit.utils.require import require
-
-MIN_SHARED = 64
-"""Minimum number of tokens to share; shorter prefixes are recomputed: waiting one forward for them costs more."""
-
-Tokens = tuple[int, ...]
 
 _FIX = "see docs/extending.md"
 
@@ -48,14 +35,12 @@ class Row:
         steps: The decoder's generator of requests.
         request: Its pending request to the model; ``None`` once it is finished.
         result: The generation so far, with its counts.
-        spans_end: Position after the last given token of a template; no EOS is drawn before it. 0 without template.
-        stopping: Looks for stop strings and a low entropy; ``None`` if the sampling options name neither.
         constraint: Which tokens may be drawn; ``None``: all.
+        stopping: Finds stop strings and a low entropy; ``None`` if the sampling options name neither.
         branches: What the pending request reads: the last forward's branches, with other offsets for further drafts.
         hidden: Hidden states of that forward [position, hidden], padding included, for further reads; if they are
             guided by an earlier forward, then the states that were kept of that one.
-        starts: First position of each branch among them.
-        twin_start: Position among them of the earlier forward's unconditional logits; ``None`` without that forward.
+        starts: First position of each branch among them; then, with an earlier forward, that of its guidance.
     """
 
     index: int
@@ -69,24 +54,19 @@ class Row:
     steps: Steps[None] = field(init=False)
     request: Request | None = field(init=False)
     result: Generation = field(init=False)
-    spans_end: int = field(init=False)
-    stopping: Stopping | None = field(init=False)
     constraint: ConstraintState | None = field(init=False)
+    stopping: Stopping | None = None
     branches: Sequence[Branch] = ()
     hidden: Tensor = field(init=False)
     starts: Sequence[int] = ()
-    twin_start: int | None = None
 
-    def begin(self, state: RowState, steps: Steps[None], detokenize: Callable[[list[int]], str] | None) -> None:
-        """Go into flight: run the decoder up to its first request; stop strings need ``detokenize``."""
-        prompt, sampling = self.prompt, self.sampling
+    def begin(self, state: RowState, steps: Steps[None]) -> None:
+        """Go into flight: run the decoder up to its first request."""
+        prompt = self.prompt
         self.state = state
         self.steps = steps
         self.request = self._next(None)
         self.result = Generation(id=prompt.id)
-        self.spans_end = len(prompt.token_ids) + prompt.given_length if prompt.num_to_fill else 0
-        stops = bool(sampling.stop) or sampling.min_entropy is not None
-        self.stopping = Stopping(sampling, detokenize) if stops else None
         self.constraint = None if prompt.constraint is None else prompt.constraint.begin(state.max_length)
 
     @property
@@ -95,20 +75,20 @@ class Row:
         assert isinstance(self.request, Forward)
         return self.request
 
-    def begin_forward(self, hidden: Tensor, starts: Sequence[int]) -> None:
-        """Take the hidden states of the pending forward, and count it.
+    def begin_forward(self, hidden: Tensor, shape: tuple[int, int], starts: Sequence[int]) -> None:
+        """Take the hidden states of the pending forward, its shape and the start of each branch, and count it.
 
         Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
         """
         forward = self.pending
-        self.branches = forward.branches
         self.starts = starts
-        self.twin_start = None if forward.twin_at is None else len(hidden) + forward.twin_at
-        self.hidden = hidden if forward.twin_at is None else torch.cat((hidden, self.hidden))
+        if forward.twin_at is not None:
+            self.starts = [*starts, len(hidden) + forward.twin_at]
+            hidden = torch.cat((hidden, self.hidden))
+        self.hidden = hidden
         self.state.num_forwards += 1
         num_shared = self.state.num_shared if self.state.num_forwards == 1 else 0
-        num_rows, own_length = shape_of(forward)
-        shape = (num_rows, own_length + num_shared)
+        shape = (shape[0], shape[1] + num_shared)
         self.result.num_positions += sum(len(branch.tokens) for branch in forward.branches) + num_shared
         self.result.forward_shapes.append(shape)
         if self.trace:
@@ -119,28 +99,14 @@ class Row:
 
         Args:
             first: Index of that forward's first hidden state among those of all rows.
-
-        Raises:
-            ValueError: If an offset is beyond a branch, where another prompt's hidden states may be.
         """
         assert self.request is not None
         draw = self.request.draw
-        found = []
-        for branch, start in zip(self.branches, self.starts, strict=True):
-            offsets = [*branch.draft_at, *(offset for offset, _ in branch.score_at)]
-            last = len(branch.tokens) - 1
-            if offsets and not 0 <= min(offsets) <= max(offsets) <= last:
-                expected = f"draft_at and score_at from 0 to {last} in a branch of {last + 1} tokens"
-                raise ValueError(f"decoder: expected {expected}, got {offsets}; {_FIX}.")
-            read = Read(draw, branch, first + start, self.prompt.id, self.spans_end)
-            if draw.guidance is not None and branch.draft_at:
-                # Without an earlier forward, the second branch has the unconditional logits.
-                own = self.starts[1] if self.twin_start is None else self.twin_start - branch.draft_at[0]
-                read.guide = own - start
-            if self.constraint is not None:
-                constrain(read, self.constraint, self.state)
-            found.append(read)
-        return found
+        guide = 0 if draw.guidance is None else self.starts[1]  # the first branch, at 0, is guided
+        return [
+            Read(draw, branch, first + start, self.state, self.constraint, guide)
+            for branch, start in zip(self.branches, self.starts, strict=False)
+        ]
 
     def advance(self, readings: list[Reading]) -> bool:
         """Send the decoder its readings and take its next request; return whether it has committed tokens."""
@@ -160,19 +126,28 @@ class Row:
         """Send the decoder its readings, at first none, and return its next request; ``None`` at its end.
 
         Raises:
-            ValueError: If it yields something else.
+            ValueError: If it yields something else, or asks beyond a branch, where another prompt's states may be.
         """
         try:
             request = self.steps.send(readings)  # pyright: ignore[reportArgumentType] - None starts a generator
         except StopIteration:
             return None
-        require(isinstance(request, Request), "decoder", "steps that yield a Forward or MoreDrafts", request, _FIX)
-        if isinstance(request, MoreDrafts):
-            num = len(self.branches)  # 0 before the first forward
-            expected = f"MoreDrafts with offsets in each of the last forward's branches ({num})"
-            require(0 < num == len(request.draft_at), "decoder", expected, f"offsets in {len(request.draft_at)}", _FIX)
+        if isinstance(request, MoreDrafts) and len(request.draft_at) == len(self.branches):
             pairs = zip(self.branches, request.draft_at, strict=True)
-            self.branches = [replace(branch, draft_at=offsets, score_at=()) for branch, offsets in pairs]
+            branches = [replace(branch, draft_at=offsets, score_at=()) for branch, offsets in pairs]
+        else:
+            branches = request.branches if isinstance(request, Forward) else ()
+        expected = "steps that yield a Forward with branches, or MoreDrafts for each branch of the last Forward"
+        require(bool(branches), "decoder", expected, request, _FIX)
+        for branch in branches:
+            offsets = [0, *branch.draft_at, *(offset for offset, _ in branch.score_at)]
+            num = len(branch.tokens)
+            is_whole = num == len(branch.positions) and min(branch.positions, default=0) >= 0
+            if not (is_whole and 0 <= min(offsets) <= max(offsets) < num):
+                expected = "branches with tokens, a position from 0 for each, and draft_at and score_at among them"
+                got = f"{num} tokens at {branch.positions!r:.99} and offsets {offsets[1:]!r:.99}"
+                raise ValueError(f"decoder: expected {expected}, got {got}; {_FIX}.")
+        self.branches = branches
         return request
 
 
@@ -181,8 +156,8 @@ def admit(
 ) -> Iterator[tuple[Row, int, int]]:
     """Assign free rows of the cache to waiting prompts.
 
-    A prompt is held back if a prompt in flight will soon have a prefix to share that is at least ``MIN_SHARED`` tokens
-    longer than any cached one. Later prompts may go first; at most ``num_rows`` prompts are held back.
+    Later prompts may go before a prompt that waits for a prefix, see :func:`~refusion_lit.engine.memory.prefix_of`; at
+    most ``num_rows`` prompts are held back.
 
     Args:
         waiting: Prompts without a row, in their order; those that get one are removed.
@@ -201,10 +176,13 @@ def admit(
     while waiting and free and len(delayed) < num_rows:
         row = waiting.pop(0)
         tokens = row.prompt.token_ids
-        num_shared, source = _longest(held, tokens, decoder)
-        if _longest(pending, tokens, decoder)[0] >= num_shared + MIN_SHARED:
+        prefix = (0, -1)
+        if decoder is not None and len(tokens) >= MIN_SHARED:
+            prefix = prefix_of(tokens, held, pending, decoder)
+        if prefix is None:
             delayed.append(row)
             continue
+        num_shared, source = prefix
         # A free source row needs no copy. Otherwise prefer a row that holds no prompt, to keep sources for others.
         row.storage = source if source in free else min(free, key=lambda storage: (storage in held, storage))
         free.remove(row.storage)
@@ -212,17 +190,3 @@ def admit(
         pending[row.storage] = tokens  # until its first forward
         yield row, num_shared, source
     waiting[:0] = delayed
-
-
-def _longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decoder | None) -> tuple[int, int]:
-    """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""
-    if decoder is None:
-        return 0, -1
-    head = tokens[:MIN_SHARED]
-    found = [
-        (decoder.num_shareable(len(tokens), len(commonprefix([tokens, other]))), storage)  # noqa: RUF071 - no paths
-        for storage, other in prompts.items()
-        if other[:MIN_SHARED] == head
-    ]
-    best = max(found, key=itemgetter(0), default=(0, -1))
-    return best if best[0] >= MIN_SHARED else (0, -1)

@@ -32,44 +32,42 @@ class Batch:
         forwards: The forwards; all of them use the cache, or none does.
         storage: Each forward's row of the cache.
         device: Device of the model.
+        cache: Is told where the forwards write and what they read; ``None``: they use none.
 
     Attributes:
         ids: Tokens.
         positions: Their positions in the text.
         visibility: Which cache entries each token sees or, without a cache, which tokens of its sequence.
-        parts: The tokens of each forward, padding included, among those of all sequences joined.
-        starts: First token of each branch within the forward's part, by forward.
+        shapes: Number of sequences of each forward, and its length without padding.
+        starts: First token of each branch, by forward, among the tokens of the forward's sequences, padding included.
     """
 
     ids: Int[Tensor, "sequence token"]
     positions: Int[Tensor, "sequence token"]
 
-    def __init__(self, forwards: Sequence[Forward], storage: Sequence[int], device: torch.device) -> None:
-        shapes = [shape_of(forward) for forward in forwards]
-        length = max((shape[1] for shape in shapes), default=0)
-        if not length:
-            raise ValueError("decoder: expected a Forward of branches with tokens, got none; see docs/extending.md.")
-        is_cached = forwards[0].cached
-        self.parts: list[slice] = []
+    def __init__(
+        self, forwards: Sequence[Forward], storage: Sequence[int], device: torch.device, cache: KVCache | None
+    ) -> None:
+        self.shapes = [shape_of(forward) for forward in forwards]
         self.starts: list[list[int]] = []
-        self._rows: list[int] = []
+        length = max(length for _, length in self.shapes)
+        sequences: list[int] = []  # cache row of each sequence
         spans: list[Span] = []
         tokens: list[int] = []
         positions: list[int] = []
         targets: list[int] = []  # cache index and row of each token
         rows: list[int] = []
         source: list[int] = []  # its place among the tokens of all sequences, padding included
-        num_keys = 0 if is_cached else length
-        for forward, row, (num_sequences, _) in zip(forwards, storage, shapes, strict=True):
-            first = len(self._rows) * length
+        num_keys = length if cache is None else 0
+        for forward, row, (num_sequences, _) in zip(forwards, storage, self.shapes, strict=True):
+            first = len(sequences) * length
             start = first
-            self.parts.append(slice(first, first + num_sequences * length))
-            self.starts.append([])
-            self._rows += [row] * num_sequences
+            starts = []
+            sequences += [row] * num_sequences
             for branch in forward.branches:
                 num_tokens = len(branch.tokens)
                 sequence, offset = divmod(start, length)
-                first_key = branch.write_at if is_cached else offset
+                first_key = offset if cache is None else branch.write_at
                 spans.append(Span(sequence, offset, num_tokens, first_key, branch.visible, branch.order))
                 tokens += branch.tokens
                 positions += branch.positions
@@ -77,25 +75,17 @@ class Batch:
                 rows += [row] * num_tokens
                 source += range(start, start + num_tokens)
                 num_keys = max(num_keys, first_key + num_tokens, *(stop for _, stop in branch.visible))
-                self.starts[-1].append(start - first)
+                starts.append(start - first)
                 start += num_tokens if forward.packed else length
-        if len(tokens) != len(positions) or min(positions) < 0:
-            got = f"{len(tokens)} tokens and {len(positions)} positions from {min(positions, default=0)}"
-            raise ValueError(
-                f"decoder: expected branches with a position from 0 for each token, got {got}; count them."
-            )
-        shape = (len(self._rows), length)
+            self.starts.append(starts)
+        shape = (len(sequences), length)
         # One host-to-device copy for everything.
-        self._sent = to_device(np.array([tokens, positions, targets, rows, source], dtype=np.int64), device)
-        self._is_padded = len(tokens) < shape[0] * length
-        laid_out = self._sent[:2]
-        if self._is_padded:
-            laid_out = laid_out.new_zeros(2, shape[0] * length).index_copy_(1, self._sent[4], laid_out)
+        sent = to_device(np.array([tokens, positions, targets, rows, source], dtype=np.int64), device)
+        laid_out = sent[:2]
+        is_padded = len(tokens) < shape[0] * length
+        if is_padded:
+            laid_out = laid_out.new_zeros(2, shape[0] * length).index_copy_(1, sent[4], laid_out)
         self.ids, self.positions = laid_out.view(2, *shape).unbind()
         self.visibility = Visibility(spans, shape, num_keys)
-
-    def prepare(self, cache: KVCache) -> None:
-        """Tell a cache where the forwards write and what they read."""
-        _, _, targets, rows, source = self._sent.unbind()
-        num_keys = self.visibility.num_keys
-        cache.prepare(self._rows, num_keys, source if self._is_padded else None, row_index=rows, cache_index=targets)
+        if cache is not None:
+            cache.prepare(sequences, num_keys, sent[4] if is_padded else None, row_index=sent[3], cache_index=sent[2])

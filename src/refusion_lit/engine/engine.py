@@ -17,16 +17,14 @@ from refusion_lit.engine.admission import Row, admit
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
-from refusion_lit.engine.memory import KeptCache, groups_within, rows_within
+from refusion_lit.engine.memory import KeptCache, explain_out_of_memory, groups_within, rows_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import Forward, MoreDrafts, Read, Steps
-from refusion_lit.engine.sampling import settle
-from refusion_lit.engine.stopping import cut_at_stop
+from refusion_lit.engine.stopping import Stopping, cut_at_stop
 from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
 
 
@@ -87,11 +85,8 @@ def decode(
             while engine.waiting or engine.rows:
                 results |= engine.step()
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            used = f"{num_rows} and no memory left (the cache takes {engine.cache.num_bytes / 2**20:.0f} MB)"
-            fix = "lower it, or set max_cache_tokens."
-            raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error
+            explain_out_of_memory(error, engine.cache)
+            raise
         engine.close()
     output.rows = [results[i] for i in range(len(prompts))]
     output.seconds = synchronised_time(model.device) - started
@@ -185,7 +180,11 @@ class Engine:
         state.finished = state.prefix_ends  # everything is given
         row.started = synchronised_time(self.device)
         row.waiting_since = self.output.num_calls
-        row.begin(state, self._steps(state), self.detokenize)
+        steps = self._steps(state)
+        if row.sampling.stop or row.sampling.min_entropy is not None:
+            row.stopping = Stopping(row.sampling, self.detokenize)
+            steps = row.stopping.watched(steps, state)
+        row.begin(state, steps)
         return row
 
     def _steps(self, state: RowState) -> Steps[None]:
@@ -223,8 +222,10 @@ class Engine:
 
     def _serve(self, rows: Sequence[Row]) -> None:
         """Answer the requests of rows, all forwards of one call or all further drafts, and take what they commit."""
-        is_forward = isinstance(rows[0].request, Forward)
-        states = self._forward(rows) if is_forward else joined([row.hidden for row in rows], 0)
+        if isinstance(rows[0].request, Forward):
+            states = self._forward(rows)
+        else:
+            states = joined([row.hidden for row in rows], 0)
         reads: list[list[Read]] = []
         first = 0
         for row in rows:
@@ -232,43 +233,28 @@ class Engine:
             first += len(row.hidden)
         self.reader.read(states, [read for own in reads for read in own])
         for row, own in zip(rows, reads, strict=True):
-            if row.constraint is not None:
-                for read in own:
-                    settle(read, row.constraint)
             if row.advance([read.reading for read in own]):
-                self._notify(row)
+                for callback in self.callbacks:
+                    callback.on_commit(row.index, row.state)
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Run the forwards of rows in one call of the model.
-
-        Returns:
-            What each row keeps of hidden states, in the rows' order.
-        """
+        """Run the forwards of rows in one call of the model; return the hidden states that each row keeps, in order."""
         forwards = [row.pending for row in rows]
-        batch = Batch(forwards, [row.storage for row in rows], self.device)
+        for row, forward in zip(rows, forwards, strict=True):
+            if forward.keep is not None:
+                self.cache.compact(row.storage, forward.keep.indices, forward.keep.num_leading)
         cache = self.cache if forwards[0].cached else None
-        if cache is not None:
-            for row, forward in zip(rows, forwards, strict=True):
-                if forward.keep is not None:
-                    cache.compact(row.storage, forward.keep.indices, forward.keep.num_leading)
-            batch.prepare(cache)
+        batch = Batch(forwards, [row.storage for row in rows], self.device, cache)
         hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
         self.output.num_calls += 1
         self.output.num_positions += len(hidden)
-        for row, part, starts in zip(rows, batch.parts, batch.starts, strict=True):
-            row.begin_forward(hidden[part], starts)
+        sizes = [num_sequences * batch.ids.shape[1] for num_sequences, _ in batch.shapes]
+        for row, own, shape, starts in zip(rows, hidden.split(sizes), batch.shapes, batch.starts, strict=True):
+            row.begin_forward(own, shape, starts)
             row.waiting_since = self.output.num_calls
             self.held[row.storage] = row.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return joined([row.hidden for row in rows], 0) if has_twins else hidden
-
-    def _notify(self, row: Row) -> None:
-        """Stream what a row committed, and look for stop strings."""
-        state = row.state
-        for callback in self.callbacks:
-            callback.on_commit(row.index, state)
-        if row.stopping is not None and row.stopping.ends(state.final_prefix()):
-            row.request = None
 
     def _finish(self, row: Row) -> Generation:
         state = row.state

@@ -1,20 +1,67 @@
-"""Memory: the KV cache kept from one call to the next, and bounds on it, on positions and on forwards."""
+"""Memory: prefixes that prompts share, the KV cache kept for the next call, bounds on it, positions and forwards.
+
+Few-shot examples, system messages and instructions repeat. The common prefix of two prompts is computed for one of
+them, and its KV cache entries are copied for the other. Rows of prompts in flight and rows of finished prompts serve as
+the store, so sharing takes no extra memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from os.path import commonprefix
+from typing import TYPE_CHECKING
 
 import torch
 
-from refusion_lit.engine.admission import Row, Tokens
 from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
+
+if TYPE_CHECKING:
+    from refusion_lit.engine.admission import Row
+
+MIN_SHARED = 64
+"""Minimum number of tokens to share; shorter prefixes are recomputed: waiting one forward for them costs more."""
+
+Tokens = tuple[int, ...]
+
+
+def prefix_of(
+    tokens: Tokens, held: Mapping[int, Tokens], pending: Mapping[int, Tokens], decoder: Decoder
+) -> tuple[int, int] | None:
+    """Find the longest prefix of a prompt that other prompts have in the cache.
+
+    Args:
+        tokens: The prompt.
+        held: Prompts whose entries are computed, by row of the cache.
+        pending: Prompts whose entries the next forward computes, by row.
+        decoder: Determines how much of a common prefix may be shared.
+
+    Returns:
+        Number of tokens to share and the row that holds them; 0 and -1 if they are too few. ``None`` to wait, as a
+        pending prompt will have at least ``MIN_SHARED`` tokens more.
+    """
+    num_shared, source = _longest(held, tokens, decoder)
+    is_worth_waiting = _longest(pending, tokens, decoder)[0] >= num_shared + MIN_SHARED
+    return None if is_worth_waiting else (num_shared, source)
+
+
+def _longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decoder) -> tuple[int, int]:
+    """Return the largest number of tokens to share with one of the prompts, and its row; 0 and -1 if too few."""
+    head = tokens[:MIN_SHARED]
+    found = [
+        (decoder.num_shareable(len(tokens), len(commonprefix([tokens, other]))), storage)  # noqa: RUF071 - no paths
+        for storage, other in prompts.items()
+        if other[:MIN_SHARED] == head
+    ]
+    best = max(found, key=itemgetter(0), default=(0, -1))
+    return best if best[0] >= MIN_SHARED else (0, -1)
 
 
 @dataclass
@@ -116,3 +163,11 @@ def rows_within(rows: Sequence[Row], max_tokens: int) -> list[Row]:
             chosen.add(row.index)
             sizes[row.pending.cached] = trial
     return [row for row in rows if row.index in chosen]
+
+
+def explain_out_of_memory(error: BaseException, cache: KVCache) -> None:
+    """Raise a ``ValueError`` that names the option if an error says that memory ran out."""
+    if is_out_of_memory(error):
+        used = f"{cache.num_rows} and no memory left (the cache takes {cache.num_bytes / 2**20:.0f} MB)"
+        fix = "lower it, or set max_cache_tokens."
+        raise ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}") from error

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch import Tensor
 
-from refusion_lit.types import SamplingParams
+from refusion_lit.types import ConstraintState, SamplingParams
+
+if TYPE_CHECKING:
+    from refusion_lit.engine.decoder import RowState
 
 T = TypeVar("T")
 ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -123,9 +126,8 @@ class Forward:
         packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
             the layout, not what a branch sees.
         keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
-        twin_at: Offset of the unconditional logits of ``draw.guidance`` in the first sequence of the prompt's previous
-            forward. They are read from there on, one for each ``draft_at``, which must be consecutive. ``None``: the
-            second branch gives the unconditional logits.
+        twin_at: The unconditional logits of ``draw.guidance`` are those of the prompt's previous forward, in its first
+            sequence: each at an offset of the first branch plus this number. ``None``: those of the second branch.
     """
 
     phase: str
@@ -181,10 +183,8 @@ class Read:
         draw: How tokens are drawn.
         branch: The branch.
         start: Index of its first hidden state among those of all rows.
-        prompt_id: Id of the prompt, which keys the noise.
-        spans_end: Position after the last given token of a template: no EOS is drawn before it. 0 without a template.
-        allowed: Which ids each draft may be, bool [vocab], ``None`` where all may; empty: no constraint.
-        contexts: Place and tokens before each draft, as the constraint was asked; empty: no constraint.
+        state: State of the prompt, whose id keys the noise. No EOS is drawn before the last given token of a template.
+        constraint: Which tokens may be drawn; ``None``: all.
         guide: Distance from each hidden state to that of its unconditional logits, for classifier-free guidance.
         reading: Receives the result.
     """
@@ -192,10 +192,8 @@ class Read:
     draw: Draw
     branch: Branch
     start: int
-    prompt_id: str = ""
-    spans_end: int = 0
-    allowed: list[Tensor | None] = field(default_factory=list)
-    contexts: list[tuple[int, list[int]]] = field(default_factory=list)
+    state: RowState
+    constraint: ConstraintState | None = None
     guide: int = 0
     reading: Reading = field(default_factory=Reading)
 

@@ -6,19 +6,19 @@ The greedy fast path of :mod:`~refusion_lit.engine.reading` needs none of this.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch, Draw, Proposal, Read, Statistic
 from refusion_lit.modeling.devices import first_argmax, to_device
 from refusion_lit.noise import KeyedNoise, stable_key
-from refusion_lit.types import ConstraintState, SamplingParams, SpecialTokens
+from refusion_lit.types import SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require_choice
 
 
@@ -28,7 +28,7 @@ class Drawn:
 
     Attributes:
         tokens: The drafts.
-        values: For each draft and each given token its probability or, if no probabilities are wanted, its logit.
+        values: The probability of each draft and of each given token; empty if no probabilities are wanted.
         statistics: The requested statistic of each draft.
         distributions: Distribution of each draft, if the draw proposes.
     """
@@ -39,34 +39,36 @@ class Drawn:
     distributions: list[Tensor] = field(default_factory=list)
 
 
+def general_key(read: Read) -> tuple[object, ...]:
+    """Return the key of a read that is not on the fast path: reads with equal keys draw in the same way."""
+    draw = read.draw
+    sampling = draw.sampling
+    return (draw.forbidden, read.guide, bool(read.branch.proposals), sampling.temperature, sampling.top_p,
+            sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.statistic, draw.top_p_first,
+            draw.confidence_dtype, draw.proposes)  # fmt: skip
+
+
 class General:
     """Draws the drafts of a group of reads that draw in the same way.
 
     Args:
         reads: The group.
         special: The model's special ids.
-        banned: Ids that no decoder draws.
-        device: Device of the logits.
+        banned: Ids below the vocabulary's size that are not drawn, on the device of the logits.
     """
 
-    def __init__(
-        self, reads: Sequence[Read], special: SpecialTokens, banned: frozenset[int], device: torch.device
-    ) -> None:
+    def __init__(self, reads: Sequence[Read], special: SpecialTokens, banned: Int[Tensor, " id"]) -> None:
         draw = reads[0].draw
-        keys = [key for read in reads for key in noise_keys(read.branch, read.draw, read.prompt_id)]
+        keys = [key for read in reads for key in noise_keys(read.branch, read.draw, read.state.prompt.id)]
         proposals = [read.branch.proposals.get(offset) for read in reads for offset in read.branch.draft_at]
         self._draw = draw
         self._vocab_size = special.vocab_size
-        self._banned = to_device(sorted(banned.union(draw.forbidden)), device)
-        self._ends = to_device(sorted(special.eos_token_ids), device)
-        self._keys = to_device(keys, device)
+        self._banned = banned
+        self._ends = to_device(sorted(special.eos_token_ids), banned.device)
+        self._keys = to_device(keys, banned.device)
         self._proposals = proposals if draw.proposes or reads[0].branch.proposals else None
-        self._masks = [mask for read in reads for mask in read.allowed or [None] * len(read.branch.draft_at)]
-        self._in_span = [
-            read.branch.positions[offset] + read.branch.shift < read.spans_end
-            for read in reads
-            for offset in read.branch.draft_at
-        ]
+        self._masks = [mask for read in reads for mask in _allowed(read)]
+        self._in_span = [inside for read in reads for inside in _in_span(read)]
 
     def draw(self, logits: Float[Tensor, "draft vocab"], first: int, drawn: Drawn) -> Int[Tensor, " draft"]:
         """Draw a token from each row; append statistics and distributions.
@@ -94,8 +96,15 @@ class General:
             seen = logits.index_fill(-1, to_device(draw.forbidden, logits.device), -math.inf)
             self._end_no_span(seen, in_span)
             filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
-            drawn.statistics.append(draft_statistic(draw.statistic, seen, filtered, tokens, draw.confidence_dtype))
+            statistic = draft_statistic(draw.statistic, seen, filtered, tokens, draw.confidence_dtype)
+            drawn.statistics.append(statistic.double())  # ids are transferred beside it
         return tokens
+
+    def probabilities(self, logits: Float[Tensor, "position vocab"]) -> Float[Tensor, "position vocab"]:
+        """Return the probabilities of all ids; changes ``logits``."""
+        if self._draw.confidence_forbidden:
+            logits.index_fill_(-1, to_device(self._draw.confidence_forbidden, logits.device), -math.inf)
+        return lowered(logits, self._draw.confidence_dtype).softmax(-1).to(logits.dtype)
 
     def _end_no_span(self, logits: Tensor, rows: Sequence[int]) -> None:
         """Forbid EOS tokens in rows that fill a template's span."""
@@ -103,21 +112,41 @@ class General:
             logits[to_device(rows, logits.device)[:, None], self._ends] = -math.inf
 
 
-def constrain(read: Read, constraint: ConstraintState, state: RowState) -> None:
-    """Ask a constraint which tokens may be drawn."""
+def fill_general(group: Sequence[Read], drawn: Drawn, numbers: Iterator[float]) -> None:
+    """Fill what only general draws have: statistics, proposals, and the tokens that a constraint takes instead."""
+    distributions = iter(drawn.distributions)
+    for read in group:
+        reading = read.reading
+        if drawn.statistics:
+            reading.statistic = [*islice(numbers, len(reading.tokens))]
+        reading.proposals = [*map(Proposal, reading.tokens, distributions)]
+        if read.constraint is not None:
+            pairs = zip(_contexts(read), reading.tokens, strict=True)
+            reading.tokens = [read.constraint.settle(*context, token) for context, token in pairs]
+
+
+def _allowed(read: Read) -> list[Tensor | None]:
+    """Return which ids each draft may be, bool [vocab]; ``None`` where all may."""
+    if read.constraint is None:
+        return [None] * len(read.branch.draft_at)
+    return [read.constraint.allowed(*context) for context in _contexts(read)]
+
+
+def _contexts(read: Read) -> Iterator[tuple[int, list[int]]]:
+    """Yield the place of each draft, and the response before it, as a decoder from left to right feeds it."""
     branch = read.branch
+    first = branch.positions[0] - read.state.prompt_length
     for offset in branch.draft_at:
-        first = branch.positions[0] - state.prompt_length
-        # The response up to there, as a decoder from left to right feeds it.
-        before = [*state.tokens[: max(first, 0)], *branch.tokens[max(-first, 0) : offset + 1]]
-        read.contexts.append((branch.positions[offset] + branch.shift - state.prompt_length, before))
-        read.allowed.append(constraint.allowed(*read.contexts[-1]))
+        before = [*read.state.tokens[: max(first, 0)], *branch.tokens[max(-first, 0) : offset + 1]]
+        yield branch.positions[offset] + branch.shift - read.state.prompt_length, before
 
 
-def settle(read: Read, constraint: ConstraintState) -> None:
-    """Let a constraint replace drawn tokens."""
-    drawn = zip(read.contexts, read.reading.tokens, strict=True)
-    read.reading.tokens = [constraint.settle(*context, token) for context, token in drawn]
+def _in_span(read: Read) -> list[bool]:
+    """Return which drafts fill a template's span: those before its last given token."""
+    branch = read.branch
+    prompt = read.state.prompt
+    end = len(prompt.token_ids) + prompt.given_length if prompt.num_to_fill else 0
+    return [branch.positions[offset] + branch.shift < end for offset in branch.draft_at]
 
 
 def _propose_or_verify(

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
+from refusion_lit.engine.decoder import RowState
+from refusion_lit.engine.requests import Steps
 from refusion_lit.types import SamplingParams
 
 
@@ -29,6 +33,17 @@ class Stopping:
         self._sampling = sampling
         self._detokenize = detokenize
         self._num_seen = 0
+
+    def watched(self, steps: Steps[None], state: RowState) -> Steps[None]:
+        """Pass on a decoder's requests until the response ends."""
+        readings: Any = None  # which starts a generator
+        with suppress(StopIteration):
+            while True:
+                num_committed = state.num_committed
+                request = steps.send(readings)
+                if state.num_committed > num_committed and self.ends(state.final_prefix()):
+                    return
+                readings = yield request
 
     def ends(self, tokens: list[int]) -> bool:
         """Return whether a response ends, at :attr:`end`.

@@ -69,9 +69,9 @@ class APD(Decoder):
         accepted = 1
         if len(drafts) > 1:
             draw = replace(draw, guidance=-self.mixture_weight)  # l_masked + (1 - R) (l_verifier - l_masked)
-            branches = (self._verification(state, drafts),)
-            verification = Forward(phase="verify", branches=branches, draw=draw, twin_at=branch.draft_at[1])
-            targets = (yield verification)[0].tokens
+            verification = self._verification(state, drafts)
+            distance = branch.draft_at[1] - verification.draft_at[0]
+            targets = (yield Forward(phase="verify", branches=(verification,), draw=draw, twin_at=distance))[0].tokens
             is_other = (draft != target for draft, target in zip(drafts[1:], targets, strict=True))
             accepted += next((i for i, differs in enumerate(is_other) if differs), len(targets))
             state.num_cached = start + place + min(accepted, len(drafts) - 1)
