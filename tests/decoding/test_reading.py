@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fakes import EOS, MASK, PAD, SPECIAL, VOCAB, FakeModel, OracleModel, oracle_text
-from refusion_lit.decoding import Autoregressive, ReFusion, RowState, decode
+from fakes import EOS, MASK, PAD, VOCAB, FakeModel, OracleModel, oracle_text
+from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.engine import reading as reading_module
 from refusion_lit.engine.reading import Reader
 from refusion_lit.engine.requests import Branch, Draw, Proposal, Read
@@ -45,8 +45,7 @@ class TableModel(FakeModel):
 def read_of(draw: Draw, index: Any, scored: Any = (), proposals: Any = None, prompt_id: str = "") -> Read:
     """Return a read of drafts, and of pairs of index and token."""
     branch = Branch(tokens=[3] * 12, positions=range(12), draft_at=index, score_at=scored, proposals=proposals or {})
-    state = RowState(Prompt(token_ids=(3,), id=prompt_id), SamplingParams(), SPECIAL)
-    return Read(draw, branch, 0, state)
+    return Read(draw, branch, 0, Prompt(token_ids=(3,), id=prompt_id), canvas=())
 
 
 def read_slowly(row: list[float], forbidden: tuple[int, ...], given: int | None) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""Submitted prompts: the queue that gives them rows of the cache, and prompts in flight."""
+"""Submitted prompts: the queue that gives them rows of the cache, prompts in flight, and which of them go next."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.memory import MIN_SHARED, Tokens, prefix_of
 from refusion_lit.engine.output import Generation, TraceRound
@@ -104,7 +105,7 @@ class Row:
         draw = self.request.draw
         guide = 0 if draw.guidance is None else self.starts[1]  # the first branch, at 0, is guided
         return [
-            Read(draw, branch, first + start, self.state, self.constraint, guide)
+            Read(draw, branch, first + start, self.prompt, self.state.tokens, self.constraint, guide)
             for branch, start in zip(self.branches, self.starts, strict=False)
         ]
 
@@ -190,3 +191,17 @@ def admit(
         pending[row.storage] = tokens  # until its first forward
         yield row, num_shared, source
     waiting[:0] = delayed
+
+
+def rows_within(rows: Sequence[Row], max_tokens: int) -> list[Row]:
+    """Return the row that has waited longest and those that fit with it into ``max_tokens``, padding included."""
+    chosen: set[int] = set()
+    sizes: dict[bool, tuple[int, int]] = {}
+    for row in sorted(rows, key=lambda row: (row.waiting_since, row.state.num_forwards)):
+        num_rows, length = sizes.get(row.pending.cached, (0, 0))
+        own_rows, own_length = shape_of(row.pending)
+        trial = (num_rows + own_rows, max(length, own_length))
+        if trial[0] * trial[1] <= max_tokens or not chosen:
+            chosen.add(row.index)
+            sizes[row.pending.cached] = trial
+    return [row for row in rows if row.index in chosen]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion_lit.engine.admission import Row, admit
+from refusion_lit.engine.admission import Row, admit, rows_within
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
-from refusion_lit.engine.memory import KeptCache, explain_out_of_memory, groups_within, rows_within
+from refusion_lit.engine.memory import KeptCache, explain_out_of_memory, groups_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.engine.reading import Reader, joined
 from refusion_lit.engine.requests import Forward, MoreDrafts, Read, Steps

@@ -1,4 +1,4 @@
-"""Memory: prefixes that prompts share, the KV cache kept for the next call, bounds on it, positions and forwards.
+"""Memory: prefixes that prompts share, the KV cache kept for the next call, and bounds on it and on positions.
 
 Few-shot examples, system messages and instructions repeat. The common prefix of two prompts is computed for one of
 them, and its KV cache entries are copied for the other. Rows of prompts in flight and rows of finished prompts serve as
@@ -11,20 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from os.path import commonprefix
-from typing import TYPE_CHECKING
 
 import torch
 
-from refusion_lit.engine.batch import shape_of
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
-
-if TYPE_CHECKING:
-    from refusion_lit.engine.admission import Row
 
 MIN_SHARED = 64
 """Minimum number of tokens to share; shorter prefixes are recomputed: waiting one forward for them costs more."""
@@ -149,20 +144,6 @@ def groups_within(
         fitting = num_rows if fitting >= num_rows else 1 << (fitting.bit_length() - 1)  # for few groups
         groups.setdefault(fitting, []).append((index, prompt))
     return sorted(groups.items(), reverse=True)
-
-
-def rows_within(rows: Sequence[Row], max_tokens: int) -> list[Row]:
-    """Return the row that has waited longest and those that fit with it into ``max_tokens``, padding included."""
-    chosen: set[int] = set()
-    sizes: dict[bool, tuple[int, int]] = {}
-    for row in sorted(rows, key=lambda row: (row.waiting_since, row.state.num_forwards)):
-        num_rows, length = sizes.get(row.pending.cached, (0, 0))
-        own_rows, own_length = shape_of(row.pending)
-        trial = (num_rows + own_rows, max(length, own_length))
-        if trial[0] * trial[1] <= max_tokens or not chosen:
-            chosen.add(row.index)
-            sizes[row.pending.cached] = trial
-    return [row for row in rows if row.index in chosen]
 
 
 def explain_out_of_memory(error: BaseException, cache: KVCache) -> None:

@@ -134,7 +134,7 @@ def _is_plain(read: Read) -> bool:
     """Whether a read is a greedy choice without guidance, extra figures, template and constraint: the fast path."""
     draw = read.draw
     is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic or draw.confidence_dtype)
-    is_free = read.constraint is None and None not in read.state.prompt.given
+    is_free = read.constraint is None and None not in read.prompt.given
     return is_bare and is_free and draw.sampling.temperature == 0
 
 

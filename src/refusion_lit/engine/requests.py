@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from refusion_lit.types import ConstraintState, SamplingParams
-
-if TYPE_CHECKING:
-    from refusion_lit.engine.decoder import RowState
+from refusion_lit.types import ConstraintState, Prompt, SamplingParams
 
 T = TypeVar("T")
 ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -183,7 +180,8 @@ class Read:
         draw: How tokens are drawn.
         branch: The branch.
         start: Index of its first hidden state among those of all rows.
-        state: State of the prompt, whose id keys the noise. No EOS is drawn before the last given token of a template.
+        prompt: The prompt, whose id keys the noise. No EOS is drawn before the last given token of a template.
+        canvas: The response so far; values at masked places are undefined.
         constraint: Which tokens may be drawn; ``None``: all.
         guide: Distance from each hidden state to that of its unconditional logits, for classifier-free guidance.
         reading: Receives the result.
@@ -192,7 +190,8 @@ class Read:
     draw: Draw
     branch: Branch
     start: int
-    state: RowState
+    prompt: Prompt
+    canvas: Sequence[int]
     constraint: ConstraintState | None = None
     guide: int = 0
     reading: Reading = field(default_factory=Reading)

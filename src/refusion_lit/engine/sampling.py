@@ -59,7 +59,7 @@ class General:
 
     def __init__(self, reads: Sequence[Read], special: SpecialTokens, banned: Int[Tensor, " id"]) -> None:
         draw = reads[0].draw
-        keys = [key for read in reads for key in noise_keys(read.branch, read.draw, read.state.prompt.id)]
+        keys = [key for read in reads for key in noise_keys(read.branch, read.draw, read.prompt.id)]
         proposals = [read.branch.proposals.get(offset) for read in reads for offset in read.branch.draft_at]
         self._draw = draw
         self._vocab_size = special.vocab_size
@@ -135,16 +135,16 @@ def _allowed(read: Read) -> list[Tensor | None]:
 def _contexts(read: Read) -> Iterator[tuple[int, list[int]]]:
     """Yield the place of each draft, and the response before it, as a decoder from left to right feeds it."""
     branch = read.branch
-    first = branch.positions[0] - read.state.prompt_length
+    first = branch.positions[0] - len(read.prompt.token_ids)
     for offset in branch.draft_at:
-        before = [*read.state.tokens[: max(first, 0)], *branch.tokens[max(-first, 0) : offset + 1]]
-        yield branch.positions[offset] + branch.shift - read.state.prompt_length, before
+        before = [*read.canvas[: max(first, 0)], *branch.tokens[max(-first, 0) : offset + 1]]
+        yield branch.positions[offset] + branch.shift - len(read.prompt.token_ids), before
 
 
 def _in_span(read: Read) -> list[bool]:
     """Return which drafts fill a template's span: those before its last given token."""
     branch = read.branch
-    prompt = read.state.prompt
+    prompt = read.prompt
     end = len(prompt.token_ids) + prompt.given_length if prompt.num_to_fill else 0
     return [branch.positions[offset] + branch.shift < end for offset in branch.draft_at]
 
