@@ -18,10 +18,9 @@ from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, MoreDrafts, Steps
 from refusion_lit.refusion import bonus
 from refusion_lit.refusion.infill import infill_by_masks
-from refusion_lit.refusion.search import baseline_choice
+from refusion_lit.refusion.search import baseline_choice, check_baseline
 from refusion_lit.refusion.slots import OpenSlot, SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import is_number, require
 
 _CONFIDENCES = {"first": itemgetter(0), "mean": lambda each: sum(each) / len(each), "min": min, "product": prod}
 """A slot's confidence from its drafts' probabilities."""
@@ -88,10 +87,8 @@ class ReFusion(Decoder):
         super().__post_init__()
         if self.infill == "bonus" or self.num_drafts is not None:
             bonus.check_options(self.infill, self.token_threshold, self.num_drafts)
-        takes_k = self.selection != "threshold"
-        expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
-        holds = self.selection != "top_k" if self.k is None else takes_k and is_number(self.k, int) and self.k >= 1
-        require(holds, "k", expected, self.k, "set k with selection 'top_k', and never with 'threshold'")
+        if self.selection != "threshold" or self.k is not None:
+            check_baseline(self.selection, self.k)
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""

@@ -3,7 +3,7 @@
 Source: McDiffuSE (arXiv 2602.12586), after secondary descriptions, since the paper was not available: slots are
 actions, filling is deterministic, confidence is prior and reward, rollouts look ahead. Choices that these descriptions
 leave open: an unvisited slot has its parent's mean value; ties go to the higher prior and then to the left; the search
-restarts after each committed slot.
+restarts after each committed slot. The choices without search that ``ReFusion`` offers as baselines are here, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Step
 from refusion_lit.noise import stable_key
 from refusion_lit.refusion.slots import SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import is_number, require
 
 EXPLORATION = 1.0
 """Weight of the prior against the value, c of PUCT."""
@@ -340,6 +341,14 @@ class SlotSearch(Decoder):
             child.ends = True
             child.remaining = [slot for slot in child.remaining if slot < child.slot]
         return child.ends or len(child.tokens) == len(child.positions)
+
+
+def check_baseline(selection: str, k: int | None) -> None:
+    """Refuse a number of slots that is invalid or missing, or that has no effect; see :func:`baseline_choice`."""
+    takes_k = selection != "threshold"
+    expected = f"an integer of at least 1 with selection {selection!r}" if takes_k else "null"
+    holds = selection != "top_k" if k is None else takes_k and is_number(k, int) and k >= 1
+    require(holds, "k", expected, k, "set k with selection 'top_k', and never with 'threshold'")
 
 
 def baseline_choice(state: SlotState, selection: str, count: int, confidences: Sequence[float]) -> list[int]:
