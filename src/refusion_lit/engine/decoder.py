@@ -116,6 +116,11 @@ class RowState:
         return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
 
     @property
+    def num_committed(self) -> int:
+        """Committed places of the canvas."""
+        return len(self.committed)
+
+    @property
     def mask_token_id(self) -> int:
         """The mask token; the engine refuses models without one if the decoder relies on more than the next token."""
         mask = self.special_tokens.mask_token_id
