@@ -65,8 +65,7 @@ class RowState:
         commit_rounds: Number of the forward that committed each place; 0 while masked, and for given tokens.
         finished: Set by the decoder when nothing is left to do.
         num_forwards: Forwards in which the prompt took part; counted by the engine.
-        schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
-        schedule_length: Bound of that schedule.
+        schedule_length: Maximum number of forwards of a decoder whose steps may commit nothing; 0 for others.
         forward_cost: Fixed cost of a forward on the model's device, in positions. Set by the engine.
         num_rows: Number of prompts that share the cost of a forward. Set by the engine.
         num_shared: Number of leading prompt tokens that are in the KV cache before the first forward, at
@@ -88,7 +87,6 @@ class RowState:
     commit_rounds: list[int] = field(init=False)
     finished: bool = False
     num_forwards: int = 0
-    schedule_step: int = 0
     schedule_length: int = 0
     forward_cost: float = 32.0
     num_rows: int = 1
@@ -267,7 +265,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def step(self, state: RowState) -> Steps[None]:
-        """Commit at least one token, or advance ``schedule_step`` within its bound.
+        """Commit at least one token, or run one of the ``schedule_length`` forwards.
 
         The engine calls it until the response is complete (see ``stop_at_eos``), or ``finished`` is set.
         """
