@@ -109,9 +109,8 @@ class RowState:
     @property
     def known(self) -> list[tuple[int, int]]:
         """Tokens and positions of what is known before the first forward: the prompt, then given tokens."""
-        given = [(token, self.prompt_length + place) for place, token in enumerate(self.prompt.given)
-                 if token is not None]  # fmt: skip
-        return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
+        text = [*self.prompt.token_ids, *self.prompt.given]
+        return [(token, position) for position, token in enumerate(text) if token is not None]
 
     @property
     def mask_token_id(self) -> int:
@@ -129,9 +128,8 @@ class RowState:
         """
         known = self.special_tokens
         has_mask = known.mask_token_id in tokens and known.mask_token_id not in known.eos_token_ids
-        are_masked = len({*places}) == len(tokens) and all(
-            0 <= place < len(self.tokens) and self.is_masked[place] for place in places
-        )
+        masked = {place for place in places if 0 <= place < len(self.tokens) and self.is_masked[place]}
+        are_masked = len(masked) == len(places) == len(tokens)
         if has_mask or not are_masked or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < known.vocab_size:
             got = f"{list(tokens)!r:.40} at {list(places)!r:.40}"  # no option is named, so that file and line are
             raise ValueError(
