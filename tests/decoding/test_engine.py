@@ -92,7 +92,7 @@ def test_committing_a_place_twice_is_an_error() -> None:
         one(Scripted(script=((0, 1), (1,))), 3)
     (prompt,) = prompts_of(1)
     state = RowState(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
-    for places, tokens in (([0, 0], [5, 5]), ([0, 1], [5])):
+    for places, tokens in (([0, 0], [5, 5]), ([0, 1], [5]), ([0, 0, 1], [5, 6])):
         with pytest.raises(ValueError, match=NOT_COMMITTED):
             state.commit(places, tokens)
     assert not state.committed
