@@ -28,15 +28,13 @@ class Scripted(Decoder):
 
     Attributes:
         script: Places to commit in each step; then it says that it is finished.
-        schedule_length: Bound of its schedule, which each step that commits nothing advances by ``advance``.
-        advance: See above.
+        schedule_length: Maximum number of forwards where a step commits nothing.
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask",))
 
     script: tuple[tuple[int, ...], ...]
     schedule_length: int = 0
-    advance: int = 1
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         return RowState(prompt, sampling, special_tokens, schedule_length=self.schedule_length)
@@ -53,8 +51,6 @@ class Scripted(Decoder):
             phase=f"step {state.num_forwards}", branches=(branch,), draw=Draw(sampling=state.sampling), cached=False
         )
         state.commit(places, readings[0].tokens)
-        if not places:
-            state.schedule_step += self.advance
         state.finished = state.num_forwards == len(self.script)
 
 

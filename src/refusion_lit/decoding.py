@@ -33,7 +33,6 @@ __all__ = [
     "APD",
     "CARD",
     "D2F",
-    "NAMEABLE",
     "Autoregressive",
     "BlockDiffusion",
     "Branch",

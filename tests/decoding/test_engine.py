@@ -56,21 +56,26 @@ def test_masks_after_an_end_are_no_unfinished_work() -> None:
     assert one(Scripted(script=((0, 1, 2),)), 9, end=4).finish_reason == "eos"
 
 
+class Idle(Scripted):
+    """Runs no forward and commits nothing."""
+
+    def step(self, state: RowState) -> Steps:
+        yield from ()
+
+
 def test_a_step_without_progress_is_an_error() -> None:
-    message = (
-        r"^decoder: expected Scripted.step to commit a token, .* up to 0 \(schedule_length\), got 1; commit a token"
-    )
+    message = r"^decoder: expected Scripted.step to commit a token, .* 0 forwards \(schedule_length\), got 1; commit a"
     with pytest.raises(ValueError, match=message):
         one(Scripted(script=((), (0,))), 1)
-    with pytest.raises(ValueError, match=r"up to 9 \(schedule_length\), got 0"):
-        one(Scripted(script=((), (0,)), schedule_length=9, advance=0), 1)
+    with pytest.raises(ValueError, match=r"^decoder: expected Idle.step to commit a token, .* 9 forwards .*, got 0"):
+        one(Idle(script=(), schedule_length=9), 1)
 
 
 def test_a_schedule_may_commit_nothing_within_its_bound() -> None:
     script = ((), (0,), (), (1,))
-    assert one(Scripted(script=script, schedule_length=2), 2).num_forwards == 4
-    with pytest.raises(ValueError, match=r"up to 1 \(schedule_length\), got 2"):
-        one(Scripted(script=script, schedule_length=1), 2)
+    assert one(Scripted(script=script, schedule_length=3), 2).num_forwards == 4
+    with pytest.raises(ValueError, match=r"up to 2 forwards \(schedule_length\), got 3"):
+        one(Scripted(script=script, schedule_length=2), 2)
 
 
 @pytest.mark.parametrize(("place", "token"), [(0, "mask"), (-1, 5), (4, 5), (0, -3), (0, 99_999)])
@@ -87,7 +92,7 @@ def test_committing_a_place_twice_is_an_error() -> None:
         one(Scripted(script=((0, 1), (1,))), 3)
     (prompt,) = prompts_of(1)
     state = RowState(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
-    for places, tokens in (([0, 0], [5, 5]), ([0, 1], [5])):
+    for places, tokens in (([0, 0], [5, 5]), ([0, 1], [5]), ([0, 0, 1], [5, 6])):
         with pytest.raises(ValueError, match=NOT_COMMITTED):
             state.commit(places, tokens)
     assert not state.committed
@@ -220,7 +225,7 @@ def test_accepted_tokens_are_streamed(batch_size: int) -> None:
 
 
 def test_a_trace_tells_each_forward() -> None:
-    row = one(Scripted(script=((3, 1), (), (0, 2)), schedule_length=1), 4, trace=True)
+    row = one(Scripted(script=((3, 1), (), (0, 2)), schedule_length=2), 4, trace=True)
     assert [entry.phase for entry in row.trace] == ["step 0", "step 1", "step 2"]
     assert [entry.shape for entry in row.trace] == row.forward_shapes == [(1, 6)] * 3
     assert [entry.positions for entry in row.trace] == [[5, 3], [], [2, 4]]

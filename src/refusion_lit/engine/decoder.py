@@ -65,8 +65,7 @@ class RowState:
         commit_rounds: Number of the forward that committed each place; 0 while masked, and for given tokens.
         finished: Set by the decoder when nothing is left to do.
         num_forwards: Forwards in which the prompt took part; counted by the engine.
-        schedule_step: Steps done of a bounded schedule, for decoders whose steps may commit nothing.
-        schedule_length: Bound of that schedule.
+        schedule_length: Maximum number of forwards of a decoder whose steps may commit nothing; 0 for others.
         forward_cost: Fixed cost of a forward on the model's device, in positions. Set by the engine.
         num_rows: Number of prompts that share the cost of a forward. Set by the engine.
         num_shared: Number of leading prompt tokens that are in the KV cache before the first forward, at
@@ -88,7 +87,6 @@ class RowState:
     commit_rounds: list[int] = field(init=False)
     finished: bool = False
     num_forwards: int = 0
-    schedule_step: int = 0
     schedule_length: int = 0
     forward_cost: float = 32.0
     num_rows: int = 1
@@ -111,9 +109,8 @@ class RowState:
     @property
     def known(self) -> list[tuple[int, int]]:
         """Tokens and positions of what is known before the first forward: the prompt, then given tokens."""
-        given = [(token, self.prompt_length + place) for place, token in enumerate(self.prompt.given)
-                 if token is not None]  # fmt: skip
-        return [*zip(self.prompt.token_ids, range(self.prompt_length), strict=True), *given]
+        text = [*self.prompt.token_ids, *self.prompt.given]
+        return [(token, position) for position, token in enumerate(text) if token is not None]
 
     @property
     def num_committed(self) -> int:
@@ -136,9 +133,8 @@ class RowState:
         """
         known = self.special_tokens
         has_mask = known.mask_token_id in tokens and known.mask_token_id not in known.eos_token_ids
-        are_masked = len({*places}) == len(tokens) and all(
-            0 <= place < len(self.tokens) and self.is_masked[place] for place in places
-        )
+        masked = {place for place in places if 0 <= place < len(self.tokens) and self.is_masked[place]}
+        are_masked = len(masked) == len(places) == len(tokens)
         if has_mask or not are_masked or not 0 <= min(tokens, default=0) <= max(tokens, default=0) < known.vocab_size:
             got = f"{list(tokens)!r:.40} at {list(places)!r:.40}"  # no option is named, so that file and line are
             raise ValueError(
@@ -272,7 +268,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def step(self, state: RowState) -> Steps[None]:
-        """Commit at least one token, or advance ``schedule_step`` within its bound.
+        """Commit at least one token, or run one of the ``schedule_length`` forwards.
 
         The engine calls it until the response is complete (see ``stop_at_eos``), or ``finished`` is set.
         """

@@ -195,16 +195,16 @@ class Engine:
             constraint = state.prompt.constraint
             state.num_rows = self.num_sharing if constraint is None or constraint.left_to_right else 1
             num_committed = len(state.committed)
-            num_steps = state.schedule_step
+            num_forwards = state.num_forwards
             steps = self.decoder.step(state)
             require(hasattr(steps, "send"), f"{name}.step", "a generator of requests", steps, "yield a Forward in it")
             yield from steps
             state.finished = state.finished or (self.decoder.stop_at_eos and state.prefix_ends)
             if len(state.committed) == num_committed and not state.finished:
                 bound = state.schedule_length
-                expected = f"{name}.step to commit a token, or to advance schedule_step up to {bound} (schedule_length)"
+                expected = f"{name}.step to commit a token, or to run one of up to {bound} forwards (schedule_length)"
                 fix = "commit a token in every step, set schedule_length in begin, or set finished at the end"
-                require(num_steps < state.schedule_step <= bound, "decoder", expected, state.schedule_step, fix)
+                require(num_forwards < state.num_forwards <= bound, "decoder", expected, state.num_forwards, fix)
 
     def _schedule(self) -> list[list[Row]]:
         """Return the rows that are served next, those of one call of the model together.

@@ -129,13 +129,14 @@ class LLaDA(Decoder):
 
     def step(self, state: LLaDAState) -> Steps[None]:  # type: ignore[override]
         """Run one forward over the whole canvas and unmask the step's quota of tokens."""
-        block, quota = state.schedule[state.schedule_step]
+        number = state.num_forwards  # of this step, from 0
+        block, _ = state.schedule[number]
         places = [place for place in block if state.is_masked[place]]
         eos = state.special_tokens.eos_token_ids
         forbidden = eos[:1] if self.forbid_eos else ()
         draw = Draw(
             sampling=state.sampling,
-            round=state.schedule_step,
+            round=number,
             forbidden=forbidden,
             guidance=self.guidance_scale or None,
             confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
@@ -144,10 +145,9 @@ class LLaDA(Decoder):
             confidence_dtype=self.confidence_dtype,
         )
         readings = yield Forward(phase="denoise", branches=self._branches(state, places), draw=draw, cached=False)
-        chosen = self._choose(state, places, readings[0], quota)
+        chosen = self._choose(state, places, readings[0], number)
         state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
-        state.schedule_step += 1
-        state.finished = state.schedule_step == state.schedule_length
+        state.finished = number + 1 == state.schedule_length
 
     def _branches(self, state: RowState, places: Sequence[int]) -> tuple[Branch, ...]:
         start = state.prompt_length
@@ -159,23 +159,23 @@ class LLaDA(Decoder):
         unconditional = [state.mask_token_id] * start + list(branch.tokens[start:])
         return branch, replace(branch, tokens=unconditional, draft_at=())
 
-    def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading, quota: int) -> list[int]:
-        """Return the indices into ``places`` that are unmasked in this step."""
+    def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading, number: int) -> list[int]:
+        """Return the indices into ``places`` that the step of a number, from 0, unmasks."""
         if self.order in _DREAM:  # the step's share of the remaining masks, all of them in the last step
-            share = time_share(state.schedule_step, state.schedule_length)
+            share = time_share(number, state.schedule_length)
             if self.order == "origin":
-                return [i for i, place in enumerate(places) if self._chance(state, place) < share]
+                return [i for i, place in enumerate(places) if self._chance(state, number, place) < share]
             return most_certain(reading.statistic, int(len(places) * share))
         confidences = reading.probabilities
         if self.order == "random":
-            confidences = [self._chance(state, place) for place in places]
+            confidences = [self._chance(state, number, place) for place in places]
         if self.kernel_size is not None:
             near = [math.tanh(known_around(state, place, self.kernel_size)) for place in places]
             confidences = [confidence * factor for confidence, factor in zip(confidences, near, strict=True)]
-        return most_certain(confidences, quota)
+        return most_certain(confidences, state.schedule[number][1])
 
-    def _chance(self, state: RowState, place: int) -> float:
-        return uniform_scalar("order", state.sampling.seed, state.prompt.id, state.schedule_step, place)
+    def _chance(self, state: RowState, number: int, place: int) -> float:
+        return uniform_scalar("order", state.sampling.seed, state.prompt.id, number, place)
 
 
 def known_around(state: RowState, place: int, kernel_size: int) -> int:

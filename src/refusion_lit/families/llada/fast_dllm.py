@@ -141,7 +141,6 @@ class FastDLLM(Decoder):
         confidences = reading.statistic or reading.probabilities
         chosen = [0] if lone_first else self._choose(state, confidences, block, number)
         state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
-        state.schedule_step += self.order == "entropy"
         state.finished = not any(state.is_masked)
 
     def _branch(self, state: RowState, places: Sequence[int], block: range, *, is_whole: bool) -> Branch:
