@@ -19,7 +19,7 @@ from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.memory import KeptCache, explain_out_of_memory, groups_within
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
-from refusion_lit.engine.reading import Reader, joined
+from refusion_lit.engine.reading import Reader
 from refusion_lit.engine.requests import Forward, MoreDrafts, Read, Steps
 from refusion_lit.engine.stopping import Stopping, cut_at_stop
 from refusion_lit.modeling.devices import synchronised_time
@@ -225,7 +225,7 @@ class Engine:
         if isinstance(rows[0].request, Forward):
             states = self._forward(rows)
         else:
-            states = joined([row.hidden for row in rows], 0)
+            states = torch.cat([row.hidden for row in rows]) if len(rows) > 1 else rows[0].hidden
         reads: list[list[Read]] = []
         first = 0
         for row in rows:
@@ -254,7 +254,7 @@ class Engine:
             row.waiting_since = self.output.num_calls
             self.held[row.storage] = row.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
-        return joined([row.hidden for row in rows], 0) if has_twins else hidden
+        return torch.cat([row.hidden for row in rows]) if has_twins else hidden
 
     def _finish(self, row: Row) -> Generation:
         state = row.state

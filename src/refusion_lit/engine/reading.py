@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import islice
 
 import torch
@@ -38,7 +39,9 @@ class Reader:
         self._head = model.head_runner()
         self._special = model.special_tokens
         self._all_probabilities = all_probabilities
-        self._ids_on_device: dict[tuple[int, ...], Tensor] = {}
+        ids = self._special.banned_token_ids
+        # Sends the ids below the vocabulary's size that are not drawn to a device once, with a draw's own ones.
+        self._banned = cache(lambda forbidden, device: to_device(sorted({*ids, *forbidden}), device))
 
     def read(self, hidden: Shaped[Tensor, "position hidden"], reads: Sequence[Read]) -> None:
         """Fill the readings of ``reads``; the only point of a forward where the host waits for the device."""
@@ -92,7 +95,7 @@ class Reader:
                 chosen.append(scored[max(at - num_drafts, 0) : stop - num_drafts])
             if is_scored:
                 probabilities = logits.softmax(-1) if general is None else general.probabilities(logits)
-                drawn.values.append(probabilities.gather(-1, joined(chosen).unsqueeze(-1)).squeeze(-1))
+                drawn.values.append(probabilities.gather(-1, torch.cat(chosen).unsqueeze(-1)).squeeze(-1))
             at = stop
         return drawn
 
@@ -114,13 +117,6 @@ class Reader:
         logits = self._head(hidden.index_select(0, rows))
         return _finite(logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits)
 
-    def _banned(self, forbidden: tuple[int, ...], device: torch.device) -> Int[Tensor, " id"]:
-        """Return the ids below the vocabulary's size that are not drawn."""
-        if forbidden not in self._ids_on_device:
-            ids = sorted({*self._special.banned_token_ids, *forbidden})
-            self._ids_on_device[forbidden] = to_device(ids, device)
-        return self._ids_on_device[forbidden]
-
     def _greedy(self, logits: Float[Tensor, "draft vocab"], banned: Tensor, *, restore: bool) -> Int[Tensor, " draft"]:
         """Return the most probable tokens; ``restore`` the logits that are changed meanwhile."""
         kept = logits.index_select(-1, banned) if restore else None
@@ -141,8 +137,3 @@ def _is_plain(read: Read) -> bool:
 def _finite(logits: Tensor) -> Tensor:
     """Replace NaN by the lowest number and clamp infinities, in place; -inf stays free to mark ids that are banned."""
     return logits.nan_to_num_(nan=torch.finfo(logits.dtype).min)
-
-
-def joined(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
-    """Return tensors one after the other along an axis; a single one as it is."""
-    return torch.cat([*parts], dim) if len(parts) > 1 else parts[0]
