@@ -86,7 +86,7 @@ def replayed(decoder: Decoder, accepted: list[int], cost: float) -> tuple[int, f
             found.append(Reading(tokens=[RIGHT if offset < num_right else WRONG for offset in at]))
         return found
 
-    while not state.finished and len(state.committed) < len(accepted):
+    while not state.finished and state.num_committed < len(accepted):
         steps = decoder.step(state)
         request = next(steps)
         while True:

@@ -1,8 +1,6 @@
-"""Decoders and the engine that runs them: the public names of all of them, and the default decoder by traits."""
+"""Decoders and the engine that runs them: the public names of the engine, of ReFusion and of the families."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
@@ -17,6 +15,7 @@ from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.d2f import D2F
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
 from refusion_lit.families.card import CARD
+from refusion_lit.families.defaults import default_decoder
 from refusion_lit.families.llada.apd import APD
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
@@ -27,7 +26,6 @@ from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.refusion.recompute import RecomputeKV
 from refusion_lit.refusion.search import SlotSearch
 from refusion_lit.refusion.zarya import FirstHitting
-from refusion_lit.types import ModelTraits
 
 __all__ = [
     "APD",
@@ -78,44 +76,3 @@ __all__ = [
     "uncached",
     "up_to_eos",
 ]
-
-
-NAMEABLE: Mapping[str, type[Decoder]] = {
-    cls.__name__: cls
-    for cls in (
-        Autoregressive, BlockDiffusion, CARD, D2F, FastDLLM, LLaDA, ReFusion, SelfSpeculative, SetDiffusion,
-        TokenEditing, WeDLM,
-    )
-}  # fmt: skip
-"""Decoders that a model's config may name; nothing is imported by a name in a file."""
-
-
-def default_decoder(traits: ModelTraits) -> Decoder:
-    """Return the default decoder of models with these traits, where neither format nor config names one.
-
-    By attention pattern and meaning of the logits:
-
-    - causal: :class:`ReFusion`; :class:`Autoregressive` if tokens predict the next one and masks nothing;
-      :class:`CARD` if masks predict the next token too; :class:`WeDLM` if masks predict themselves and clean tokens the
-      next one everywhere; :class:`SetDiffusion` if masks predict themselves only where they see no other mask;
-    - bidirectional: :class:`LLaDA`;
-    - block-causal: :class:`BlockDiffusion`; :class:`D2F` if blocks are counted from the response on;
-      :class:`TokenEditing` if visible tokens predict their own place.
-    """
-    shifted = traits.predictions is not None and "mask" not in traits.predictions
-    if traits.attention == "bidirectional":
-        return LLaDA(shifted=shifted)
-    if traits.attention == "block_causal":
-        assert traits.block_size is not None
-        if traits.prompt_is_block:
-            return D2F(block_size=traits.block_size)
-        if "visible" in (traits.predictions or ()):
-            return TokenEditing(block_size=traits.block_size)
-        return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
-    if "isolated_mask" in (traits.predictions or ()):
-        return SetDiffusion()
-    if traits.predictions is None or "next_token_in_slot" in traits.predictions:
-        return ReFusion()
-    if "mask" in traits.predictions:
-        return WeDLM()
-    return CARD() if "mask_shifted" in traits.predictions else Autoregressive()

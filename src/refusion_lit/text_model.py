@@ -14,7 +14,6 @@ from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import fill_templates
 from refusion_lit.decoding import (
-    NAMEABLE,
     Decoder,
     DecodingOutput,
     Generation,
@@ -31,36 +30,13 @@ from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 GUESSED = (
     "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
     "attention pattern (--attention, --block_size) or --checkpoint_format."
 )
-
-
-def named_decoder(published: Mapping[str, Any] | None, traits: ModelTraits) -> Decoder | None:
-    """Return the decoder that a model's authors name; ``None`` if it is none of these or no longer fits the model.
-
-    Args:
-        published: Class and options (``class_path``, ``init_args``) that its format or its config declares.
-        traits: What the model was trained to do, including fine-tuning after its publication.
-
-    Raises:
-        ValueError: If ``published`` is no class with its options.
-    """
-    if published is None:
-        return None
-    try:
-        cls = NAMEABLE.get(published["class_path"])
-        decoder = cls and cls(**published.get("init_args") or {})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
-            f"{published} ({error}); name another --decoder, or correct config.json."
-        ) from error
-    return None if decoder is None or decoder.requirements().mismatches(traits) else decoder
 
 
 class TextModel:
@@ -88,7 +64,7 @@ class TextModel:
         config or format names, or one for its traits; where they are not known, ReFusion, with a warning.
         """
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
-        own = named_decoder(stored.get("decoder"), self.backbone.traits) or default_decoder(self.backbone.traits)
+        own = default_decoder(self.backbone.traits, stored.get("decoder"))
         if self.backbone.drafter is not None:
             return own if isinstance(own, SelfSpeculative) else SelfSpeculative()
         if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:

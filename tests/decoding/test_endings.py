@@ -125,7 +125,7 @@ def test_the_final_left_part() -> None:
     state.commit([0], [4])
     assert state.final_prefix() == [4, 5, EOS]
     assert state.prefix_ends
-    assert len(state.committed) == 3
+    assert state.num_committed == 3
     state = Scripted(script=()).begin(prompts_of(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
     state.tokens += [MASK, MASK]
     state.is_masked += [True, True]
@@ -137,7 +137,7 @@ def test_the_final_left_part() -> None:
     assert len(state.final_prefix()) == 5
     state.commit([5], [9])
     assert len(state.final_prefix()) == 5
-    assert len(state.committed) == 6
+    assert state.num_committed == 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class OneByOne(Decoder):
     stop_at_eos: bool = True
 
     def step(self, state: RowState) -> Steps[None]:
-        place = len(state.committed)
+        place = state.num_committed
         end = state.prompt_length + place
         [reading] = yield Forward(
             phase="next", branches=(text_branch(state, 0, end + 1, [end]),), draw=Draw(sampling=state.sampling),

@@ -190,7 +190,7 @@ def test_places_are_committed_in_any_order() -> None:
     state = Scripted(script=()).begin(prompts_of(2)[0], SamplingParams(max_new_tokens=4), SPECIAL)
     state.commit([1, 0], [6, 5])
     state.commit([2], [5])
-    assert (state.is_masked, len(state.committed), state.final_prefix()) == ([False, False, False, True], 3, [5, 6, 5])
+    assert (state.is_masked, state.num_committed, state.final_prefix()) == ([False, False, False, True], 3, [5, 6, 5])
 
 
 class Recorder(GenerationCallback):

@@ -32,7 +32,7 @@ from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.loading import BackboneConfig, DType, attach, decoding_dtype, default_device
 from refusion_lit.modeling.lora import Adapters, merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
-from refusion_lit.text_model import GUESSED, TextModel, named_decoder
+from refusion_lit.text_model import GUESSED, TextModel
 from refusion_lit.types import ModelTraits, SamplingParams
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require, require_choice
@@ -240,7 +240,7 @@ def own_decoder(options: Mapping[str, Any]) -> Decoder:
             stored = (published.library_options(values) if published else values).get("refusion_lit") or {}
         given = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
         traits = ModelTraits.from_dict(stored if "attention" in stored else stored | given)
-        decoder = named_decoder(stored.get("decoder"), traits) or default_decoder(traits)
+        decoder = default_decoder(traits, stored.get("decoder"))
         is_told = traits.predictions is not None or "decoder" in stored or options.get("draft")
         if not is_told and isinstance(decoder, ReFusion):
             warnings.warn(GUESSED, stacklevel=2)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
-from refusion_lit.decoding import NAMEABLE, Decoder, SelfSpeculative, check_model
+from refusion_lit.decoding import Decoder, SelfSpeculative, check_model
+from refusion_lit.families.defaults import NAMEABLE
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import reason_of, write_failure
 from refusion_lit.utils.files import require_empty, write_atomically

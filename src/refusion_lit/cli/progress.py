@@ -36,7 +36,7 @@ class Pace(GenerationCallback):
 
     def on_commit(self, index: int, state: RowState) -> None:
         """Count new tokens."""
-        self._count(index, len(state.committed))
+        self._count(index, state.num_committed)
 
     def on_finished(self, index: int, generation: Generation) -> None:
         """Count an answer, and what is left of its tokens."""

@@ -113,7 +113,7 @@ class Row:
         """Send the decoder its readings and take its next request; return whether it has committed tokens."""
         state = self.state
         branches = self.branches
-        num_before = len(state.committed)
+        num_before = state.num_committed
         self.request = self._next(readings)
         committed = sorted(state.committed[num_before:])
         if self.trace:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from refusion_lit.engine.decoder import Decoder
-from refusion_lit.engine.given import check_constraint, check_given
 from refusion_lit.engine.memory import KeptCache, check_bound, check_canvas
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
@@ -105,12 +104,28 @@ def check_prompts(
     for prompt in prompts:
         require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
         if prompt.num_given:
-            check_given(decoder, prompt, sampling, model.special_tokens)
-        if prompt.constraint is not None:
-            check_constraint(decoder, prompt.constraint)
+            _check_given(model, decoder, prompt, sampling)
+        if prompt.constraint is not None and prompt.constraint.left_to_right:
+            fix = "use Autoregressive, or SelfSpeculative on a model with a drafter"
+            require(decoder.is_left_to_right, "constraint", "a decoder that draws from left to right", decoder, fix)
     lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
     check_context(model, lengths, sampling.max_new_tokens)
     if max_cache_tokens is not None:
         check_bound(lengths, sampling.max_new_tokens, max_cache_tokens)
     if model.learns_positions:
         check_canvas(model, decoder, prompts, sampling)
+
+
+def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, sampling: SamplingParams) -> None:
+    """Refuse given tokens that a decoder cannot keep, and spans that it may not fill."""
+    name = f"the template of prompt {prompt.id}"
+    reason = decoder.refusal(prompt)
+    if reason is not None:
+        found = f"{type(decoder).__name__} cannot keep {name} in place: {reason}"
+        raise ValueError(f"decoder: {found}; use one that can, such as ReFusion or LLaDA, with a model that fits it.")
+    early = {*prompt.given[:-1]} & {*model.special_tokens.eos_token_ids}
+    expected = f"an EOS token only at the end of {name}"
+    require(not early, "template", expected, "one before it", "end it there, or remove the token")
+    expected = f"at least {prompt.num_to_fill}, the number of tokens to fill in in {name}"
+    most = sampling.max_new_tokens
+    require(prompt.num_to_fill <= most, "max_new_tokens", expected, most, "raise it")

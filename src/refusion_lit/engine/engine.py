@@ -194,13 +194,13 @@ class Engine:
             # A template's spans depend on all that is drawn, drafts too, and so must not depend on other prompts.
             constraint = state.prompt.constraint
             state.num_rows = self.num_sharing if constraint is None or constraint.left_to_right else 1
-            num_committed = len(state.committed)
+            num_committed = state.num_committed
             num_forwards = state.num_forwards
             steps = self.decoder.step(state)
             require(hasattr(steps, "send"), f"{name}.step", "a generator of requests", steps, "yield a Forward in it")
             yield from steps
             state.finished = state.finished or (self.decoder.stop_at_eos and state.prefix_ends)
-            if len(state.committed) == num_committed and not state.finished:
+            if state.num_committed == num_committed and not state.finished:
                 bound = state.schedule_length
                 expected = f"{name}.step to commit a token, or to run one of up to {bound} forwards (schedule_length)"
                 fix = "commit a token in every step, set schedule_length in begin, or set finished at the end"

@@ -96,7 +96,7 @@ class TrajectoryRecorder(GenerationCallback):
             return
         is_masked = np.array(state.is_masked, dtype=bool)
         order = np.full(len(state.tokens), -1, dtype=_DTYPE)
-        order[state.committed] = np.arange(len(state.committed))
+        order[state.committed] = np.arange(state.num_committed)
         draws = [
             (number, position - state.prompt_length, token)
             for number, entry in enumerate(generation.trace, 1)

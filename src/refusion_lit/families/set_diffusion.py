@@ -64,7 +64,7 @@ class SetDiffusion(Decoder):
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         readings = yield Forward(phase="denoise", branches=branches, draw=draw, packed=True)
         read = readings[-len(active) :]
-        state.num_cached = state.prompt_length + state.prompt.num_given + len(state.committed)
+        state.num_cached = state.prompt_length + state.prompt.num_given + state.num_committed
         probabilities = [reading.probabilities[0] for reading in read]
         threshold = 2.0 if self.threshold is None else self.threshold
         above = [i for i, probability in enumerate(probabilities) if probability >= threshold]

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from refusion_lit.decoding import default_decoder
 from refusion_lit.engine.decoder import Decoder
+from refusion_lit.families.defaults import default_decoder
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters

@@ -22,7 +22,7 @@ class Autoregressive(Decoder):
 
     def step(self, state: RowState) -> Steps[None]:
         """Feed what is not cached yet and draw the next token."""
-        place = len(state.committed)
+        place = state.num_committed
         end = state.prompt_length + place
         branch = text_branch(state, state.num_cached, end, [end], shift=1)
         draw = Draw(sampling=state.sampling, with_probability=False)

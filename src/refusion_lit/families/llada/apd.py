@@ -58,7 +58,7 @@ class APD(Decoder):
 
     def step(self, state: RowState) -> Steps[None]:
         """Draft masks, verify the drafts, and commit those that are accepted."""
-        place = len(state.committed)
+        place = state.num_committed
         start = state.prompt_length
         stop = min(place + (self.max_lookahead or len(state.tokens)), len(state.tokens))
         round_number = state.num_forwards  # drafts and targets use the same number, hence the same noise
@@ -81,7 +81,7 @@ class APD(Decoder):
     def _verification(self, state: RowState, drafts: list[int]) -> Branch:
         """Return the committed tokens that are not cached yet and all drafts but the last; each predicts the next."""
         start = state.num_cached
-        first = state.prompt_length + len(state.committed)  # of the drafts
+        first = state.prompt_length + state.num_committed  # of the drafts
         last = first + len(drafts) - 1
         branch = text_branch(state, start, last, range(first + 1, last + 1), shift=1)
         return replace(branch, tokens=[*branch.tokens[: first - start], *drafts[:-1]])

@@ -182,4 +182,4 @@ class FastDLLM(Decoder):
         if self.steps is None or number >= self.steps - 1:
             return None
         num_masks = len(state.tokens) - state.prompt.num_given
-        return max(num_masks // self.steps, 1) * (number + 1) - len(state.committed)
+        return max(num_masks // self.steps, 1) * (number + 1) - state.num_committed

@@ -131,7 +131,7 @@ class SelfSpeculative(Decoder):
     def _round(self, state: SpeculativeState) -> Steps[None]:
         """Run one forward that verifies or drafts."""
         start = state.prompt_length
-        place = len(state.committed)
+        place = state.num_committed
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*text_between(state, state.num_cached, start + place), *drafts]
         anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted
@@ -206,7 +206,7 @@ class SelfSpeculative(Decoder):
         wanted = num_own if self.num_drafts is None else self.num_drafts
         if size is None:
             wanted = min(wanted, num_own)
-        wanted = min(wanted, len(state.tokens) - len(state.committed) - accepted - 1)
+        wanted = min(wanted, len(state.tokens) - state.num_committed - accepted - 1)
         layout = self.layout
         if layout is None and wanted > 0:
             sure, adapters = (_SURE_COST, _ADAPTERS) if size is None else (_HYBRID_COST, 0.0)

@@ -1,0 +1,77 @@
+"""Default decoder of a model, chosen from its traits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from refusion_lit.engine.decoder import Decoder
+from refusion_lit.families.autoregressive.decoder import Autoregressive
+from refusion_lit.families.block_diffusion.d2f import D2F
+from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
+from refusion_lit.families.card import CARD
+from refusion_lit.families.llada.decoder import LLaDA
+from refusion_lit.families.llada.fast_dllm import FastDLLM
+from refusion_lit.families.set_diffusion import SetDiffusion
+from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.families.wedlm import WeDLM
+from refusion_lit.refusion.decoder import ReFusion
+from refusion_lit.types import ModelTraits
+
+NAMEABLE: Mapping[str, type[Decoder]] = {
+    cls.__name__: cls
+    for cls in (
+        Autoregressive, BlockDiffusion, CARD, D2F, FastDLLM, LLaDA, ReFusion, SelfSpeculative, SetDiffusion,
+        TokenEditing, WeDLM,
+    )
+}  # fmt: skip
+"""Decoders that a model's config may name; nothing is imported by a name in a file."""
+
+
+def default_decoder(traits: ModelTraits, published: Mapping[str, Any] | None = None) -> Decoder:
+    """Return the default decoder of a model: the one that its authors name, if it fits, or one for its traits.
+
+    By attention pattern and meaning of the logits:
+
+    - causal: :class:`ReFusion`; :class:`Autoregressive` if tokens predict the next one and masks nothing;
+      :class:`CARD` if masks predict the next token too; :class:`WeDLM` if masks predict themselves and clean tokens the
+      next one everywhere; :class:`SetDiffusion` if masks predict themselves only where they see no other mask;
+    - bidirectional: :class:`LLaDA`;
+    - block-causal: :class:`BlockDiffusion`; :class:`D2F` if blocks are counted from the response on;
+      :class:`TokenEditing` if visible tokens predict their own place.
+
+    Args:
+        traits: What the model was trained to do, including fine-tuning after its publication.
+        published: Class and options (``class_path``, ``init_args``) that its format or its config declares.
+
+    Raises:
+        ValueError: If ``published`` is no class with its options.
+    """
+    if published is not None:
+        try:
+            cls = NAMEABLE.get(published["class_path"])
+            decoder = cls and cls(**published.get("init_args") or {})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
+                f"{published} ({error}); name another --decoder, or correct config.json."
+            ) from error
+        if decoder is not None and not decoder.requirements().mismatches(traits):
+            return decoder
+    shifted = traits.predictions is not None and "mask" not in traits.predictions
+    if traits.attention == "bidirectional":
+        return LLaDA(shifted=shifted)
+    if traits.attention == "block_causal":
+        assert traits.block_size is not None
+        if traits.prompt_is_block:
+            return D2F(block_size=traits.block_size)
+        if "visible" in (traits.predictions or ()):
+            return TokenEditing(block_size=traits.block_size)
+        return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
+    if "isolated_mask" in (traits.predictions or ()):
+        return SetDiffusion()
+    if traits.predictions is None or "next_token_in_slot" in traits.predictions:
+        return ReFusion()
+    if "mask" in traits.predictions:
+        return WeDLM()
+    return CARD() if "mask_shifted" in traits.predictions else Autoregressive()
