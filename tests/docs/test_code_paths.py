@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 20,
-    "command to text: lines": 3_100,
+    "command to text: lines": 2_965,
     "token ids to text: files": 18,
-    "token ids to text: lines": 2_980,
+    "token ids to text: lines": 2_689,
     "examples to loss: files": 14,
-    "examples to loss: lines": 2_349,
+    "examples to loss: lines": 2_385,
     "test: files": 52,
-    "test: lines": 9_756,
+    "test: lines": 9_507,
     "package: files": 170,
-    "package: lines": 26_153,
-    "package: lines of code": 16_471,
+    "package: lines": 25_983,
+    "package: lines of code": 16_333,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 
