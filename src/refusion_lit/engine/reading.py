@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -53,9 +53,10 @@ class Reader:
         if not groups:
             return
         drawn = [self._draw(hidden, group) for group in groups.values()]
-        # One transfer for everything, as the widest type among the parts: float32 holds ids below 2**24 exactly.
         parts = [part for each in drawn for part in (*each.tokens, *each.values, *each.statistics)]
-        numbers = iter(torch.cat(parts).tolist())
+        if hidden.device.type != "cpu":  # one transfer, as their widest type: float32 holds ids below 2**24 exactly
+            parts = [torch.cat(parts)]
+        numbers = chain.from_iterable(part.tolist() for part in parts)
         for group, each in zip(groups.values(), drawn, strict=True):
             for read in group:
                 read.reading.tokens = [*map(int, islice(numbers, len(read.branch.draft_at)))]
@@ -95,7 +96,8 @@ class Reader:
                 chosen.append(scored[max(at - num_drafts, 0) : stop - num_drafts])
             if is_scored:
                 probabilities = logits.softmax(-1) if general is None else general.probabilities(logits)
-                drawn.values.append(probabilities.gather(-1, torch.cat(chosen).unsqueeze(-1)).squeeze(-1))
+                ids = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+                drawn.values.append(probabilities.gather(-1, ids.unsqueeze(-1)).squeeze(-1))
             at = stop
         return drawn
 
@@ -104,13 +106,13 @@ class Reader:
     ) -> Iterator[Float[Tensor, "position vocab"]]:
         """Yield logits in chunks: bounds the head's memory and, on CPUs, keeps the softmax in the processor's cache."""
         guidance = read.draw.guidance
-        for some in rows.split(max(1, _MAX_LOGITS // self._special.vocab_size)):
+        for some in _split(rows, max(1, _MAX_LOGITS // self._special.vocab_size)):
             logits = self._logits(hidden, some)
             if guidance is not None:
                 unconditional = self._logits(hidden, some + read.guide)
                 logits = _finite(unconditional + (guidance + 1.0) * (logits - unconditional))
             is_cached = logits.device.type == "cpu"
-            yield from logits.split(max(1, _MAX_SOFTMAX // logits.shape[1])) if is_cached else (logits,)
+            yield from _split(logits, max(1, _MAX_SOFTMAX // logits.shape[1])) if is_cached else (logits,)
 
     def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return finite logits in float32 or higher precision, in a tensor that may be changed in place."""
@@ -137,3 +139,8 @@ def _is_plain(read: Read) -> bool:
 def _finite(logits: Tensor) -> Tensor:
     """Replace NaN by the lowest number and clamp infinities, in place; -inf stays free to mark ids that are banned."""
     return logits.nan_to_num_(nan=torch.finfo(logits.dtype).min)
+
+
+def _split(values: Tensor, size: int) -> Sequence[Tensor]:
+    """Return chunks of at most ``size`` rows; most calls have a single one, which is not worth torch's function."""
+    return values.split(size) if len(values) > size else (values,)
