@@ -234,6 +234,7 @@ def _interval(found: Interval) -> str:
 
 @table("refusion_pays levers", _path("refusion_pays", "levers.json"))
 @table("refusion_pays adapters", _path("refusion_pays", "adapters.json"))
+@table("refusion_pays ablation", _path("refusion_pays", "ablation.json"))
 @table("refusion_pays slots", _path("refusion_pays", "slots.json"))
 @table("refusion_pays further", _path("refusion_pays", "further.json"))
 def _levers(found: Result) -> str:

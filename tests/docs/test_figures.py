@@ -688,6 +688,32 @@ def test_sentences_on_adapters(registry: ModuleType) -> None:
     )
 
 
+def test_sentences_on_the_objective_with_more_positions(registry: ModuleType) -> None:
+    more = registry.read("experiments/refusion_pays/ablation.json")["recipes"]
+    fewer = registry.read("experiments/refusion_pays/levers.json")["recipes"]
+    own, human = "own answers, Hybrid", "human answers, Hybrid"
+    drafts, bonus = "SelfSpeculative, one slot", "ReFusion bonus 32x1"
+
+    def made(recipe: dict[str, Any]) -> str:
+        return " and ".join(f"{recipe['decoders'][name]['tokens_per_forward']:.2f}" for name in (drafts, bonus))
+
+    worth = [
+        f"{recipes[name]['decoders'][drafts]['perplexity_under_base']:.2f}"
+        for recipes, name in ((more, human), (fewer, human), (fewer, own), (more, own))
+    ]
+    times = more[own]["num_positions"] / fewer[own]["num_positions"]
+    with_bonus = made(more[own]).replace("and", "tokens per forward with `SelfSpeculative` and")
+    _says(
+        "experiments/refusion_pays/README.md",
+        f"**{times:.1f} times the positions do not make up for windows**",
+        f"makes {with_bonus} with bonus tokens, where 150 thousand positions made {made(fewer[own])}, and windows "
+        f"of 8 as few {made(fewer['own answers, MaskWindows'])}",
+        f"a perplexity of {worth[0]} under the base with `SelfSpeculative`, from {worth[1]} after 150 thousand "
+        f"positions, where own answers go from {worth[2]} to {worth[3]}. They make {made(more[human])} tokens per "
+        "forward.",
+    )
+
+
 def test_sentences_on_slots_of_4_and_of_8(registry: ModuleType) -> None:
     recipes = registry.read("experiments/refusion_pays/slots.json")["recipes"]
     windows = next(iter(registry.read("experiments/refusion_pays/adapters.json")["recipes"].values()))["decoders"]
