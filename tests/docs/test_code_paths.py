@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 20,
-    "command to text: lines": 2_972,
+    "command to text: lines": 2_974,
     "token ids to text: files": 18,
-    "token ids to text: lines": 2_696,
+    "token ids to text: lines": 2_698,
     "examples to loss: files": 14,
     "examples to loss: lines": 2_385,
     "test: files": 52,
-    "test: lines": 9_514,
+    "test: lines": 9_516,
     "package: files": 170,
-    "package: lines": 25_990,
-    "package: lines of code": 16_338,
+    "package: lines": 25_992,
+    "package: lines of code": 16_340,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

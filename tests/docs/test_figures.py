@@ -702,12 +702,15 @@ def test_sentences_on_the_objective_with_more_positions(registry: ModuleType) ->
         for recipes, name in ((more, human), (fewer, human), (fewer, own), (more, own))
     ]
     times = more[own]["num_positions"] / fewer[own]["num_positions"]
+    chain = {"decoders": registry.read("experiments/refusion_pays/convert.json")["runs"]["windows of 4"]["decoders"]}
+    trained = registry.read("experiments/refusion_pays/training.json")["runs"]["windows of 4"]["num_positions"]
     with_bonus = made(more[own]).replace("and", "tokens per forward with `SelfSpeculative` and")
     _says(
         "experiments/refusion_pays/README.md",
         f"**{times:.1f} times the positions do not make up for windows**",
         f"makes {with_bonus} with bonus tokens, where 150 thousand positions made {made(fewer[own])}, and windows "
-        f"of 8 as few {made(fewer['own answers, MaskWindows'])}",
+        f"of 8 as few {made(fewer['own answers, MaskWindows'])}; windows of 4 made {made(chain)} after "
+        f"{trained / 1000:.0f} thousand",
         f"a perplexity of {worth[0]} under the base with `SelfSpeculative`, from {worth[1]} after 150 thousand "
         f"positions, where own answers go from {worth[2]} to {worth[3]}. They make {made(more[human])} tokens per "
         "forward.",

@@ -34,7 +34,9 @@ class ModelRequirements:
         """Return the reasons why a model with these traits does not fit; empty if it fits or nothing is known."""
         reasons = []
         if traits.attention != self.attention:
-            reasons.append(f"it uses {self.attention} attention, the model was trained with {traits.attention}")
+            reasons.append(
+                f"it uses {self.attention} attention, the model was trained with {traits.attention} attention"
+            )
         elif self.block_size not in (None, traits.block_size):
             reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
         elif self.prompt_is_block != traits.prompt_is_block:
