@@ -43,7 +43,7 @@ from refusion_lit.types import Prompt, SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import write_json
+from experiments.common import fast_dtype, write_json
 from experiments.lossless.table import BASE, HERE, read_prompts
 
 BATCH_SIZE, NUM_WARMUP, LEARNING_RATE = 4, 5, 7e-4
@@ -171,7 +171,7 @@ def train(wide: LeverModel, texts: list[tuple[list[int], list[int]]], num_steps:
         some = texts[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]
         batch = wide.corrupted(*zip(*some, strict=True), stride=4, key=step * BATCH_SIZE)
         is_labelled = batch.labels != IGNORE_INDEX
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast_dtype() == "bfloat16"):
             logits = wide.mask_logits(batch)
         each = F.cross_entropy(logits.float(), batch.labels[is_labelled], reduction="none")
         loss = (each * batch.weights[is_labelled]).sum() / batch.counts.sum()

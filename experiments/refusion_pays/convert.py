@@ -22,7 +22,7 @@ from refusion_lit.evaluation.predictions import read_json_lines
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import command, configs, train
+from experiments.common import command, configs, fast_dtype, precision, train
 from experiments.lossless.table import BASE
 
 HERE = Path(__file__).parent
@@ -37,7 +37,7 @@ DECODER = (
 
 
 def answer(
-    questions: Path, num_questions: int, work_dir: Path, dtype: str = "bfloat16", model: Path = BASE, first: int = 0,
+    questions: Path, num_questions: int, work_dir: Path, dtype: str | None = None, model: Path = BASE, first: int = 0,
     temperature: float = 0.0,
 ) -> Path:  # fmt: skip
     """Let a model answer questions, the base one token at a time; return the file of the answers.
@@ -46,7 +46,7 @@ def answer(
         questions: GSM8K's file.
         num_questions: Number of questions.
         work_dir: Where questions and answers are written.
-        dtype: Of the decode.
+        dtype: Of the decode; by default the one that this processor is fast in.
         model: What answers: the base, or an exported model with the decoder that its directory names.
         first: Index of the first question.
         temperature: Of the decode.
@@ -57,7 +57,7 @@ def answer(
     prompts, answers = work_dir / "questions.jsonl", work_dir / "answers.jsonl"
     prompts.write_text("\n".join([*lines, ""]), encoding="utf-8")
     command(
-        "generate", "--ckpt_path", str(model), "--dtype", dtype, "--batch_size", "64",
+        "generate", "--ckpt_path", str(model), "--dtype", dtype or fast_dtype(), "--batch_size", "64",
         "--max_new_tokens", str(MAX_NEW_TOKENS), "--prompts", str(prompts), "--output", str(answers), "--resume",
         "--temperature", str(temperature), *(("--decoder", "Autoregressive") if model == BASE else ()),
     )  # fmt: skip
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--work_dir", type=Path, default=Path("runs/refusion_pays"))
     args = parser.parse_args()
     stages = [HERE / "own_answers.yaml", HERE / "windows.yaml"]
-    options = []
+    options = precision()
     if args.max_steps is not None:  # of a trial's few answers, enough are held out to validate with
         options += ["--trainer.max_steps", str(args.max_steps), "--data.task.init_args.validation_fraction", "0.25"]
     work, questions, count = args.work_dir, args.questions, args.num_questions

@@ -26,7 +26,7 @@ from refusion_lit.reports.results import environment
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import configs, kept, step_positions, train, write_json
+from experiments.common import configs, fast_dtype, kept, precision, step_positions, train, write_json
 from experiments.lossless.table import BASE, read_prompts
 from experiments.refusion_pays.convert import answer
 from experiments.refusion_pays.real_model import compared
@@ -78,12 +78,12 @@ def one_recipe(name: str, data: dict[str, Path], prompts: str, num_positions: in
     options += ["--data.batch_size", "6"] if HYBRID in overrides else []  # rows, half as long as with windows
     last, figures = trained(work / name.replace(", ", "_").replace(" ", "_"), num_positions, *options)
     chosen = SLOTS if any(each.startswith(SIZES) for each in overrides) else DECODERS
-    return figures | measured(last, prompts, chosen, "bfloat16", "experiments/refusion_pays/levers.py")
+    return figures | measured(last, prompts, chosen, fast_dtype(), "experiments/refusion_pays/levers.py")
 
 
 def trained(folder: Path, num_positions: int, *options: str) -> tuple[Path, dict[str, Any]]:
     """Train by levers.yaml and these options for about a number of positions; return the checkpoint and its figures."""
-    options = (*configs(HERE / "own_answers.yaml", HERE / "levers.yaml"), *options)
+    options = (*configs(HERE / "own_answers.yaml", HERE / "levers.yaml"), *precision(), *options)
     num_steps = round(num_positions / mean(step_positions([*options, "--trainer.max_steps", "1"])))
     started = time.perf_counter()
     steps = ["--trainer.max_steps", str(num_steps), "--trainer.val_check_interval", str(num_steps)]
