@@ -102,6 +102,7 @@ def bench(session: nox.Session) -> None:
         "fast_paths",
         "training",
         "training_memory",
+        "precision",
         "policy_memory",
         "startup",
     ]

@@ -197,6 +197,16 @@ def training(result: Result) -> str:
     return f"{text}\n{title}{table(['rows', 'shape', 'milliseconds per step', 'over padded'], rows)}"
 
 
+def precision(result: Result) -> str:
+    rows = [
+        [case, *(f"{run['median_seconds'] * 1e3:.1f}" for run in values["runs"].values()), values["over_float32"]]
+        for case, values in result["cases"].items()
+    ]
+    has = "has" if result["has_instructions"] else "has no"
+    head = ["work", "milliseconds in float32", "in bfloat16", "bfloat16 over float32"]
+    return f"The processor {has} instructions for bfloat16.\n\n{table(head, rows)}"
+
+
 def training_memory(result: Result) -> str:
     rows = [
         [name, way, *(f"{found[n]['extra_megabytes']:.0f}" if n in found else "" for n in case["ways"]["ranges"]),
@@ -289,7 +299,8 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads,
     "attention_calls": attention_calls, "fast_paths": fast_paths, "head_candidates": head_candidates,
-    "training": training, "gpu_training": gpu_training, "training_memory": training_memory,
+    "training": training, "gpu_training": gpu_training, "precision": precision,
+    "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
     "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,
 }  # fmt: skip
@@ -328,6 +339,7 @@ COMPARED = {
     "head_candidates": "Equal: hidden states, weights. Not equal: the copy that proposes; times are of random weights.",
     "training": "Equal: backbone, samples, thread. Not equal: the objective, and with it the positions of a row.",
     "gpu_training": "Equal: backbone, samples. Not equal: the objective, and with it the positions of a row.",
+    "precision": "Equal in a row: model, tokens, thread. Not equal: the type, and so the text.",
     "gpu_qwen": (
         "Equal in a case: weights, prompts, device, and for ReFusion and plain the text. Not equal: the text of "
         "`autoregressive` and `generate`; plain and `generate` have transformers' forward, the others the fused one."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,29 @@ def test_low_precision_weights_are_warned_of_before_training(tmp_path: Path, pre
             trainer.fit(module, data)
     else:
         trainer.fit(module, data)  # any warning is an error
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_instructions", "slow"),
+    [
+        ("bf16-mixed", False, "bfloat16"),
+        ("bf16-mixed", True, None),
+        ("16-true", True, "float16"),
+        ("32-true", False, None),
+    ],
+)
+def test_a_type_without_instructions_is_warned_of_before_training(
+    tmp_path: Path, precision: str, has_instructions: bool, slow: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    module, data = _parts()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trainer(tmp_path, precision).fit(module, data)
+    found = [str(each.message) for each in caught if "expected 32-true on this processor" in str(each.message)]
+    what = f"has no instructions for {slow}, got {precision}, which takes many times as long. Set it to 32-true"
+    assert len(found) == (slow is not None)
+    assert all(what in each for each in found)
 
 
 def test_optimizers_that_may_keep_master_weights_are_trusted() -> None:

@@ -30,7 +30,13 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import GroupPolicy, Hybrid, Objective
 from refusion_lit.text_model import TextModel
-from refusion_lit.training.optimizer import WarmupCosine, check_finite, gradient_norm, make_optimizer
+from refusion_lit.training.optimizer import (
+    WarmupCosine,
+    check_finite,
+    gradient_norm,
+    make_optimizer,
+    warn_of_slow_precision,
+)
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.rollouts import Rollouts
 from refusion_lit.training.validation import Validation
@@ -101,6 +107,8 @@ class SlotDiffusionModule(L.LightningModule):
         if self.tokenizer is None:
             raise ValueError("tokenizer: expected one, got None; pass the data module's built_tokenizer.")
         check_vocabulary(self.tokenizer, self.backbone_config)
+        if self._trainer is not None:
+            warn_of_slow_precision(str(self.trainer.precision), self.trainer.strategy.root_device)
         self.backbone = self.backbone_config.build(self.tokenizer, seed=self.seed)
         if self.device_mesh is not None:
             mixed = self.trainer.precision == "bf16-mixed"
