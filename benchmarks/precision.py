@@ -70,7 +70,7 @@ def main(repeats: int = 5, threads: int = 1, output: str | None = None) -> None:
         cases[f"decoding, batches of {size}"] = {dtype: decode_work(model, size) for dtype, model in models.items()}
     found = {}
     for name, works in cases.items():
-        interleaved(works, repeats)
+        interleaved(works, repeats, clock=time.process_time)
         ratio = round(time_ratio(works["bfloat16"], works["float32"]), 3)
         found[name] = {"runs": {dtype: work.summary() for dtype, work in works.items()}, "over_float32": ratio}
         print(name, ratio, flush=True)

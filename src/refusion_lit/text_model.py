@@ -20,7 +20,6 @@ from refusion_lit.decoding import (
     KeptCache,
     ModelMismatchError,
     ReFusion,
-    SelfSpeculative,
     check_model,
     decode,
     default_decoder,
@@ -64,9 +63,8 @@ class TextModel:
         config or format names, or one for its traits; where they are not known, ReFusion, with a warning.
         """
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
-        own = default_decoder(self.backbone.traits, stored.get("decoder"))
-        if self.backbone.drafter is not None:
-            return own if isinstance(own, SelfSpeculative) else SelfSpeculative()
+        has_drafter = self.backbone.drafter is not None
+        own = default_decoder(self.backbone.traits, stored.get("decoder"), has_drafter=has_drafter)
         if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:
             warnings.warn(GUESSED, stacklevel=2)
         return own

@@ -219,7 +219,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": [""]}, "stop: expected a list of texts, none of them empty"),
     (
         {"response_format": {"type": "json_object"}},
-        "json_schema: a decoder that draws in any order cannot keep optional or unnamed properties",
+        "response_format: a decoder that draws in any order cannot keep optional or unnamed properties",
     ),
     (
         {"extra_body": {"max_completion_tokens": 4}, "max_tokens": 4},
@@ -298,7 +298,7 @@ def test_answers_keep_a_schema(tmp_path: Path) -> None:
         free = chat(client, "1+1", response_format={"type": "json_object"}, max_tokens=40)
         assert isinstance(json.loads(free.choices[0].message.content), dict)
         for options, message in (
-            ({"stop": ["}"]}, "json_schema: expected neither"),
+            ({"stop": ["}"]}, "response_format: expected neither"),
             ({"max_tokens": 3}, "max_tokens: expected at least 10, the length of an answer that keeps the schema"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):

@@ -23,7 +23,7 @@ from refusion_lit.checkpoints.files import (
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
-from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder
+from refusion_lit.decoding import Decoder, ReFusion, default_decoder
 from refusion_lit.modeling.architecture import check_source, config_of_source, stored_config
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
@@ -240,14 +240,13 @@ def own_decoder(options: Mapping[str, Any]) -> Decoder:
             stored = (published.library_options(values) if published else values).get("refusion_lit") or {}
         given = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
         traits = ModelTraits.from_dict(stored if "attention" in stored else stored | given)
-        decoder = default_decoder(traits, stored.get("decoder"))
-        is_told = traits.predictions is not None or "decoder" in stored or options.get("draft")
-        if not is_told and isinstance(decoder, ReFusion):
+        has_drafter = bool(options.get("draft") or stored.get(HAS_DRAFTER))
+        decoder = default_decoder(traits, stored.get("decoder"), has_drafter=has_drafter)
+        if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in stored:
             warnings.warn(GUESSED, stacklevel=2)
         if "max_new_tokens" in options:
             decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
-    has_drafter = options.get("draft") or stored.get(HAS_DRAFTER)
-    return SelfSpeculative() if has_drafter and not isinstance(decoder, SelfSpeculative) else decoder
+    return decoder
 
 
 def load_model_of(options: Mapping[str, Any]) -> TextModel:

@@ -13,7 +13,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.defaults import default_decoder
-from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
@@ -59,7 +58,7 @@ def model_card(
     """
     config = (run and read_config(run)) or {}
     tests = [_read_test(path, weights) for path in results]
-    made = decoder or _tested(SelfSpeculative() if has_drafter else default_decoder(traits), tests)
+    made = decoder or _tested(default_decoder(traits, has_drafter=has_drafter), tests)
     evaluated = [result for test in tests for result in _eval_results(test)]
     data = ModelCardData(
         library_name="refusion-lit",

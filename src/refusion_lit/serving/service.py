@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -111,7 +112,8 @@ class Service:
             served = await self._begin(asked)
         except (ValueError, HTTPException) as error:
             self.requests.labels("refused").inc()
-            message = str(error).replace("max_new_tokens", "max_tokens")  # the API's name
+            message = str(error).replace("max_new_tokens", "max_tokens")  # the API's names
+            message = re.sub("^json_schema(?=:)", "response_format", message)
             raise error if isinstance(error, HTTPException) else HTTPException(400, message) from error
         if asked.stream:
             return StreamingResponse(self._stream(served), media_type="text/event-stream")
