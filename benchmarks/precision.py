@@ -22,13 +22,14 @@ from refusion_lit.modeling.loading import is_fast
 from refusion_lit.objectives import Hybrid
 from refusion_lit.types import Prompt
 
+MODEL: dict[str, Any] = {**VOCABULARY_HEAVY, "vocab_size": 8192}
 SHAPE, NUM_TOKENS = (2, 32, 96), 16
 BATCH_SIZES = (1, 16)
 
 
 def mixed_step(model: Backbone, *, is_mixed: bool) -> Work:
     """Return the work of a training step, with products in bfloat16 if ``is_mixed``."""
-    step = step_of(model, Hybrid(), batch_of(*SHAPE, VOCABULARY_HEAVY["vocab_size"]))
+    step = step_of(model, Hybrid(), batch_of(*SHAPE, MODEL["vocab_size"]))
 
     def run() -> dict[str, Any]:
         with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
@@ -58,7 +59,7 @@ def main(repeats: int = 5, threads: int = 1, output: str | None = None) -> None:
     """
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    models = {dtype: random_model(VOCABULARY_HEAVY, dtype=getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
+    models = {dtype: random_model(MODEL, dtype=getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     trained = models["float32"]
     cases = {
         "training step": {

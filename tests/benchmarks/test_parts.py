@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.common import SMALL, VOCABULARY_HEAVY, decoded, golden_model, golden_runs, random_model
+from benchmarks.common import SMALL, decoded, golden_model, golden_runs, random_model
 from benchmarks.host_time import DECODERS, milliseconds_a_call
 from benchmarks.overhead import PARTS, timed
-from benchmarks.precision import mixed_step
+from benchmarks.precision import MODEL, mixed_step
 from benchmarks.training import OBJECTIVES, batch_of, ragged_batches, step_of
 from benchmarks.training_memory import OBJECTIVES as MEMORY_OBJECTIVES
 from benchmarks.training_memory import SAMPLE, corrupted_of, measure
@@ -29,8 +29,8 @@ def test_a_training_step_counts_its_tokens(objective: str) -> None:
 
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_a_step_in_mixed_precision_multiplies_in_bfloat16(is_mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, dtypes = random_model({**VOCABULARY_HEAVY, "vocab_size": 512, "num_hidden_layers": 1}), set()
-    monkeypatch.setitem(VOCABULARY_HEAVY, "vocab_size", 512)
+    monkeypatch.setitem(MODEL, "vocab_size", 512)
+    model, dtypes = random_model({**MODEL, "num_hidden_layers": 1}), set()
     model.head.register_forward_hook(lambda _module, _inputs, output: dtypes.add(output.dtype))
     assert mixed_step(model, is_mixed=is_mixed).run()["num_tokens"] == 2 * (32 + 96)
     assert dtypes == {torch.bfloat16 if is_mixed else torch.float32}
