@@ -80,7 +80,7 @@ def main(repeats: int = 5, threads: int = 1, output: str | None = None) -> None:
         "threads": threads,
         "shape": SHAPE,
         "num_tokens": NUM_TOKENS,
-        "model": VOCABULARY_HEAVY,
+        "model": MODEL,
     }
     results = {"has_instructions": is_fast("bfloat16", "cpu"), "cases": found}
     write("precision", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
