@@ -152,6 +152,18 @@ def test_all_benchmarks_of_this_machine_are_of_the_commit_that_the_page_names(re
     _says("docs/speed.md", f"all of commit {commit}, timed")
 
 
+def test_sentences_on_a_processor_without_instructions_for_bfloat16(registry: ModuleType) -> None:
+    found = registry.read("benchmarks/results/precision.json")
+    step, alone, batch = (case["over_float32"] for case in found["cases"].values())
+    assert list(found["cases"]) == ["training step", "decoding, batches of 1", "decoding, batches of 16"]
+    assert not found["has_instructions"]
+    _says(
+        "docs/speed.md",
+        f"a training step in mixed precision takes {step:.1f} times as long as in float32, decoding {alone:.1f} "
+        f"times alone and {batch:.1f} times in batches of 16",
+    )
+
+
 def test_each_result_of_uncommitted_changes_says_so_where_it_is_shown(registry: ModuleType) -> None:
     from docs.figures.pages import pages  # pyright: ignore[reportMissingImports]
 
