@@ -174,7 +174,7 @@ def test_from_a_test_over_scoring_to_the_report(tmp_path: Path, capsys: pytest.C
                  f"--data.task.{task[1]}", "--model.sampling.max_new_tokens=16", "--num_threads=1",
                  "--trainer.enable_progress_bar=false", f"--runs_dir={tmp_path}"]  # fmt: skip
     assert main(arguments) == 0
-    assert capsys.readouterr().err.count("HumanEval: generated code is not run without allow_code_execution") == 1
+    assert capsys.readouterr().err.count("HumanEval: scores are missing (0 in tables) until `refusion-lit score`") == 1
     run = tmp_path / "quickstart" / "version_0"
     file = run / "predictions_refusion.jsonl"
     predictions = [json.loads(line) for line in file.read_text().splitlines()]

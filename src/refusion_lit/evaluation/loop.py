@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -105,6 +106,7 @@ class Evaluation(L.Callback):
     _before: dict[str, Any]
     _batch_size: int
     _num_prompts: int
+    _has_told: bool
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class Evaluation(L.Callback):
         contents = {}
         for prompt, example in zip(batch.prompts, batch.examples, strict=True):
             contents[prompt.id] = (list(prompt.token_ids), example.response, *filter(None, [prompt.given]))
-        self._decoders, self._running, self._before = decoders, {}, {}
+        self._decoders, self._running, self._before, self._has_told = decoders, {}, {}, False
         complete: dict[str, NothingToDoError] = {}
         for name, decoder in decoders.items():
             path = self._directory / (f"predictions_{name}.jsonl" if trainer.testing else "predictions.jsonl")
@@ -255,11 +257,19 @@ class Evaluation(L.Callback):
             if state.trajectories and recorder:  # before the predictions, which say what is done
                 state.trajectories.write(list(recorder.trajectories.values()))
             if state.metrics is not None:
+                self._tell_of_missing_scores(lines)
                 scores = [line["score"] or 0.0 for line in lines]
                 state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
             state.file.write(lines, None if state.metrics is None else state.metrics.snapshot())
             predictions += lines
         return predictions
+
+    def _tell_of_missing_scores(self, lines: list[dict[str, Any]]) -> None:
+        """Print, once, that some predictions have no score."""
+        if not self._has_told and any(line["score"] is None for line in lines):
+            self._has_told = True
+            name = type(self._task).__name__
+            sys.stderr.write(f"{name}: scores are missing (0 in tables) until `refusion-lit score` computes them.\n")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Close the predictions files."""

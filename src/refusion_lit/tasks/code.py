@@ -67,7 +67,7 @@ class CodeTask(HubTask):
         """Return 1 if the response's program passes the tests, else 0; ``None`` if running it is not allowed."""
         if self.allow_code_execution:
             return float(self.sandbox.run(*self.program(example, response)).passed)
-        return self._missing_score
+        return None
 
     @cached_property
     def sandbox(self) -> Sandbox:
@@ -82,14 +82,6 @@ class CodeTask(HubTask):
         sandbox = Sandbox(limits=self.limits, minimum=self.minimum_isolation)
         sys.stderr.write(f"isolation of generated code: {sandbox.describe()}\n")
         return sandbox
-
-    @cached_property
-    def _missing_score(self) -> None:
-        """The score of a response that is not run; a notice is printed on first access, so once per task."""
-        sys.stderr.write(
-            f"{type(self).__name__}: generated code is not run without allow_code_execution; scores are missing (0 in "
-            "tables) until `refusion-lit score` computes them.\n"
-        )
 
     @cached_property
     def _problems(self) -> Mapping[Split, list[Example]]:
