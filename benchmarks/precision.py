@@ -18,7 +18,7 @@ from jsonargparse import auto_cli
 
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import is_fast
+from refusion_lit.modeling.loading import decoding_dtype
 from refusion_lit.objectives import Hybrid
 from refusion_lit.types import Prompt
 
@@ -82,7 +82,7 @@ def main(repeats: int = 5, threads: int = 1, output: str | None = None) -> None:
         "num_tokens": NUM_TOKENS,
         "model": MODEL,
     }
-    results = {"has_instructions": is_fast("bfloat16", "cpu"), "cases": found}
+    results = {"has_instructions": decoding_dtype({"dtype": "bfloat16"}, "cpu") == "bfloat16", "cases": found}
     write("precision", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
 

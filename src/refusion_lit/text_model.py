@@ -64,7 +64,7 @@ class TextModel:
         """
         stored = getattr(self.backbone.config, "refusion_lit", None) or {}
         has_drafter = self.backbone.drafter is not None
-        own = default_decoder(self.backbone.traits, stored.get("decoder"), has_drafter=has_drafter)
+        own = default_decoder(self.backbone.traits, stored.get("decoder"), drafts=has_drafter)
         if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:
             warnings.warn(GUESSED, stacklevel=2)
         return own

@@ -14,16 +14,16 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "code_paths.py"
 
 BOUNDS = {
     "command to text: files": 20,
-    "command to text: lines": 2_974,
+    "command to text: lines": 2_976,
     "token ids to text: files": 18,
-    "token ids to text: lines": 2_698,
+    "token ids to text: lines": 2_700,
     "examples to loss: files": 14,
-    "examples to loss: lines": 2_385,
+    "examples to loss: lines": 2_393,
     "test: files": 52,
-    "test: lines": 9_516,
+    "test: lines": 9_547,
     "package: files": 170,
-    "package: lines": 25_992,
-    "package: lines of code": 16_340,
+    "package: lines": 26_015,
+    "package: lines of code": 16_359,
 }
 """Measured values. Lower them when the package shrinks; a feature that raises one says so in its commit.
 

@@ -241,7 +241,7 @@ def own_decoder(options: Mapping[str, Any]) -> Decoder:
         given = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
         traits = ModelTraits.from_dict(stored if "attention" in stored else stored | given)
         has_drafter = bool(options.get("draft") or stored.get(HAS_DRAFTER))
-        decoder = default_decoder(traits, stored.get("decoder"), has_drafter=has_drafter)
+        decoder = default_decoder(traits, stored.get("decoder"), drafts=has_drafter)
         if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in stored:
             warnings.warn(GUESSED, stacklevel=2)
         if "max_new_tokens" in options:

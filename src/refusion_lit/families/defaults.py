@@ -28,13 +28,10 @@ NAMEABLE: Mapping[str, type[Decoder]] = {
 """Decoders that a model's config may name; nothing is imported by a name in a file."""
 
 
-def default_decoder(
-    traits: ModelTraits, published: Mapping[str, Any] | None = None, *, has_drafter: bool = False
-) -> Decoder:
+def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None, *, drafts: bool = False) -> Decoder:
     """Return the default decoder of a model: the one that its authors name, if it fits, or one for its traits.
 
-    It is :class:`SelfSpeculative` for every model with a drafter; for others, by attention pattern and meaning of the
-    logits:
+    It is :class:`SelfSpeculative` for a model with a drafter, else by attention pattern and meaning of the logits:
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if tokens predict the next one and masks nothing;
       :class:`CARD` if masks predict the next token too; :class:`WeDLM` if masks predict themselves and clean tokens the
@@ -45,25 +42,25 @@ def default_decoder(
 
     Args:
         traits: What the model was trained to do, including fine-tuning after its publication.
-        published: Class and options (``class_path``, ``init_args``) that its format or its config declares.
-        has_drafter: Whether it has a drafter.
+        named: Class and options (``class_path``, ``init_args``) that its format or its config declares.
+        drafts: Whether it has a drafter.
 
     Raises:
-        ValueError: If ``published`` is no class with its options.
+        ValueError: If ``named`` is no class with its options.
     """
-    if published is not None:
+    if named is not None:
         try:
-            cls = NAMEABLE.get(published["class_path"])
-            decoder = cls and cls(**published.get("init_args") or {})
+            cls = NAMEABLE.get(named["class_path"])
+            decoder = cls and cls(**named.get("init_args") or {})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
-                f"{published} ({error}); name another --decoder, or correct config.json."
+                f"{named} ({error}); name another --decoder, or correct config.json."
             ) from error
-        drafts = isinstance(decoder, SelfSpeculative) or not has_drafter
-        if decoder is not None and drafts and not decoder.requirements().mismatches(traits):
+        is_own = isinstance(decoder, SelfSpeculative) or not drafts
+        if decoder is not None and is_own and not decoder.requirements().mismatches(traits):
             return decoder
-    if has_drafter:
+    if drafts:
         return SelfSpeculative()
     shifted = traits.predictions is not None and "mask" not in traits.predictions
     if traits.attention == "bidirectional":

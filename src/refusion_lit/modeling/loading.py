@@ -244,13 +244,10 @@ def decoding_dtype(config: Any, device: str | torch.device) -> DType:  # noqa: A
     """
     values = config if isinstance(config, Mapping) else {"dtype": getattr(config, "dtype", None)}
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
-    return cast("DType", name) if name in get_args(DType) and is_fast(name, device) else "float32"
-
-
-def is_fast(dtype: str, device: str | torch.device) -> bool:
-    """Return whether a type is as fast as float32: types of 16 bits are not on a CPU without instructions for them."""
-    has_instructions = dtype == "bfloat16" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return dtype not in ("bfloat16", "float16") or torch.device(device).type != "cpu" or has_instructions
+    has_instructions = name == "bfloat16" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    if name in ("bfloat16", "float16") and torch.device(device).type == "cpu" and not has_instructions:
+        return "float32"
+    return cast("DType", name) if name in get_args(DType) else "float32"
 
 
 def _traits_of(config: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 - one class per architecture

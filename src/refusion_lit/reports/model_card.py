@@ -58,7 +58,7 @@ def model_card(
     """
     config = (run and read_config(run)) or {}
     tests = [_read_test(path, weights) for path in results]
-    made = decoder or _tested(default_decoder(traits, has_drafter=has_drafter), tests)
+    made = decoder or _tested(default_decoder(traits, drafts=has_drafter), tests)
     evaluated = [result for test in tests for result in _eval_results(test)]
     data = ModelCardData(
         library_name="refusion-lit",

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from refusion_lit.modeling.loading import is_fast
+from refusion_lit.modeling.loading import decoding_dtype
 from refusion_lit.training.callbacks import last_checkpoint
 from refusion_lit.utils.require import check_options
 
@@ -109,7 +109,7 @@ def warn_of_lost_updates(optimizer: Optimizer) -> None:
 def warn_of_slow_precision(precision: str, device: torch.device) -> None:
     """Warn where a processor has no instructions for the type to compute in, and needs many times as long with it."""
     dtype = "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"
-    if not is_fast(dtype, device):
+    if decoding_dtype({"dtype": dtype}, device) != dtype:
         rank_zero_warn(
             f"trainer.precision: expected 32-true on this processor, which has no instructions for {dtype}, got "
             f"{precision}, which takes many times as long. Set it to 32-true, or train on a GPU."
