@@ -23,7 +23,7 @@ from refusion_lit.checkpoints.files import (
     read_checkpoint,
 )
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
-from refusion_lit.decoding import Decoder, ReFusion, default_decoder
+from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder
 from refusion_lit.modeling.architecture import check_source, config_of_source, stored_config
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
@@ -227,7 +227,7 @@ def own_decoder(options: Mapping[str, Any]) -> Decoder:
     last = Path(str(options["ckpt_path"])) / "checkpoints" / "last.ckpt"
     source = str(last if last.exists() else options["ckpt_path"])
     stored: dict[str, Any] = {}
-    decoder: Decoder = ReFusion()
+    decoder: Decoder = SelfSpeculative() if options.get("draft") else ReFusion()
     with suppress(ValueError):
         if is_checkpoint_file(source):
             metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source, mmap=True), source)
