@@ -731,9 +731,24 @@ def test_sentences_on_the_objective_with_more_positions(registry: ModuleType) ->
     times = more[own]["num_positions"] / fewer[own]["num_positions"]
     chain = {"decoders": registry.read("experiments/refusion_pays/convert.json")["runs"]["windows of 4"]["decoders"]}
     trained = registry.read("experiments/refusion_pays/training.json")["runs"]["windows of 4"]["num_positions"]
+    windows = more["own answers, windows of 4"]
+    beyond = [
+        (windows["decoders"][name]["tokens_per_forward"] - 1) / (more[own]["decoders"][name]["tokens_per_forward"] - 1)
+        for name in (drafts, bonus)
+    ]
+    masks = [each["decoders"]["ReFusion mask 8x4"]["tokens_per_forward"] for each in (windows, more[own])]
+    texts = [
+        " and ".join(f"{each['decoders'][name]['perplexity_under_base']:.2f}" for name in (drafts, bonus))
+        for each in (windows, more[own])
+    ]
+    with_windows = made(windows).replace("and", "tokens per forward with `SelfSpeculative` and")
     with_bonus = made(more[own]).replace("and", "tokens per forward with `SelfSpeculative` and")
     _says(
         "experiments/refusion_pays/README.md",
+        f"windows of 4 make {beyond[0]:.1f} and {beyond[1]:.1f} times as many tokens beyond the first as `Hybrid`**: "
+        f"{with_windows} with bonus tokens, where `Hybrid` makes {made(more[own])}, and {masks[0]:.2f} with `mask` "
+        f"infill in place of {masks[1]:.2f}, at a perplexity of {texts[0]} under the base in place of {texts[1]}.",
+        f"after {trained / 1000:.0f} thousand, on more answers, windows of 4 made {made(chain)}. What",
         f"**{times:.1f} times the positions do not make up for windows**",
         f"makes {with_bonus} with bonus tokens, where 150 thousand positions made {made(fewer[own])}, and windows "
         f"of 8 as few {made(fewer['own answers, MaskWindows'])}; windows of 4 made {made(chain)} after "
