@@ -748,7 +748,7 @@ def test_sentences_on_the_objective_with_more_positions(registry: ModuleType) ->
         f"windows of 4 make {beyond[0]:.1f} and {beyond[1]:.1f} times as many tokens beyond the first as `Hybrid`**: "
         f"{with_windows} with bonus tokens, where `Hybrid` makes {made(more[own])}, and {masks[0]:.2f} with `mask` "
         f"infill in place of {masks[1]:.2f}, at a perplexity of {texts[0]} under the base in place of {texts[1]}.",
-        f"after {trained / 1000:.0f} thousand, on more answers, windows of 4 made {made(chain)}. What",
+        f"after {trained / 1000:.0f} thousand, on more answers, windows of 4 made {made(chain)}. One",
         f"**{times:.1f} times the positions do not make up for windows**",
         f"makes {with_bonus} with bonus tokens, where 150 thousand positions made {made(fewer[own])}, and windows "
         f"of 8 as few {made(fewer['own answers, MaskWindows'])}; windows of 4 made {made(chain)} after "

@@ -112,7 +112,7 @@ def warn_of_slow_precision(precision: str, device: torch.device) -> None:
     if decoding_dtype({"dtype": dtype}, device) != dtype:
         rank_zero_warn(
             f"trainer.precision: expected 32-true on this processor, which has no instructions for {dtype}, got "
-            f"{precision}, which takes many times as long. Set it to 32-true, or train on a GPU."
+            f"{precision}, which takes many times as long. Set it to 32-true, or use a GPU."
         )
 
 
