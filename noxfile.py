@@ -8,7 +8,7 @@ import nox
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "types", "docs", "tests"]
+nox.options.sessions = ["lint", "types", "docs", "tests", "tests_experiments"]
 
 CONSTRAINTS = "constraints.txt"
 # Everything that is optional except datasets, which no test needs.
@@ -18,6 +18,8 @@ EXTRAS = "eval,gguf,peft,serve,sweep,tensorboard"
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
 # Two processes; one that has run its tests takes over tests of the other.
 IN_PARALLEL = ("-n", "2", "--dist", "worksteal")
+# Tests of programs around the package; they have a session of their own, so that `tests` stays short.
+EXPERIMENTS = ("tests/experiments", "tests/benchmarks")
 
 
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
@@ -36,7 +38,15 @@ def group(*names: str) -> list[str]:
 def tests(session: nox.Session) -> None:
     """Run the test suite in two processes; `nox -s tests -- -n 8` takes eight, `-n 0` none."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
-    session.run("pytest", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
+    ignored = [f"--ignore={folder}" for folder in EXPERIMENTS]
+    session.run("pytest", *IN_PARALLEL, *ignored, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def tests_experiments(session: nox.Session) -> None:
+    """Run the tests of the experiments, of the mutation tool and of the benchmarks."""
+    install(session, "-e", f".[{EXTRAS}]", *group("test"))
+    session.run("pytest", *IN_PARALLEL, *(session.posargs or EXPERIMENTS), env=ENVIRONMENT)
 
 
 @nox.session

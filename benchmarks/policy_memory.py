@@ -29,10 +29,10 @@ from benchmarks.common import (
 )
 from jsonargparse import auto_cli
 
+from refusion_lit.contrib.rl import GroupPolicy, LeftToRight
+from refusion_lit.contrib.rl.likelihood import Answers
 from refusion_lit.decoding import SelfSpeculative
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.policy import GroupPolicy, LeftToRight
-from refusion_lit.policy.likelihood import Answers
 from refusion_lit.types import Prompt
 
 LENGTH, SLOT = 128, 8

@@ -68,7 +68,7 @@ def wait_until_ready(address: str) -> None:
 
 def main(model: str) -> None:
     """Make the three pages and take their pictures."""
-    from browser import start
+    from support.browser import start
 
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

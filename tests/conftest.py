@@ -16,11 +16,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-import browser
-from effort import THOROUGH
-from shape_checks import check_shapes, num_calls
+from support import browser
+from support.effort import THOROUGH
+from support.shape_checks import check_shapes, num_calls
 
 check_shapes()
+
+pytest_plugins = ["support.batches"]  # fixtures that make training batches
 
 # Started in a shell's background, Python ignores Ctrl-C, and so do the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

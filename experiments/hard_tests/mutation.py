@@ -1,7 +1,7 @@
 """Mutation testing of the decoders and objectives on a seeded sample of mutants.
 
 usage: python experiments/hard_tests/mutation.py [--num 300] [--seed 0] [--work runs/mutation]
-       python experiments/hard_tests/mutation.py --only 12,40 [--tests tests/decoding/test_executor.py]
+       python experiments/hard_tests/mutation.py --only 12,40 [--tests tests/engine/test_engine.py]
 
 1. The tree is copied to ``--work``; nothing is ever changed in place.
 2. The unmutated tests run once, with the lines that each test executes (coverage contexts) and its seconds.
@@ -46,7 +46,8 @@ from mutants import PACKAGES, sample, statement
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 TESTS = (
-    "tests/decoding", "tests/contract", "tests/objectives", "tests/training"
+    "tests/engine", "tests/refusion", "tests/families", "tests/contrib", "tests/learning", "tests/contract",
+    "tests/training",
 )  # fmt: skip
 FLAGS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain")
 MAX_BYTES = 6 * 2**30

@@ -24,9 +24,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 
-from decoder_cases import DECODERS  # noqa: E402
 from hardness.random_decodes import random_decodes  # noqa: E402
 from refusion_lit.reports.results import environment  # noqa: E402
+from support.decoder_cases import DECODERS  # noqa: E402
 
 
 def main() -> None:

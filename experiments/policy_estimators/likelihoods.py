@@ -13,14 +13,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood
+from refusion_lit.contrib.rl.likelihood import Answers, LaidOut, laid_out
 from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative, Trajectory
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import Head, required_mask_id
 from refusion_lit.learning.text_order import extend_responses, random_subset
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.policy import GroupPolicy, LeftToRight, Likelihood
-from refusion_lit.policy.likelihood import Answers, LaidOut, laid_out
 from refusion_lit.refusion.objective import next_in_slot
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from experiments.real_conversion.annotations import count_annotations
 
-from refusion_lit.policy import Reward
+from refusion_lit.contrib.rl import Reward
 from refusion_lit.tasks import Example, Gsm8k
 from refusion_lit.tasks.files import Row
 from refusion_lit.tasks.gsm8k import extract_answer

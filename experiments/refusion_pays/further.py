@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import refusion_lit
+from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.data.encoding import encode_text
-from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.modeling.loading import DType
 from refusion_lit.types import Prompt, SamplingParams

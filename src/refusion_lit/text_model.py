@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.contrib.apd import PairedModel
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import fill_templates
@@ -26,7 +27,6 @@ from refusion_lit.decoding import (
 )
 from refusion_lit.engine.checks import check_arguments
 from refusion_lit.engine.output import GenerationCallback
-from refusion_lit.families.llada.apd import PairedModel
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams

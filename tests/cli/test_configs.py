@@ -20,7 +20,7 @@ from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.objectives import Objective
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.types import ModelTraits
-from tiny import TINY_QWEN
+from support.tiny import TINY_QWEN
 
 CONFIGS = REPOSITORY / "configs"
 CPU = ["--trainer.accelerator=cpu", "--trainer.precision=32-true"]

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import refusion_lit
-from forks import printed_without_us
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, SelfSpeculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.saving import save_drafter
-from tiny import make_base, make_sampling
+from support.forks import printed_without_us
+from support.tiny import make_base, make_sampling
 
 ADDITIONS = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 QUERIES = ["12+34,56+78>", "1+2,3+4>", "90+9,11+22>"]

@@ -117,9 +117,9 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
                 "fit",
                 "--config",
                 str(REPOSITORY / "configs" / "policy.yaml"),
-                "--model.objective.rewards=[refusion_lit.policy.Reward]",
+                "--model.objective.rewards=[refusion_lit.contrib.rl.Reward]",
             ],
-            "model.objective.rewards.0: expected a class with rewards, got refusion_lit.policy.Reward; define what it",
+            "model.objective.rewards.0: expected a class with rewards, got refusion_lit.contrib.rl.Reward; define",
         ),
         (
             ["serve", f"--ckpt_path={MODEL}", "--max_new_tokens=600"],

@@ -13,12 +13,12 @@ import torch
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
-from forks import printed_without_us
 from refusion_lit.checkpoints.models import own_decoder
 from refusion_lit.cli import main
 from refusion_lit.decoding import LLaDA, ReFusion, SelfSpeculative
 from refusion_lit.evaluation.predictions import described
-from tiny import make_sampling
+from support.forks import printed_without_us
+from support.tiny import make_sampling
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]

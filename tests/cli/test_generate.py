@@ -13,13 +13,13 @@ import pytest
 
 import refusion_lit
 from cli.conftest import KEYS, REPOSITORY
-from forks import finished, forked
 from refusion_lit.cli import main
 from refusion_lit.cli.answers import read_prompts
 from refusion_lit.cli.generate import build_parser
 from refusion_lit.cli.score import write_predictions
 from refusion_lit.decoding import ReFusion
 from refusion_lit.evaluation.predictions import PredictionsFile
+from support.forks import finished, forked
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
-from tiny import TINY_QWEN, make_base
+from support.tiny import TINY_QWEN, make_base
 
 pytest.importorskip("peft")
 

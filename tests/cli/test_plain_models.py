@@ -12,12 +12,12 @@ import pytest
 
 import refusion_lit
 from cli.conftest import QUICKSTART, TINY
-from forks import printed_without_us
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.engine.checks import ModelMismatchError
 from refusion_lit.traces.document import read_trace
-from tiny import make_base, make_sampling
+from support.forks import printed_without_us
+from support.tiny import make_base, make_sampling
 
 LENGTH = "--max_new_tokens=6"
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]

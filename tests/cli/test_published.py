@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from published import MODELS, published_model
 from refusion_lit.cli import main
 from refusion_lit.types import SamplingParams
+from support.published import MODELS, published_model
 
 PROMPT = "12+34,56+78>"
 NAMES = ["llada-tiny", "dream-tiny", "fast-dllm-v2-tiny"]

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
-from forks import forking_command
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.sweep import read_sweep, resolver
 from refusion_lit.sweeps.points import plan
 from refusion_lit.sweeps.running import run
+from support.forks import forking_command
 
 TINY_OPTIONS = {name.removeprefix("--"): yaml.safe_load(value) for name, _, value in (o.partition("=") for o in TINY)}
 

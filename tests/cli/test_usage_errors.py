@@ -12,7 +12,7 @@ from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli.generate import build_parser
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.usage_errors import nearest, removal_of, removed
-from refusion_lit.policy import Reward
+from refusion_lit.contrib.rl import Reward
 from refusion_lit.tasks import Example
 
 

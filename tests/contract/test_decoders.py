@@ -19,19 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import refusion_lit.decoding
-from decoder_cases import (
-    DECODERS,
-    LastState,
-    check_output,
-    hash_models,
-    prompts,
-    setups,
-    temperatures,
-    traits_for,
-    weighs_rows,
-)
-from effort import examples
-from fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.decoding import (
     APD,
     CARD,
@@ -50,7 +37,20 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.types import Prompt, SamplingParams
-from scripted import letters
+from support.decoder_cases import (
+    DECODERS,
+    LastState,
+    check_output,
+    hash_models,
+    prompts,
+    setups,
+    temperatures,
+    traits_for,
+    weighs_rows,
+)
+from support.effort import examples
+from support.fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
+from support.scripted import letters
 
 each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
 

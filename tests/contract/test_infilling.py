@@ -11,18 +11,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from decoder_cases import (
-    DECODERS,
-    LastState,
-    hash_models,
-    prompts,
-    setups,
-    temperatures,
-    traits_for,
-    weighs_rows,
-)
-from effort import examples
-from fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from refusion_lit.data.schema_templates import Filling, Span
 from refusion_lit.decoding import (
     APD,
@@ -44,6 +32,18 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.types import Constraint, Prompt, SamplingParams
+from support.decoder_cases import (
+    DECODERS,
+    LastState,
+    hash_models,
+    prompts,
+    setups,
+    temperatures,
+    traits_for,
+    weighs_rows,
+)
+from support.effort import examples
+from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 
 KEEPS = {BlockDiffusion, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion, SlotSearch,
          TokenEditing, WeDLM}  # fmt: skip

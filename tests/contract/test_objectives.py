@@ -24,15 +24,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dense import attention_mask
-from effort import examples
 from refusion_lit import objectives, policy
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
 from refusion_lit.types import SpecialTokens
-from shadow_device import SHADOW, ShadowDevice
-from subclasses import concrete_subclasses
+from support.dense import attention_mask
+from support.effort import examples
+from support.shadow_device import SHADOW, ShadowDevice
+from support.subclasses import concrete_subclasses
 
 PAD, EOS, MASK = 0, 1, 2
 DRAFTS = (1000, 1001, 1002)

@@ -22,7 +22,7 @@ from refusion_lit.data import schema_templates
 from refusion_lit.decoding import CARD, Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
-from tiny import make_bytes_base
+from support.tiny import make_bytes_base
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 DECODERS = [

@@ -18,14 +18,14 @@ pytest.importorskip("jsonschema", reason="needs jsonschema: pip install --group 
 
 import jsonschema
 
-from effort import examples
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Constraint, Prompt, SamplingParams
-from tiny import make_base, make_bytes_base
+from support.effort import examples
+from support.tiny import make_base, make_bytes_base
 
 PERSON = {
     "type": "object",

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import refusion_lit
-from fakes import tiny_backbone
 from refusion_lit.cli import main
 from refusion_lit.data.batches import collate_responses
 from refusion_lit.data.examples import EncodedExample
@@ -24,7 +23,8 @@ from refusion_lit.decoding import Decoder, decode
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.tasks import SPLITS
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from subclasses import concrete_subclasses
+from support.fakes import tiny_backbone
+from support.subclasses import concrete_subclasses
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import refusion_lit
-from fakes import tiny_backbone
-from orders import order_mask
-from published import MODELS, published_model
 from refusion_lit.decoding import LLaDA
 from refusion_lit.evaluation.likelihood import is_greedy_text, monte_carlo_masked
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.objectives import SoftTail
+from support.fakes import tiny_backbone
+from support.orders import order_mask
+from support.published import MODELS, published_model
 
 CONTEXT = [1, 2, 10, 3, 4, 14]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from published import MODELS
+from support.published import MODELS
 
 pytest.importorskip("lm_eval", reason="needs lm-eval (pip install lm-eval)")
 pytestmark = [pytest.mark.filterwarnings("ignore")]

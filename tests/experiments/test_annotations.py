@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark_data import benchmark_file
+from support.benchmark_data import benchmark_file
 
 PROGRAM = Path(__file__).parents[2] / "experiments" / "real_conversion" / "annotations.py"
 count_annotations = runpy.run_path(str(PROGRAM))["count_annotations"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from experiments import common
 from refusion_lit.cli import main
-from tiny import TINY_QWEN
+from support.tiny import TINY_QWEN
 
 TOKENS = ("<pad>", "<unk>", "<eos>", *"0123456789")  # SmolLM2's EOS has id 2, too
 

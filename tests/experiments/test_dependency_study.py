@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakes import PlainModel, tiny_backbone
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import ModelTraits, SpecialTokens
+from support.fakes import PlainModel, tiny_backbone
 
 PROGRAM = Path(__file__).parents[2] / "experiments" / "dependency_study" / "dependency.py"
 MASK, VOCAB = 2, 6

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from refusion_lit.cli import main
+from support.tiny import make_base
 from tasks.samples import write_jsonl
-from tiny import make_base
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "real_conversion"
 CHARACTERS = "0123456789+=#<> \n"

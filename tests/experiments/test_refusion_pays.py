@@ -12,13 +12,13 @@ from experiments.refusion_pays import levers
 from experiments.refusion_pays.recorded import RecordedStates, trajectories_of
 from experiments.refusion_pays.soft import SoftWindows, teacher_columns
 
-from fakes import EOS, MASK, SPECIAL, OracleModel
 from refusion_lit.decoding import ReFusion, Trajectory, TrajectoryRecorder, TrajectoryWriter, decode
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import MaskWindows
 from refusion_lit.types import Prompt, SamplingParams
+from support.fakes import EOS, MASK, SPECIAL, OracleModel
 
 SIZE, PROMPT, LENGTH = 2, (3, 4, 6), 12
 

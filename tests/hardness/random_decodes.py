@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import decoder_cases
-from decoder_cases import LastState, check_output, prompts, setups, traits_for, weighs_rows
-from fakes import DRAFTS, NUM_EXTRA_ROWS, VOCAB, HashModel, hashed_uniform
 from refusion_lit.decoding import Decoder, DecodingOutput, decode
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from support import decoder_cases
+from support.decoder_cases import LastState, check_output, prompts, setups, traits_for, weighs_rows
+from support.fakes import DRAFTS, NUM_EXTRA_ROWS, VOCAB, HashModel, hashed_uniform
 
 ATTACKS = ("none", "nan", "inf", "-inf", "ties", "ends", "no ends", "forbidden", "huge", "one nan", "tiny", "few")
 SPECIALS = [

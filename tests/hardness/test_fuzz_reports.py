@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_replaced_values
-from parsed_page import ParsedPage
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.plots import tradeoff_plot
 from refusion_lit.reports.runs import read_runs
 from refusion_lit.reports.write import html_report, markdown_table
 from reports.samples import prediction, write_run
+from support.parsed_page import ParsedPage
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
 

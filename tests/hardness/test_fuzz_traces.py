@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
-from parsed_page import ParsedPage
 from refusion_lit.traces.display import animate, page, print_statistics
 from refusion_lit.traces.document import Trace, read_trace, write_trace
+from support.parsed_page import ParsedPage
 from traces.samples import random_trace
 
 FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))

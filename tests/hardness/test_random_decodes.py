@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from decoder_cases import DECODERS
-from effort import examples
 from hardness.random_decodes import random_decodes
 from refusion_lit.decoding import Decoder
+from support.decoder_cases import DECODERS
+from support.effort import examples
 
 
 @pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fakes import SPECIAL, VOCAB, tiny_backbone
 from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.library import library_mask
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.fakes import SPECIAL, VOCAB, tiny_backbone
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,

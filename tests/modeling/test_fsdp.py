@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import gather, shard
 from refusion_lit.types import ModelTraits, SpecialTokens
-from tiny import TINY_QWEN
+from support.tiny import TINY_QWEN
 
 SPECIAL = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=32)
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import refusion_lit
-from orders import order_mask, pattern_order
-from published import MODELS, published_model, reference
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import BlockDiffusion, Decoder, LLaDA, ReFusion, WeDLM
 from refusion_lit.modeling.formats import FORMATS
@@ -24,6 +22,8 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits
+from support.orders import order_mask, pattern_order
+from support.published import MODELS, published_model, reference
 
 QWEN: dict[str, Any] = {
     "attention_bias": False,

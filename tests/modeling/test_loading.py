@@ -25,7 +25,7 @@ from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.modeling.vocabulary import ensure_mask_token, special_tokens_of
 from refusion_lit.types import ModelTraits
-from tiny import TINY_QWEN, make_base
+from support.tiny import TINY_QWEN, make_base
 
 MID = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
 ARCHITECTURE = {**TINY_QWEN, "num_hidden_layers": 2, "tie_word_embeddings": False}

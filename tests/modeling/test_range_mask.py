@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dense import attention_mask
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.attention import RangeMask, block_mask
@@ -20,7 +19,8 @@ from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, DualStream, Hybrid, Masked, Objective
 from refusion_lit.types import ModelTraits, SpecialTokens
-from tiny import TINY_QWEN
+from support.dense import attention_mask
+from support.tiny import TINY_QWEN
 
 VOCAB = 60
 SPECIAL = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=VOCAB)

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragged import ragged
 from refusion_lit.modeling.fused.attention import additive_mask, sees_causally, sees_everything
 from refusion_lit.modeling.fused.segments import interval_of
 from refusion_lit.modeling.visibility import Span, Visibility, as_mask
-from shadow_device import SHADOW, ShadowDevice
+from support.ragged import ragged
+from support.shadow_device import SHADOW, ShadowDevice
 
 SIZES = st.lists(
     st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14))),

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from fakes import tiny_backbone
 from refusion_lit.modeling.backbone import body_of
 from refusion_lit.modeling.drafter import load_drafter
 from refusion_lit.modeling.saving import save_drafter
 from refusion_lit.modeling.weights import weights_digest
+from support.fakes import tiny_backbone
 
 
 def test_other_weights_and_other_shapes_have_other_digests() -> None:

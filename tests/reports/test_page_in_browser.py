@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from browser import Show, colours, contrast, js, resize, show_page, without_browser
 from refusion_lit.reports.write import write_report
 from reports.samples import predictions, write_run, write_sweep
+from support.browser import Show, colours, contrast, js, resize, show_page, without_browser
 
 pytest.importorskip("selenium", reason="needs selenium: pip install --group test")
 pytestmark = without_browser

@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 import pytest
 from scipy.stats import binomtest
 
-from parsed_page import ParsedPage
 from refusion_lit.cli.score import write_predictions
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.model_card import model_card
@@ -22,6 +21,7 @@ from refusion_lit.reports.runs import read_runs, read_scores
 from refusion_lit.reports.write import markdown_table, report_results, write_report
 from refusion_lit.types import ModelTraits
 from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
+from support.parsed_page import ParsedPage
 
 TRAITS = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,8 +6,8 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cli.conftest import QUICKSTART, TINY
-from forks import finished, forked
 from refusion_lit.cli import main
+from support.forks import finished, forked
 
 
 def torchrun(*args: str) -> None:

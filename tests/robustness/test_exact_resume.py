@@ -19,10 +19,10 @@ import pytest
 import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from forks import finished, start
 from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli import main
 from refusion_lit.training.module import SlotDiffusionModule
+from support.forks import finished, start
 
 NUM_STEPS = 40
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from cli.conftest import REPOSITORY
-from forks import finished, start
 from refusion_lit.cli import main
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.text_model import TextModel
 from robustness.test_two_processes import MODEL, OPTIONS
+from support.forks import finished, start
 
 NUM_PROMPTS = 9
 TIMES = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from cli.conftest import QUICKSTART
-from forks import finished, start
 from refusion_lit import load
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli import main
 from refusion_lit.modeling.fsdp import check_index
 from robustness.conftest import torchrun
+from support.forks import finished, start
 
 SMALL = [
     "--config", QUICKSTART, "--trainer.max_steps=3", "--trainer.val_check_interval=3", "--data.batch_size=4",

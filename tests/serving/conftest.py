@@ -13,7 +13,7 @@ from refusion_lit.text_model import TextModel
 
 @pytest.fixture(scope="session")
 def model() -> TextModel:
-    from servers import MODEL
+    from support.servers import MODEL
 
     return load(MODEL, device="cpu")
 
@@ -21,7 +21,7 @@ def model() -> TextModel:
 @pytest.fixture(scope="module")
 def server(model: TextModel) -> Iterator[Any]:
     """One server for all tests that leave it as it was."""
-    from servers import serving
+    from support.servers import serving
 
     with serving(model) as running:
         yield running

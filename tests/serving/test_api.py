@@ -31,8 +31,8 @@ from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
 from refusion_lit.traces.document import piece_of
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from servers import MODEL, NAME, address, raw, serving, slow, wait_for
-from tiny import make_bytes_base
+from support.servers import MODEL, NAME, address, raw, serving, slow, wait_for
+from support.tiny import make_bytes_base
 
 TEXTS = ["1+1", "12+30=", "7+8=15;", "99+1", "3,4"]
 

@@ -17,13 +17,13 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
 pytest.importorskip("openai", reason="needs openai: pip install --group test")
 pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
 
-import servers
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.serving.protocol import _NEUTRAL, _SWITCHES
 from refusion_lit.text_model import TextModel
-from servers import address, serving
-from tiny import make_bytes_base
+from support import servers
+from support.servers import address, serving
+from support.tiny import make_bytes_base
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)

@@ -32,7 +32,6 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 import openai
 
 from cli.conftest import QUICKSTART, TINY
-from forks import finished, start
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
@@ -42,8 +41,9 @@ from refusion_lit.serving.service import Service
 from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from servers import MODEL, NAME, address, raw, serving, slow, wait_for
-from tiny import make_bytes_base
+from support.forks import finished, start
+from support.servers import MODEL, NAME, address, raw, serving, slow, wait_for
+from support.tiny import make_bytes_base
 
 ENVIRONMENT = os.environ | {"REFUSION_LIT_API_KEY": ""}
 BAD = ">9>9>"

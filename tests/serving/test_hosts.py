@@ -28,7 +28,7 @@ from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits
-from servers import MODEL
+from support.servers import MODEL
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "litserve_server.py"
 COMMAND = shutil.which("transformers", path=str(Path(sys.executable).parent))

@@ -12,10 +12,10 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
 pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
 pytest.importorskip("selenium", reason="needs selenium: pip install --group test")
 
-import browser
 from refusion_lit.decoding import ReFusion
 from refusion_lit.text_model import TextModel
-from servers import address, serving, slow, wait_for
+from support import browser
+from support.servers import address, serving, slow, wait_for
 
 SCHEMES = ("light", "dark")
 LAST = "[...document.querySelectorAll('article')].pop().getBoundingClientRect().bottom"

@@ -17,7 +17,7 @@ if importlib.util.find_spec("ray") is None:
 pytest.importorskip("openai", reason="needs openai: pip install --group test")
 
 from refusion_lit import load
-from servers import MODEL
+from support.servers import MODEL
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PROGRAM = Path(__file__).parents[1] / "ray_program.py"

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from benchmark_data import benchmark_file
 from refusion_lit.sandbox import Sandbox
 from refusion_lit.tasks import SPLITS, CodeTask, HumanEval, Mbpp
 from refusion_lit.tasks.code import extract_code
+from support.benchmark_data import benchmark_file
 from tasks.conftest import Hub
 from tasks.samples import HUMANEVAL, MBPP, write_jsonl
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmark_data import benchmark_file
 from refusion_lit.tasks import Example, Gsm8k
 from refusion_lit.tasks.gsm8k import extract_answer
+from support.benchmark_data import benchmark_file
 from tasks.conftest import Hub
 from tasks.samples import write_jsonl
 

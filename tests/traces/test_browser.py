@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from browser import Chrome, Show, colours, contrast, js, press, resize, without_browser
 from refusion_lit.traces.display import page
 from refusion_lit.traces.document import Trace, explain
 from refusion_lit.traces.timeline import timeline
+from support.browser import Chrome, Show, colours, contrast, js, press, resize, without_browser
 from traces.samples import entry, make_trace, plan_and_verify, random_trace
 from traces.test_html import HOSTILE, hostile_page
 

@@ -7,10 +7,10 @@ import hashlib
 import json
 import re
 
-from parsed_page import ParsedPage
 from refusion_lit.traces.display import page
 from refusion_lit.traces.document import explain
 from refusion_lit.traces.timeline import timeline
+from support.parsed_page import ParsedPage
 from traces.samples import entry, make_trace, plan_and_verify
 
 HOSTILE = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from decoder_cases import DECODERS, traits_for
-from fakes import HashModel
 from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, ReFusion, decode
 from refusion_lit.traces.document import explain
 from refusion_lit.types import Prompt, SamplingParams
+from support.decoder_cases import DECODERS, traits_for
+from support.fakes import HashModel
 
 OPTIONS = {
     FastDLLM: [{"cache": cache} for cache in ("none", "prefix", "dual")],

@@ -22,7 +22,7 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective, SoftTail
 from refusion_lit.tasks import Additions
-from tiny import TINY_QWEN
+from support.tiny import TINY_QWEN
 
 LEARNING_RATE = 0.5
 SAMPLES = [

@@ -15,7 +15,7 @@ from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.objectives import Zarya
 from refusion_lit.tasks import Additions
-from tiny import TINY_QWEN
+from support.tiny import TINY_QWEN
 
 NUM_STEPS = 8
 

@@ -23,7 +23,7 @@ from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.files import acquire_lock, release_lock
-from tiny import TINY_QWEN
+from support.tiny import TINY_QWEN
 
 
 def _parts(**options: object) -> tuple[SlotDiffusionModule, InstructionDataModule]:

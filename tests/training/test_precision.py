@@ -20,7 +20,7 @@ from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import warn_of_lost_updates
 from refusion_lit.types import SamplingParams
-from tiny import TINY_QWEN
+from support.tiny import TINY_QWEN
 
 MODEL = str(Path(__file__).parents[1] / "goldens" / "models" / "additions-clean")
 SAMPLING = SamplingParams(max_new_tokens=48)

@@ -14,9 +14,9 @@ import lightning as L
 from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.checkpoints.models import load, pair
+from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
-from refusion_lit.engine.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.evaluation.predictions import (
     PredictionsFile,
     described,

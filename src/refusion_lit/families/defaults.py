@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from refusion_lit.contrib.card import CARD
+from refusion_lit.contrib.d2f import D2F
+from refusion_lit.contrib.set_diffusion import SetDiffusion
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.autoregressive.decoder import Autoregressive
-from refusion_lit.families.block_diffusion.d2f import D2F
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
-from refusion_lit.families.card import CARD
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
-from refusion_lit.families.set_diffusion import SetDiffusion
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.refusion.decoder import ReFusion

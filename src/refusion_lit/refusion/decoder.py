@@ -13,12 +13,12 @@ from math import prod
 from operator import itemgetter
 from typing import Literal
 
+from refusion_lit.contrib.slot_search import baseline_choice, check_baseline
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best
 from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, MoreDrafts, Steps
 from refusion_lit.refusion import bonus
 from refusion_lit.refusion.infill import infill_by_masks
-from refusion_lit.refusion.search import baseline_choice, check_baseline
 from refusion_lit.refusion.slots import OpenSlot, SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 

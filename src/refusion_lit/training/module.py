@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.files import check_weights
 from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, restore_metadata
+from refusion_lit.contrib.rl.rollouts import Rollouts
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import check_vocabulary
@@ -38,7 +39,6 @@ from refusion_lit.training.optimizer import (
     warn_of_slow_precision,
 )
 from refusion_lit.training.progress import TrainingProgress
-from refusion_lit.training.rollouts import Rollouts
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragged import DIM, HEADS, by_hand, prepared, ragged, states
 from refusion_lit.modeling.fused import segments
 from refusion_lit.modeling.fused.attention import Call, RowAttention, Rows, attend_rows, padded_call
 from refusion_lit.modeling.fused.segments import attention_for, segmented
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Span, Visibility, as_mask
+from support.ragged import DIM, HEADS, by_hand, prepared, ragged, states
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
 LIKE = torch.empty(0, dtype=torch.float64)

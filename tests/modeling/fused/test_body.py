@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fakes import SPECIAL, VOCAB
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fused import body as body_module
 from refusion_lit.modeling.fused.body import FusedBody, is_known
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import ModelTraits
+from support.fakes import SPECIAL, VOCAB
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 8,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from fakes import SPECIAL
-from ragged import ragged
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import ModelTraits
+from support.fakes import SPECIAL
+from support.ragged import ragged
 
 DEVICE = "cuda"
 SIZES = [[(9, 30), (2, 17), (16, 16)], [(3, 40), (12, 150)], [(1, 9), (7, 20), (5, 33)]]

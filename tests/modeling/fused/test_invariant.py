@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import refusion_lit
-from fakes import SPECIAL, VOCAB
 from refusion_lit.decoding import Autoregressive, Decoder, LLaDA, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.loading import BackboneConfig
 from refusion_lit.types import ModelTraits
+from support.fakes import SPECIAL, VOCAB
 
 ADDITIONS = Path(__file__).parents[2] / "goldens" / "models"
 SIZES: dict[str, Any] = {

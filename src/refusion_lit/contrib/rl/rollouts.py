@@ -1,0 +1,334 @@
+"""The roll-out stage of training on rewards: prompts become answers with advantages, in the training process."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from refusion_lit.contrib.rl.likelihood import Answers, LaidOut
+from refusion_lit.contrib.rl.objective import GroupPolicy, Reward, group_advantages
+from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder
+from refusion_lit.data.batches import collate_responses
+from refusion_lit.data.examples import EncodedExample, examples_of
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.decoding import Generation, check_prompts
+from refusion_lit.evaluation.loop import Evaluation
+from refusion_lit.evaluation.predictions import described
+from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.noise import stable_key
+from refusion_lit.tasks.base import Example, Task
+from refusion_lit.tasks.code import CodeTask
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import Prompt
+from refusion_lit.utils.require import require
+
+_STATE = "refusion_lit_rollouts"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer that was rolled out."""
+
+    row: Generation
+    trajectory: Trajectory
+    reward: float
+    advantage: float
+
+
+class Rollouts(L.Callback):
+    """Decodes groups of answers, rewards them, and keeps what the updates on them need, in checkpoints, too.
+
+    Roll-outs are a function of weights, seed, step and prompt alone: a resumed run decodes the same.
+
+    Args:
+        objective: The objective.
+        evaluation: Names the decoder (its first one), sampling and decoding options.
+        seed: Seeds their noise.
+
+    Attributes:
+        pending: The micro-batches of each update that is left of the last roll-out.
+        figures: What the last roll-out showed, by name.
+    """
+
+    def __init__(self, objective: GroupPolicy, evaluation: Evaluation, seed: int) -> None:
+        self.objective = objective
+        self.pending: list[list[LaidOut]] = []
+        self.figures: dict[str, float] = {}
+        self._evaluation = evaluation
+        self._seed = seed
+        self._finished = 0.0
+        self._restored: Mapping[str, Any] | None = None
+        self._examples: dict[str, Example] = {}
+
+    def start(self, data: InstructionDataModule, model: TextModel, rank: int) -> None:
+        """Check, before any work, that answers can be decoded, have a likelihood and a reward.
+
+        Raises:
+            ValueError: Naming the option.
+        """
+        options = self.objective
+        self.pending, self._examples = [], {}  # of an earlier fit
+        self._model = model
+        self._data = data
+        self._decoder = next(iter(self._evaluation.decoders(model).values()))
+        sampling = self._evaluation.sampling
+        self._sampling = replace(sampling, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+        options.check(self._decoder, self._sampling)
+        self._decoder.check(self._sampling)
+        expected = "a strategy that keeps whole weights, as roll-outs need them"
+        require(not isinstance(model.backbone, FSDPModule), "trainer.strategy", expected, "FSDP2", "use ddp")
+        has_reference = options.kl_weight == 0 or model.backbone.adapters is not None
+        fix = "set model.backbone.lora.rank: the base under the adapters is the reference"
+        require(has_reference, "objective.kl_weight", "0 without adapters", options.kl_weight, fix)
+        dropout = max((layer.p for layer in model.backbone.modules() if isinstance(layer, torch.nn.Dropout)), default=0)
+        expected = "no dropout, which changes the likelihood of an answer from forward to forward"
+        require(dropout == 0, "model.backbone.lora.dropout", expected, dropout, "set it to 0")
+        self._rewards: Sequence[Reward | Task] = options.rewards or (data.task,)
+        self._described = repr([(type(each).__module__, described(each)) for each in self._rewards])
+        for reward in self._rewards:
+            if isinstance(reward, CodeTask):
+                _ = reward.sandbox.applied  # refuses to run code, or weak isolation
+        prompt = data.training_prompt()
+        if model.backbone.traits.predictions is not None:
+            model.check_decoder(self._decoder)
+        check_prompts(model.model_for(self._decoder), self._decoder, [prompt], self._sampling, None)
+        self._check_memory(len(prompt.token_ids))
+        if self._restored is not None:
+            self._restore(self._restored, rank)
+
+    def _check_memory(self, prompt_length: int) -> None:
+        """Refuse a KV cache of all prompts in flight, or inputs of all layers, beyond the host's or device's memory."""
+        backbone = self._model.backbone
+        config = backbone.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_token = config.num_hidden_layers * backbone.head.weight.itemsize
+        per_width = (prompt_length + self._sampling.max_new_tokens) * per_token
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if backbone.device.type == "cuda":
+            memory = torch.cuda.mem_get_info(backbone.device)[1]
+        parts = (
+            ("model.decoding.batch_size", self._evaluation.options.batch_size, 2 * heads * size),
+            ("data.batch_size", self._data.batch_size, self.objective.group_size * config.hidden_size),
+        )
+        for option, number, width in parts:
+            needed = number * width * per_width
+            expected = f"answers that fit into {memory / 2**30:.1f} GB"
+            got = f"{number}, which takes at least {needed / 2**30:.1f} GB"
+            require(needed < memory, option, expected, got, "lower it, or objective.max_new_tokens")
+
+    def next_update(
+        self, step: Sequence[ResponseBatch], number: int, corrupt: Callable[[ResponseBatch], CorruptedBatch]
+    ) -> list[LaidOut]:
+        """Return the answers of an update: those that the last roll-out left, or new ones to a step's prompts.
+
+        Args:
+            step: The step's micro-batches; their responses are not used.
+            number: Number of the optimizer step.
+            corrupt: Lays a batch of answers out for training.
+        """
+        device = self._model.backbone.device
+        if not self.pending or len(self.pending[0]) != len(step):  # the last step of an epoch may be shorter
+            self.pending.clear()
+            with torch.autocast(device.type, enabled=False):  # the fused backbone decodes without it
+                answers = self._answers(step, number)
+            for update in range(self.objective.num_updates):
+                fresh = stable_key("update", update, number)  # bounds draw new masks for every update
+                keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
+                self.pending.append([self._with_fixed_terms(corrupt(each)) for each in keyed])
+        return [each.to(device) for each in self.pending.pop(0)]
+
+    def _with_fixed_terms(self, corrupted: CorruptedBatch) -> LaidOut:
+        """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
+        assert isinstance(corrupted, LaidOut)
+        model = self._model.backbone
+        passes: dict[str, AbstractContextManager[None]] = {}
+        if self.objective.num_updates > 1:
+            passes["old"] = nullcontext()
+        if self.objective.kl_weight > 0:
+            passes["reference"] = model.model.disable_adapter()
+        for name, context in passes.items():
+            with torch.no_grad(), context:
+                hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+                values = self.objective.log_probabilities(hidden, model.head, corrupted)[0]
+            corrupted = replace(corrupted, **{name: values})
+        return corrupted
+
+    def _answers(self, step: Sequence[ResponseBatch], number: int) -> list[Answers]:
+        """Decode and reward a group of answers for each prompt; return those of each micro-batch."""
+        started = time.perf_counter()
+        update_seconds = started - self._finished if self._finished else 0.0
+        parts = [_prompts(batch) for batch in step]
+        found = self._decoded([prompt for part in parts for prompt in part], number)
+        self.figures = self._figures(list(found.values()))
+        self._finished = time.perf_counter()
+        self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
+        return [self._batch([found[prompt.id] for prompt in part]) for part in parts]
+
+    def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
+        """Return a group of rewarded answers for each prompt, by its id; groups without advantages are tried again."""
+        found: dict[str, list[_Answer]] = {}
+        waiting = list(prompts)
+        size = self.objective.group_size
+        for attempt in range(1 + self.objective.max_resamples):
+            copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in waiting for i in range(size)]
+            recorder = TrajectoryRecorder(self._decoder)
+            sampling = replace(self._sampling, seed=stable_key("rollout", self._seed, number, attempt))
+            rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
+            rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
+            trajectories = [recorder.trajectories[index] for index in range(len(rows))]
+            by_group = torch.tensor(rewards, dtype=torch.float64).view(-1, size)
+            advantages = group_advantages(by_group, scale=self.objective.scale_rewards)
+            columns = (rows, trajectories, rewards, advantages.flatten().tolist())
+            answers = [_Answer(*parts) for parts in zip(*columns, strict=True)]
+            found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
+            waiting = [prompt for prompt, useful in zip(waiting, advantages.any(1), strict=True) if not useful]
+            if not waiting:
+                break
+        return found
+
+    def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
+        """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit; NaN drops one."""
+        examples = [self._example(prompt.id) for prompt in prompts]
+        texts = [row.text for row in rows]
+        totals = [0.0] * len(rows)
+        for reward in self._rewards:
+            values = _checked_rewards(reward, examples, texts, self.objective.reward_seconds)
+            distinct = {value for value in values if not math.isnan(value)}
+            if not distinct or (len(distinct) == 1 and not self.figures):  # later, all may have learnt it
+                what = f"equal to {distinct.pop():g}" if distinct else "NaN"
+                name = type(reward).__name__
+                warnings.warn(f"{name}.rewards: all of a roll-out are {what}; such answers teach nothing", stacklevel=2)
+            weight = reward.weight if isinstance(reward, Reward) else 1.0
+            totals = [total + weight * value for total, value in zip(totals, values, strict=True)]
+        is_overlong = [row.finish_reason == "length" for row in rows]
+        return [0.0 if cut and not math.isnan(total) else total for cut, total in zip(is_overlong, totals, strict=True)]
+
+    def _example(self, name: str) -> Example:
+        """Return the example of the training split with an id; the ids of most tasks end with the index."""
+        examples = examples_of(self._data.task, "train")
+        index = name.rpartition("-")[2]
+        if index.isdigit() and int(index) < len(examples) and (found := examples[int(index)]).id == name:
+            return found
+        self._examples = self._examples or {example.id: example for example in examples}
+        return self._examples[name]
+
+    def _batch(self, groups: Sequence[Sequence[_Answer]]) -> Answers:
+        answers = [answer for group in groups for answer in group]
+        samples = [EncodedExample(a.row.id, a.trajectory.prompt_ids.tolist(), a.row.token_ids) for a in answers]
+        batch = collate_responses(samples, self._model.backbone.special_tokens.pad_token_id)
+        engine = torch.full(batch.input_ids.shape, math.nan, dtype=torch.float64)
+        for row, answer in enumerate(answers):
+            for position, value in engine_log_probabilities(answer.row, answer.trajectory).items():
+                engine[row, position] = value
+        advantages = torch.tensor([answer.advantage for answer in answers], dtype=torch.float64)
+        trajectories = [answer.trajectory for answer in answers]
+        return Answers(**vars(batch), advantages=advantages, engine=engine, trajectories=trajectories)
+
+    def _figures(self, groups: Sequence[Sequence[_Answer]]) -> dict[str, float]:
+        """Return what a roll-out showed."""
+        answers = [answer for group in groups for answer in group]
+        rows = [answer.row for answer in answers]
+        valid = [answer.reward for answer in answers if not math.isnan(answer.reward)]
+        num_distinct = sum(len({tuple(answer.row.token_ids) for answer in group}) for group in groups)
+        num_tokens = sum(row.num_tokens for row in rows)
+        return {
+            "reward": fmean(valid) if valid else math.nan,
+            "dropped_rewards": float(len(answers) - len(valid)),
+            "length": num_tokens / len(rows),
+            "distinct_answers": num_distinct / len(rows),
+            "equal_groups": sum(not any(answer.advantage for answer in group) for group in groups) / len(groups),
+            "overlong": sum(row.finish_reason == "length" for row in rows) / len(rows),
+            "tokens_per_forward": num_tokens / sum(row.num_forwards for row in rows),
+        }
+
+    def on_save_checkpoint(self, trainer: L.Trainer, _: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what resuming between two updates on the same answers needs, of all processes."""
+        own = [[vars(batch) for batch in update] for update in self.pending]
+        states: list[Any] = [own] * trainer.world_size
+        if trainer.world_size > 1:
+            torch.distributed.all_gather_object(states, own)
+        checkpoint[_STATE] = {"pending": states, "rewards": self._described}
+
+    def on_load_checkpoint(self, _: L.Trainer, __: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the state over, which :meth:`start` restores."""
+        self._restored = checkpoint.get(_STATE)
+
+    def _restore(self, state: Mapping[str, Any], rank: int) -> None:
+        fix = "give the rewards of the run that is resumed, or start a new one from its weights"
+        holds = state["rewards"] == self._described
+        require(holds, "objective.rewards", state["rewards"], self._described, fix)
+        pending = state["pending"]
+        fits = rank < len(pending) or not pending[0]
+        fix = "resume with as many processes as before, or set num_updates to 1"
+        require(fits, "trainer.devices", f"{len(pending)} processes", f"process {rank + 1}", fix)
+        self.pending = [[LaidOut(**values) for values in update] for update in pending[rank % len(pending)]]
+        self._restored = None
+
+
+def engine_log_probabilities(row: Generation, trajectory: Trajectory) -> dict[int, float]:
+    """Return the log-probability that the engine gave each token of a traced answer when it was drawn, by position.
+
+    In a forward, the exact draw of a place comes before its drafts, but at a slot's start, where it is the first draw
+    of the last group of masks that holds the place.
+    """
+    found = {}
+    start = len(trajectory.prompt_ids)
+    for entry in row.trace:
+        for position in entry.accepted:
+            draws = [i for i, other in enumerate(entry.positions) if other == position]
+            is_first = trajectory.slot_size is not None and (position - start) % trajectory.slot_size == 0
+            if draws and entry.probabilities:
+                found[position] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
+    return found
+
+
+def _prompts(batch: ResponseBatch) -> list[Prompt]:
+    rows = zip(batch.ids, batch.input_ids.tolist(), batch.prompt_lengths.tolist(), strict=True)
+    return [Prompt(token_ids=tuple(ids[:length]), id=name) for name, ids, length in rows]
+
+
+def _checked_rewards(
+    reward: Reward | Task, examples: Sequence[Example], responses: Sequence[str], seconds: float
+) -> list[float]:
+    """Return the rewards of responses, or say in one line what is wrong with them."""
+    name = f"{type(reward).__name__}.rewards"
+    found: dict[str, Any] = {}
+
+    def call() -> None:
+        try:
+            values = reward.rewards(examples, responses)
+            if isinstance(values, Mapping):
+                raise ValueError("a mapping, not a list")
+            values = list(values)
+            for value in values:
+                if isinstance(value, str | bytes):  # float() would read numerals
+                    raise ValueError(f"{value!r} is text")
+                if math.isinf(value):
+                    raise ValueError(f"{value} is not finite; NaN drops an answer")
+            found["values"] = [float(value) for value in values]
+        except BaseException as error:  # whatever ends the thread
+            found["error"] = error
+
+    # A daemon, as a thread that hangs cannot be ended and must not keep the process.
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    fix = "the weights are those of the last checkpoint; mend it, then resume with --resume RUN"
+    require(not thread.is_alive(), name, f"an answer within {seconds:g} s (objective.reward_seconds)", "none", fix)
+    require("error" not in found, name, "rewards", found.get("error"), fix)
+    values = found["values"]
+    require(len(values) == len(responses), name, f"{len(responses)} numbers, one per response", len(values), fix)
+    return values

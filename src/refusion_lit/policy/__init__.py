@@ -1,6 +1,0 @@
-"""Training on rewards: the objective, exact likelihoods of answers, and the interface of rewards."""
-
-from refusion_lit.policy.likelihood import LeftToRight, Likelihood, NextToken
-from refusion_lit.policy.objective import GroupPolicy, Reward
-
-__all__ = ["GroupPolicy", "LeftToRight", "Likelihood", "NextToken", "Reward"]

@@ -1,0 +1,392 @@
+"""Likelihoods: proper distributions, equal to what the decoders draw from, bounds that are unbiased."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from math import comb, prod
+from typing import Any
+
+import pytest
+import torch
+from experiments.policy_estimators.likelihoods import BlockBound, MaskedBound, MeanField, Rounds, SlotBound
+from torch import Tensor
+
+from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood, NextToken
+from refusion_lit.contrib.rl.likelihood import Answers, LaidOut
+from refusion_lit.contrib.rl.rollouts import engine_log_probabilities
+from refusion_lit.contrib.rl.trajectory import Trajectory
+from refusion_lit.decoding import (
+    Autoregressive,
+    BlockDiffusion,
+    Decoder,
+    LLaDA,
+    ReFusion,
+    SelfSpeculative,
+    TrajectoryRecorder,
+    decode,
+)
+from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import Prompt, SamplingParams
+from support.fakes import EOS, MASK, PAD, tiny_backbone
+
+PROMPT = (3, 4, 5)
+
+
+def batch_of(responses: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]] | None = None) -> Answers:
+    prompts = prompts or [PROMPT] * len(responses)
+    rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
+    width = max(map(len, rows))
+    return Answers(
+        input_ids=torch.tensor([row + [PAD] * (width - len(row)) for row in rows]),
+        prompt_lengths=torch.tensor([len(p) for p in prompts]),
+        response_lengths=torch.tensor([len(r) for r in responses]),
+        sample_keys=torch.arange(len(rows)) * 1_000_003 + 7,
+    )
+
+
+def laid(model: Backbone, objective: GroupPolicy, batch: ResponseBatch, epoch: int = 0) -> LaidOut:
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=epoch)
+    return objective.corrupt(batch, noise, model.special_tokens)
+
+
+def token_values(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> Tensor:
+    hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+    return objective.log_probabilities(hidden, model.head, corrupted)[0]
+
+
+def answers(
+    model: Backbone, likelihood: Likelihood, batch: ResponseBatch, temperature: float = 1.0, epoch: int = 0
+) -> Tensor:
+    """Return the log-likelihood (or an estimate of it) of each answer."""
+    objective = GroupPolicy(likelihood=likelihood, temperature=temperature, unit="sequence")
+    with torch.no_grad():
+        corrupted = laid(model, objective, batch, epoch)
+        values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
+    return values.view(corrupted.num_views, -1).sum(0)
+
+
+def allowed(model: Backbone) -> list[int]:
+    return [token for token in range(model.special_tokens.vocab_size) if token not in (PAD, MASK)]
+
+
+def small(model: Backbone, num_letters: int) -> Backbone:
+    """Return the model with a vocabulary of EOS and the first letters, so that all answers can be listed."""
+    model.special_tokens = replace(model.special_tokens, vocab_size=3 + num_letters)
+    return model
+
+
+def every_answer(model: Backbone, limit: int) -> list[tuple[int, ...]]:
+    letters = [token for token in allowed(model) if token != EOS]
+    ended = [(*word, EOS) for n in range(limit) for word in product(letters, repeat=n)]
+    return ended + list(product(letters, repeat=limit))
+
+
+EXACT = [
+    (NextToken(), ("next_token",)),
+    *((LeftToRight(slot_size=k), ("mask", "next_token_in_slot")) for k in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("likelihood", "predictions"), EXACT, ids=repr)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_exact_likelihoods_are_proper_distributions(
+    likelihood: Likelihood, predictions: tuple[str, ...], temperature: float
+) -> None:
+    model = small(tiny_backbone(likelihood.traits), 3)
+    texts = every_answer(model, 3)
+    total = answers(model, likelihood, batch_of(texts), temperature).exp().sum()
+    assert float(total) == pytest.approx(1.0, abs=1e-12)
+
+
+def sampled(
+    model: Backbone, decoder: Decoder, temperature: float = 1.0, limit: int = 10
+) -> tuple[list[tuple[int, ...]], list[dict[int, float]], list[Trajectory]]:
+    prompts = [Prompt(token_ids=tuple(3 + (i * j) % 9 for j in range(1 + i % 4)), id=f"p{i}") for i in range(6)]
+    recorder = TrajectoryRecorder(decoder)
+    sampling = SamplingParams(max_new_tokens=limit, temperature=temperature, seed=5)
+    output = decode(model, decoder, prompts, sampling, batch_size=3, callbacks=[recorder], trace=True)
+    trajectories = [recorder.trajectories[i] for i in range(len(prompts))]
+    engine = []
+    for row, trajectory in zip(output.rows, trajectories, strict=True):
+        start = len(trajectory.prompt_ids)
+        engine.append({p - start: value for p, value in engine_log_probabilities(row, trajectory).items()})
+    return [tuple(row.token_ids) for row in output.rows], engine, trajectories
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "decoder"),
+    [
+        (NextToken(), Autoregressive()),
+        (LeftToRight(slot_size=4), SelfSpeculative(slot_size=4)),
+        (LeftToRight(slot_size=4), SelfSpeculative(slot_size=4, num_drafts=0)),
+        (LeftToRight(slot_size=3), SelfSpeculative(slot_size=3, layout="single_forward")),
+        (LeftToRight(slot_size=1), SelfSpeculative(slot_size=1, layout="two_forwards")),
+    ],
+    ids=repr,
+)
+def test_replayed_probabilities_are_those_of_the_decode(likelihood: Likelihood, decoder: Decoder) -> None:
+    model = tiny_backbone(likelihood.traits)
+    texts, engine, trajectories = sampled(model, decoder)
+    batch = batch_of(texts, [each.prompt_ids.tolist() for each in trajectories])
+    objective = GroupPolicy(likelihood=likelihood)
+    corrupted = laid(model, objective, batch)
+    with torch.no_grad():
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+    plain = objective.log_probabilities(hidden, model.head, corrupted)[1]
+    assert corrupted.places is not None
+    for row, (text, expected) in enumerate(zip(texts, engine, strict=True)):
+        assert sorted(expected) == list(range(len(text)))
+        found = {int(p): float(v) for p, v in zip(corrupted.places[row], plain[row], strict=True) if p >= 0}
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("likelihood", [NextToken(), *(LeftToRight(slot_size=k) for k in (1, 3))], ids=repr)
+def test_an_answers_likelihood_does_not_depend_on_the_batch(likelihood: Likelihood) -> None:
+    model = tiny_backbone(likelihood.traits)
+    texts = [(5, 6, 7, 8, EOS), (9, EOS), (4, 5, 6)]
+    together = answers(model, likelihood, batch_of(texts))
+    alone = torch.cat([answers(model, likelihood, batch_of([text])) for text in texts])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def last_logits(model: Backbone, ids: Sequence[int], positions: Sequence[int] | None = None) -> Tensor:
+    places = torch.arange(len(ids)) if positions is None else torch.tensor(positions)
+    hidden = model(torch.tensor([ids]), places[None], None)
+    logits = model.head(hidden[0, -1])[: model.special_tokens.vocab_size]
+    logits[[PAD, MASK]] = -torch.inf
+    return logits
+
+
+def test_one_forward_is_the_product_of_the_steps_of_a_plain_loop() -> None:
+    model = tiny_backbone(LeftToRight().traits)
+    text, size = (5, 6, 7, 8, 9, EOS), 4
+    ids = list(PROMPT)
+    expected = 0.0
+    for place, token in enumerate(text):
+        is_first = place % size == 0
+        logits = last_logits(model, [*ids, MASK] if is_first else ids)
+        expected += float(logits.log_softmax(-1)[token])
+        ids.append(token)
+    found = answers(model, LeftToRight(slot_size=size), batch_of([text]))
+    assert float(found) == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("infill", ["mask", "autoregressive"])
+@pytest.mark.parametrize("thresholds", [(0.02, 0.02), (0.05, 0.9), (0.0, 0.15)])
+def test_rounds_replay_every_draft_that_was_followed(fused: bool, infill: str, thresholds: tuple[float, float]) -> None:
+    decoder = ReFusion(
+        slot_size=3, num_serial_blocks=2, slot_threshold=thresholds[0], token_threshold=thresholds[1], fused=fused,
+        infill=infill,
+    )  # fmt: skip
+    likelihood = Rounds(slot_size=3)
+    model = tiny_backbone(likelihood.traits)
+    prompts = [Prompt(token_ids=(3, 4, 5 + i), id=f"p{i}") for i in range(6)]
+    recorder = TrajectoryRecorder(decoder)
+    sampling = SamplingParams(max_new_tokens=13, temperature=1.0, seed=2)
+    output = decode(model, decoder, prompts, sampling, batch_size=2, callbacks=[recorder], trace=True)
+    trajectories = [recorder.trajectories[i] for i in range(len(prompts))]
+    batch = batch_of([row.token_ids for row in output.rows], [prompt.token_ids for prompt in prompts])
+    batch = replace(batch, trajectories=trajectories)
+    objective = GroupPolicy(likelihood=likelihood)
+    corrupted = laid(model, objective, batch)
+    with torch.no_grad():
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+    plain = objective.log_probabilities(hidden, model.head, corrupted)[1]
+    num_plans = 0
+    for row, generation in enumerate(output.rows):
+        expected = []
+        num_before = num_plans
+        for entry, following in zip(generation.trace, generation.trace[1:], strict=False):
+            if "plan" in entry.phase and following.phase.startswith("verify"):
+                # A verification beside the plan scores tokens and draws none, so all that is drawn is the plan's.
+                drawn = sorted(zip(entry.positions, entry.probabilities, strict=True))
+                expected += [probability for _, probability in drawn]
+                num_plans += 1
+        found = plain[row][corrupted.labels[row] >= 0].exp().tolist()
+        assert found == pytest.approx(expected, rel=1e-9)
+        order = trajectories[row].order
+        num_final, block = int((order >= 0).sum()), len(order) // 2
+        num_positions = int(corrupted.is_real[row].sum())
+        assert num_positions <= len(prompts[row].token_ids) + num_final + (num_plans - num_before) * block
+    assert num_plans > len(prompts)
+
+
+def order_bound(model: Backbone, text: Sequence[int]) -> float:
+    """Return the any-order bound of a masked model by enumeration of all sets of masks."""
+    size = len(text)
+    total = 0.0
+    for count in range(1, size + 1):
+        for chosen in combinations(range(size), count):
+            ids = [*PROMPT, *(MASK if i in chosen else token for i, token in enumerate(text))]
+            everything = torch.ones(1, len(ids), len(ids), dtype=torch.bool)
+            with torch.no_grad():
+                hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], everything)
+                logits = model.head(hidden[0, len(PROMPT) :])[:, : model.special_tokens.vocab_size]
+            logits[:, [PAD, MASK]] = -torch.inf
+            values = logits.log_softmax(-1)
+            total += sum(float(values[i, text[i]]) for i in chosen) / count / comb(size, count)
+    return total
+
+
+class Listed(KeyedNoise):
+    """Gives each row a number for its counts and the sets of masks that are listed, in place of random ones."""
+
+    def __init__(self, numbers: Sequence[float], sets: Sequence[Sequence[Sequence[int]]]) -> None:
+        self.numbers, self.sets = torch.tensor(numbers, dtype=torch.float64), sets
+
+    def uniform(self, stream: str, size: int) -> Tensor:
+        assert (stream, size) == ("count", 1)
+        return self.numbers[:, None]
+
+    def bits(self, stream: str, size: int) -> Tensor:
+        """Return 0 for what comes first, 1 for the rest."""
+        assert stream.startswith("order ")
+        found = torch.ones(len(self.sets), size, dtype=torch.int64)
+        for row, sets in enumerate(self.sets):
+            found[row, [len(PROMPT) + place for place in sets[int(stream.removeprefix("order "))]]] = 0
+        return found
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_the_average_over_all_counts_and_masks_is_the_bound(num_samples: int) -> None:
+    text = (5, 6, 7, EOS)
+    likelihood = MaskedBound(num_samples=num_samples)
+    model = tiny_backbone(likelihood.traits)
+    numbers, chosen, probabilities = [], [], []
+    for tenth in range(10):  # two samples are half of [0, 1) apart: a count changes at every tenth
+        number = (tenth + 0.5) / 10
+        counts = [int((number + i / num_samples) % 1 * (len(text) + 1)) for i in range(num_samples)]
+        for sets in product(*(combinations(range(len(text)), count) for count in counts)):
+            numbers.append(number)
+            chosen.append(sets)
+            probabilities.append(1 / 10 / prod(comb(len(text), count) for count in counts))
+    objective = GroupPolicy(likelihood=likelihood, unit="sequence")
+    batch = batch_of([text] * len(numbers))
+    corrupted = objective.corrupt(batch, Listed(numbers, chosen), model.special_tokens)
+    with torch.no_grad():
+        values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
+    average = values.view(corrupted.num_views, -1).sum(0) @ torch.tensor(probabilities, dtype=torch.float64)
+    assert sum(probabilities) == pytest.approx(1)
+    assert {places for sets in chosen for places in sets} == {
+        places for count in range(len(text) + 1) for places in combinations(range(len(text)), count)
+    }
+    assert float(average) == pytest.approx(order_bound(model, text), abs=1e-6)  # norms and weights are in float32
+
+
+def test_the_bound_is_unbiased_and_coupling_lowers_its_variance() -> None:
+    text = (5, 6, 7, EOS)
+    likelihood = MaskedBound(num_samples=1)
+    model = tiny_backbone(likelihood.traits)
+    exact = order_bound(model, text)
+    objective = GroupPolicy(likelihood=likelihood, unit="sequence")
+    batch = replace(batch_of([text] * 4000), sample_keys=torch.arange(4000) * 77 + 1)
+    corrupted = laid(model, objective, batch)
+    with torch.no_grad():
+        values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
+    first, second = values.view(2, -1)
+    coupled = first + second
+    assert abs(float(coupled.mean()) - exact) < 4.5 * float(coupled.std()) / 4000**0.5
+    # One view alone, of twice the weight, is unbiased too; two independent ones have half its variance.
+    assert abs(2 * float(first.mean()) - exact) < 4.5 * 2 * float(first.std()) / 4000**0.5
+    assert float(coupled.std()) < 2 * float(first.std()) / 2**0.5
+
+
+def block_bound(model: Backbone, text: Sequence[int], size: int) -> float:
+    """Return the bound over orders inside blocks by enumeration; a block is run behind the clean blocks before it."""
+    start, end = len(PROMPT), len(PROMPT) + len(text)
+    ids = [*PROMPT, *text] + [MASK] * (-end % size)
+    total = 0.0
+    for begin in range(start // size * size, end, size):
+        own = [place for place in range(begin, begin + size) if start <= place < end]
+        for count in range(1, len(own) + 1):
+            for chosen in combinations(own, count):
+                fed = torch.tensor([[MASK if place in chosen else ids[place] for place in range(begin + size)]])
+                blocks = torch.arange(begin + size) // size
+                with torch.no_grad():
+                    hidden = model(fed, torch.arange(begin + size)[None], (blocks[:, None] >= blocks)[None])
+                    logits = model.head(hidden[0])[:, : model.special_tokens.vocab_size]
+                logits[:, [PAD, MASK]] = -torch.inf
+                values = logits.log_softmax(-1)
+                total += sum(float(values[i, ids[i]]) for i in chosen) / count / comb(len(own), count)
+    return total
+
+
+@pytest.mark.parametrize("text", [(5, 6, 7, 8, 9, EOS), (5, 6, 7, EOS), (9,)], ids=str)
+def test_the_bound_of_blocks_is_unbiased(text: tuple[int, ...]) -> None:
+    """The prompt ends inside a block, and so do two of the texts."""
+    size, num_rows = 4, 600
+    model = tiny_backbone(BlockBound(block_size=size).traits)
+    exact = block_bound(model, text, size)
+    batch = replace(batch_of([text] * num_rows), sample_keys=torch.arange(num_rows) * 77 + 1)
+    for num_samples in (1, 3):
+        values = answers(model, BlockBound(block_size=size, num_samples=num_samples), batch)
+        error = max(4.5 * float(values.std()) / num_rows**0.5, 1e-6)  # transformers' norms compute in float32
+        assert abs(float(values.mean()) - exact) < error
+    corrupted = laid(model, GroupPolicy(likelihood=BlockBound(block_size=size), unit="sequence"), batch)
+    width = corrupted.labels.shape[1] // 2
+    in_block = (corrupted.labels[:, :width].unflatten(1, (-1, size)) >= 0).any(2)
+    first, last = len(PROMPT) // size, (len(PROMPT) + len(text) - 1) // size
+    assert in_block[:, first : last + 1].all(), "each block keeps a mask"
+
+
+def slot_value(model: Backbone, text: Sequence[int], visible: Sequence[int], slot: int, size: int) -> float:
+    """Return the log-probability of a slot after the visible ones, in that order, by a plain loop."""
+    ids, positions = list(PROMPT), list(range(len(PROMPT)))
+    for number in visible:
+        places = range(number * size, min((number + 1) * size, len(text)))
+        ids += [text[place] for place in places]
+        positions += [len(PROMPT) + place for place in places]
+    total = 0.0
+    for place in range(slot * size, min((slot + 1) * size, len(text))):
+        is_first = place == slot * size
+        fed = [*positions, len(PROMPT) + place] if is_first else positions
+        logits = last_logits(model, [*ids, MASK] if is_first else ids, fed)
+        total += float(logits.log_softmax(-1)[text[place]])
+        ids.append(text[place])
+        positions.append(len(PROMPT) + place)
+    return total
+
+
+def test_slots_apart_are_predicted_from_the_prompt_and_the_visible_slots() -> None:
+    text, size = (5, 6, 7, 8, EOS), 3
+    model = tiny_backbone(LeftToRight().traits)
+    alone = sum(slot_value(model, text, (), slot, size) for slot in (0, 1))
+    assert float(answers(model, MeanField(slot_size=size), batch_of([text]))) == pytest.approx(alone, abs=1e-9)
+    after = slot_value(model, text, (1,), 0, size) + slot_value(model, text, (0,), 1, size)
+    batch = replace(batch_of([text, text[:4]] * 60), sample_keys=torch.arange(120) * 77 + 1)
+    found = answers(model, SlotBound(slot_size=size, num_samples=1), batch)[::2]
+    # Of the counts 0, 1, 2, two mask both slots or neither, with weight 3 / 2, one each in turn with weight 3; halved.
+    expected = sorted((0.75 * alone, 1.5 * after))
+    assert sorted(set(found.round(decimals=9).tolist())) == pytest.approx(expected, abs=1e-8)
+
+
+def refusals() -> Iterator[tuple[Likelihood, Decoder, str]]:
+    yield NextToken(), LLaDA(), "not of LLaDA"
+    yield NextToken(), SelfSpeculative(slot_size=4), "slot_size 4"
+    yield LeftToRight(slot_size=4), SelfSpeculative(slot_size=8), "slot_size 8"
+    yield LeftToRight(slot_size=4), ReFusion(slot_size=4), "not of ReFusion"
+    yield Rounds(slot_size=4), SelfSpeculative(slot_size=4), "not of SelfSpeculative"
+    yield Rounds(slot_size=4), ReFusion(slot_size=4, infill="bonus"), "bonus"
+    yield MaskedBound(), Autoregressive(), "not of Autoregressive"
+    yield MaskedBound(), SelfSpeculative(), "not of SelfSpeculative"
+    yield BlockBound(), BlockDiffusion(block_size=8), "block_size 8, BlockBound 32"
+    yield BlockBound(block_size=8), BlockDiffusion(shifted=True), "shifted"
+    yield BlockBound(), LLaDA(), "not of LLaDA"
+
+
+@pytest.mark.parametrize(("likelihood", "decoder", "reason"), list(refusals()), ids=repr)
+def test_other_decoders_are_refused_with_the_reason(likelihood: Likelihood, decoder: Decoder, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"objective.likelihood: expected .*{reason}"):
+        GroupPolicy(likelihood=likelihood, unit="sequence").check(decoder, SamplingParams())
+
+
+@pytest.mark.parametrize("option", [{"top_k": 50}, {"top_p": 0.9}, {"stop": ("x",)}, {"min_entropy": 1.0}], ids=str)
+def test_what_changes_the_distribution_is_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"model\.sampling\.{next(iter(option))}: expected .* another likelihood"):
+        GroupPolicy().check(Autoregressive(), SamplingParams(**option))

@@ -1,0 +1,145 @@
+"""APD against a slow loop without a cache, with one model and with two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from refusion_lit.contrib.apd import PairedModel
+from refusion_lit.decoding import APD, Autoregressive, decode
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.decoder_cases import prompts, traits_for
+from support.effort import examples
+from support.fakes import MASK, HashModel, tiny_backbone
+from support.slow_decoding import best_allowed, cut
+
+CAUSAL = ModelTraits(predictions=("next_token",))
+
+
+def logits_of(model: LanguageModel, row: list[int], *, causal: bool) -> Tensor:
+    sees = torch.ones(1, len(row), len(row), dtype=torch.bool)
+    hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees.tril() if causal else sees)
+    return model.logits(hidden[0]).double()
+
+
+def slow_apd(
+    masked: LanguageModel, verifier: LanguageModel, prompt: tuple[int, ...], decoder: APD, length: int
+) -> tuple[list[int], int]:
+    """Draft and verify; every forward feeds the whole text."""
+    text, num_forwards, special = list(prompt), 0, masked.special_tokens
+    weight = decoder.mixture_weight
+
+    def best(logits: Tensor) -> int:
+        return best_allowed(logits, special.banned_token_ids, special.vocab_size)
+
+    while True:
+        num = min(decoder.max_lookahead or length, len(prompt) + length - len(text))
+        known = len(text)
+        drafted = logits_of(masked, [*text, *[MASK] * num], causal=False)[known - decoder.shifted :][:num]
+        drafts = [best(row) for row in drafted]
+        num_forwards += 1
+        text.append(drafts[0])
+        if num > 1:
+            num_forwards += 1
+            verified = logits_of(verifier, [*prompt, *text[len(prompt) : -1], *drafts], causal=True)
+            for j in range(1, num):
+                own, other = drafted[j], verified[known + j - 1]
+                if best(own + (1 - weight) * (other - own)) != drafts[j]:
+                    break
+                text.append(drafts[j])
+        response = text[len(prompt) :]
+        if set(special.eos_token_ids) & set(response) or len(response) == length:
+            return cut(response, special.eos_token_ids), num_forwards
+
+
+@settings(max_examples=examples(48), deadline=None)
+@given(
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    weight=st.sampled_from([0.0, 0.3, 0.7, 1.0]), lookahead=st.none() | st.integers(1, 9), shifted=st.booleans(),
+    length=st.integers(1, 17), size=st.integers(1, 3),
+)  # fmt: skip
+def test_the_text_is_that_of_a_loop_without_cache(
+    seed: int,
+    ends: frozenset[int],
+    found: list[Prompt],
+    weight: float,
+    lookahead: int | None,
+    shifted: bool,
+    length: int,
+    size: int,
+) -> None:
+    decoder = APD(mixture_weight=weight, max_lookahead=lookahead, shifted=shifted)
+    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
+    for prompt, row in zip(found, rows, strict=True):
+        assert (row.token_ids, row.num_forwards) == slow_apd(slow, slow, prompt.token_ids, decoder, length)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5, 0.9, 1.0])
+def test_two_transformers_write_what_the_loop_writes(weight: float) -> None:
+    decoder = APD(mixture_weight=weight, max_lookahead=6)
+    masked = tiny_backbone(ModelTraits(attention="bidirectional", predictions=("mask",)))
+    verifier = tiny_backbone(CAUSAL)
+    with torch.no_grad():
+        for parameter in verifier.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)).double())
+    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 5, 8)]
+    rows = decode(PairedModel(masked, verifier), decoder, found, SamplingParams(max_new_tokens=20), batch_size=2)
+    with torch.no_grad():
+        expected = [slow_apd(masked, verifier, prompt.token_ids, decoder, 20) for prompt in found]
+    assert [(row.token_ids, row.num_forwards) for row in rows.rows] == expected
+
+
+def test_weight_1_accepts_every_draft_and_one_mask_needs_no_verifier() -> None:
+    decoder = APD(mixture_weight=1.0, max_lookahead=4)
+    model = HashModel(0, ends=frozenset(), end_bias=-99.0, traits=traits_for(decoder))
+    prompt, sampling = Prompt(token_ids=(5, 6, 7), id="0"), SamplingParams(max_new_tokens=9)
+    row = decode(model, decoder, [prompt], sampling).rows[0]
+    # Windows of 4, 4 and 1 masks. The verifier computes each token but the last two once.
+    assert row.forward_shapes == [(1, 7), (1, 6), (1, 11), (1, 4), (1, 12)]
+
+
+def test_weight_0_on_temperature_keeps_what_the_verifier_would_draw() -> None:
+    """Draft and target share their noise: with one model for both, sampled targets are its own draws."""
+    decoder = APD(mixture_weight=0.0)
+    model = HashModel(3, ends=frozenset(), end_bias=-99.0, traits=traits_for(decoder))
+    prompt, sampling = Prompt(token_ids=(5, 6, 7), id="0"), SamplingParams(max_new_tokens=30, temperature=1.0)
+    rows = [decode(model, decoder, [prompt], sampling).rows[0] for _ in range(2)]
+    assert rows[0].token_ids == rows[1].token_ids
+    assert 2 * 1 < rows[0].num_forwards < 2 * 30
+
+
+def test_both_bodies_are_made_once_for_all_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    masked = tiny_backbone(ModelTraits(attention="bidirectional", predictions=("mask",)))
+    verifier = tiny_backbone(CAUSAL)
+    made = []
+    original = type(masked).make_fused_body
+    monkeypatch.setattr(type(masked), "make_fused_body", lambda self: made.append(self) or original(self))
+    pair = PairedModel(masked, verifier)
+    made.clear()
+    found = [Prompt(token_ids=(3, 4, 5), id="a")]
+    decoder = APD(mixture_weight=0.5)
+    (row,) = decode(pair, decoder, found, SamplingParams(max_new_tokens=8)).rows
+    assert row.num_forwards > 2
+    assert made == [masked, verifier]
+
+
+def test_models_that_do_not_go_together_are_refused() -> None:
+    masked = tiny_backbone(ModelTraits(attention="bidirectional", predictions=("mask",)))
+    with pytest.raises(ValueError, match="verifier"):
+        PairedModel(masked, masked)
+    with pytest.raises(ValueError, match="verifier"):
+        decode(masked, APD(), [Prompt(token_ids=(3,), id="p")], SamplingParams(max_new_tokens=3))
+    with pytest.raises(ValueError, match="predictions mask"):
+        decode(PairedModel(tiny_backbone(CAUSAL), tiny_backbone(CAUSAL)), APD(), [], SamplingParams(max_new_tokens=3))
+    assert decode(tiny_backbone(CAUSAL), Autoregressive(), [], SamplingParams()).rows == []
+
+
+@pytest.mark.parametrize("options", [{"mixture_weight": 1.5}, {"mixture_weight": -0.1}, {"max_lookahead": 0}])
+def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        APD(**options)  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""CARD against a slow loop without a cache, and against plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refusion_lit.decoding import CARD, Autoregressive, decode, default_decoder
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.objectives import GatedDraft, SoftTail
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.decoder_cases import prompts
+from support.effort import examples
+from support.fakes import MASK, HashModel, tiny_backbone
+from support.slow_decoding import best_allowed, cut
+
+TRAITS = ModelTraits(predictions=("mask_shifted", "next_token"))
+
+
+def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, length: int) -> tuple[list[int], int]:
+    """Fill blocks of masks; every forward feeds the whole text and all masks of the block."""
+    text, num_forwards = list(prompt), 0
+    special, eos = model.special_tokens, model.special_tokens.eos_token_ids
+    while len(text) - len(prompt) < length and not set(eos) & set(text[len(prompt) :]):
+        size = min(decoder.block_size, length - (len(text) - len(prompt)))
+        block: list[int | None] = [None] * size
+        num_rounds = 0
+        while None in block:
+            row = [*text, *(MASK if token is None else token for token in block)]
+            causal = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
+            hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], causal)
+            logits = model.logits(hidden[0])[len(text) - 1 : -1].double()
+            probabilities = logits.softmax(-1)
+            tokens = [best_allowed(row, special.banned_token_ids, special.vocab_size) for row in logits]
+            sure = {place: float(probabilities[place, tokens[place]]) for place in range(size) if block[place] is None}
+            num_forwards, num_rounds = num_forwards + 1, num_rounds + 1
+            chosen = [place for place in sure if sure[place] > decoder.threshold or num_rounds == decoder.max_rounds]
+            for place in chosen or [max(sure, key=lambda place: (sure[place], -place))]:
+                block[place] = tokens[place]
+            known = block[: block.index(None)] if None in block else block
+            if set(eos) & set(known):
+                break
+        text += [token for token in (block[: block.index(None)] if None in block else block) if token is not None]
+    return cut(text[len(prompt) :], eos), num_forwards
+
+
+@settings(max_examples=examples(48), deadline=None)
+@given(
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
+    max_rounds=st.none() | st.integers(1, 4), length=st.integers(1, 17), size=st.integers(1, 3),
+)  # fmt: skip
+def test_the_text_is_that_of_a_loop_without_cache(
+    seed: int,
+    ends: frozenset[int],
+    found: list[Prompt],
+    block_size: int,
+    threshold: float,
+    max_rounds: int | None,
+    length: int,
+    size: int,
+) -> None:
+    decoder = CARD(block_size=block_size, threshold=threshold, max_rounds=max_rounds)
+    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=TRAITS) for _ in range(2))
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
+    for prompt, row in zip(found, rows, strict=True):
+        assert (row.token_ids, row.num_forwards) == slow_card(slow, prompt.token_ids, decoder, length)
+
+
+@pytest.mark.parametrize("decoder", [CARD(block_size=1), CARD(block_size=1, threshold=0.0, max_rounds=1)])
+def test_blocks_of_one_token_are_autoregressive_decoding(decoder: CARD) -> None:
+    model = tiny_backbone(TRAITS)
+    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7)]
+    sampling = SamplingParams(max_new_tokens=20)
+    own, expected = (decode(model, way, found, sampling, batch_size=2).rows for way in (decoder, Autoregressive()))
+    assert [(r.token_ids, r.num_forwards, r.num_positions) for r in own] == [
+        (r.token_ids, r.num_forwards, r.num_positions) for r in expected
+    ]
+
+
+def test_finished_blocks_are_computed_twice_and_the_block_up_to_its_last_mask() -> None:
+    model = HashModel(0, ends=frozenset(), end_bias=-99.0, traits=TRAITS)
+    row = decode(
+        model, CARD(block_size=4, threshold=0.0, max_rounds=None), [Prompt(token_ids=(5, 6, 7), id="0")],
+        SamplingParams(max_new_tokens=12),
+    ).rows[0]  # fmt: skip
+    # The prompt and three masks; then twice the finished block and three masks.
+    assert (row.num_forwards, row.num_positions) == (3, 6 + 7 + 7)
+
+
+@pytest.mark.parametrize("options", [{"block_size": 0}, {"threshold": 1.5}, {"threshold": -0.1}, {"max_rounds": 0}])
+def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        CARD(**options)  # type: ignore[arg-type]
+
+
+def test_it_is_the_decoder_of_the_models_that_soft_tail_trains() -> None:
+    assert default_decoder(SoftTail().traits) == CARD()
+    assert isinstance(default_decoder(GatedDraft().traits), Autoregressive)

@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from refusion_lit.decoding import Autoregressive, RowState
+from refusion_lit.engine import reading as reading_module
+from refusion_lit.engine.admission import Row
+from refusion_lit.engine.engine import Engine
+from refusion_lit.engine.requests import (
+    Branch,
+    Compaction,
+    Draw,
+    Forward,
+    MoreDrafts,
+    Reading,
+    Request,
+    Statistic,
+    Steps,
+)
+from refusion_lit.types import Prompt, SamplingParams
+from support.effort import examples
+from support.fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
+
+GREEDY = Draw(sampling=SamplingParams())
+
+
+class Serving(Engine):
+    """An engine that is asked for single calls of the model."""
+
+    def __init__(self, model: Any, num_rows: int) -> None:
+        super().__init__(model, Autoregressive(), num_rows)
+        self.flying: dict[int, Row] = {}
+        self.answers: dict[int, list[Reading]] = {}
+
+    def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
+        """Answer requests of prompts, given with their storage rows and ids."""
+        for storage, prompt_id, request in requests:
+            prompt = Prompt(token_ids=(3,), id=prompt_id)
+            state = RowState(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
+            row = self.flying.setdefault(storage, Row(storage, prompt, state.sampling, storage=storage))
+            row.begin(state, self._asked(storage, request))
+        self.rows = [self.flying[storage] for storage, _, _ in requests]
+        for rows in self._schedule():
+            self._serve(rows)
+        return [self.answers[storage] for storage, _, _ in requests]
+
+    def _asked(self, storage: int, request: Request) -> Steps[None]:
+        self.answers[storage] = yield request
+
+
+@st.composite
+def branches(draw: st.DrawFn) -> Branch:
+    tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=7))
+    places = st.integers(0, len(tokens) - 1)
+    return Branch(
+        tokens=tokens,
+        positions=draw(st.permutations(range(len(tokens)))),
+        order=draw(
+            st.none() | st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens)).map(sorted)
+        ),
+        draft_at=draw(st.lists(places, max_size=4)),
+        score_at=draw(st.lists(st.tuples(places, st.integers(0, VOCAB - 1)), max_size=4)),
+    )  # fmt: skip
+
+
+def logits_of(model: HashModel, branch: Branch) -> Tensor:
+    """Return a branch's logits, computed alone with a mask written out."""
+    length = len(branch.tokens)
+    order = branch.order or range(length)
+    mask = torch.tensor([[[order[key] <= order[query] for key in range(length)] for query in range(length)]])
+    hidden = model.hidden_states(torch.tensor([branch.tokens]), torch.tensor([branch.positions]), mask)
+    return model.logits(hidden[0])
+
+
+def check(reading: Reading, branch: Branch, logits: Tensor) -> None:
+    """Compare a greedy reading with logits."""
+    allowed = [token for token in range(VOCAB) if token not in (MASK, PAD)]
+    tokens = [max(allowed, key=lambda token: float(logits[offset, token])) for offset in branch.draft_at]
+    assert reading.tokens == tokens
+    softmax = logits.softmax(-1)
+    expected = [float(softmax[offset, token]) for offset, token in zip(branch.draft_at, tokens, strict=True)]
+    assert reading.probabilities == pytest.approx(expected, abs=1e-14)
+    assert reading.scores == pytest.approx([float(softmax[o, t]) for o, t in branch.score_at], abs=1e-14)
+
+
+@settings(max_examples=examples(48), deadline=None)
+@given(groups=st.lists(st.lists(branches(), min_size=1, max_size=3), min_size=1, max_size=4), chunk=st.integers(1, 40))
+def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]], chunk: int) -> None:
+    model = HashModel(1)
+    executor = Serving(model, len(groups))
+    requests = [
+        (row, str(row), Forward(phase="", branches=tuple(group), draw=GREEDY, cached=False))
+        for row, group in enumerate(groups)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading_module, "_MAX_LOGITS", chunk)
+        readings = executor.serve(requests)
+    longest = max(len(branch.tokens) for group in groups for branch in group)
+    assert executor.output.num_calls == 1
+    assert executor.output.num_positions == longest * sum(map(len, groups))
+    for group, read in zip(groups, readings, strict=True):
+        for branch, reading in zip(group, read, strict=True):
+            check(reading, branch, logits_of(HashModel(1), branch))
+    further = [
+        (row, str(row), MoreDrafts(draft_at=tuple(range(len(branch.tokens)) for branch in group), draw=GREEDY))
+        for row, group in enumerate(groups)
+    ]
+    for group, read in zip(groups, executor.serve(further), strict=True):
+        for branch, reading in zip(group, read, strict=True):
+            everywhere = Branch(
+                tokens=branch.tokens, positions=branch.positions, order=branch.order, draft_at=range(len(branch.tokens))
+            )
+            check(reading, everywhere, logits_of(HashModel(1), branch))
+    assert executor.output.num_calls == 1, "further drafts need no call"
+
+
+def test_cached_and_uncached_forwards_are_two_calls() -> None:
+    model = HashModel(2)
+    executor = Serving(model, 3)
+    branch = [Branch(tokens=[3 + i, 4], positions=[0, 1], draft_at=[1]) for i in range(3)]
+    forwards = [
+        (row, str(row), Forward(phase="", branches=(branch[row],), draw=GREEDY, cached=row != 1)) for row in range(3)
+    ]
+    readings = executor.serve(forwards)
+    assert executor.output.num_calls == 2
+    for row in range(3):
+        check(readings[row][0], branch[row], logits_of(HashModel(2), branch[row]))
+
+
+def test_a_cached_context_is_shared_kept_and_read() -> None:
+    model = HashModel(3)
+    executor = Serving(model, 2)
+    context = Branch(tokens=[3, 4, 5, 6], positions=[0, 1, 2, 3])
+    executor.serve([(1, "a", Forward(phase="", branches=(context,), draw=GREEDY))])
+    left = Branch(tokens=[7, 8], positions=[4, 5], visible=((0, 4),), write_at=4, draft_at=[1])
+    right = Branch(tokens=[9, 10], positions=[6, 7], visible=((0, 4),), write_at=6, draft_at=[1])
+    readings = executor.serve([(1, "a", Forward(phase="", branches=(left, right), draw=GREEDY))])
+    for branch, reading in zip((left, right), readings[0], strict=True):
+        alone = Branch(
+            tokens=[3, 4, 5, 6, *branch.tokens], positions=[0, 1, 2, 3, *branch.positions], draft_at=[5]
+        )  # fmt: skip
+        check(reading, alone, logits_of(HashModel(3), alone))
+    last = Branch(tokens=[11], positions=[8], visible=((0, 3),), write_at=3, draft_at=[0])
+    forward = Forward(phase="", branches=(last,), draw=GREEDY, keep=Compaction(1, [2, 7]))
+    [[reading]] = executor.serve([(1, "a", forward)])
+    # Entry 7 has seen the whole context and its own branch, so all of them are laid out, and most are hidden.
+    ids, places = [3, 4, 5, 6, 9, 10, 11], [0, 1, 2, 3, 6, 7, 8]
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    mask[6, [1, 3, 4]] = False
+    reference = HashModel(3)
+    hidden = reference.hidden_states(torch.tensor([ids]), torch.tensor([places]), mask[None])
+    check(reading, last, reference.logits(hidden[0, 6:]))
+
+
+class GivenLogits(HashModel):
+    """Gives one and the same table: the logits of token ``i`` are row ``i``."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = torch.as_tensor(table)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[:, 0]]
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, cache=None) -> Tensor:
+        return torch.stack([input_ids, position_ids], -1)
+
+
+def read(table: Any, how: Draw, tokens: list[int], unconditional: list[int] | None = None, score: int = 5) -> Reading:
+    """Return what is read off the logits of tokens; with guidance those of others guide them."""
+    places = range(len(tokens))
+    found = [Branch(tokens=tokens, positions=places, draft_at=places, score_at=[(0, score)])]
+    if unconditional is not None:
+        found.append(Branch(tokens=unconditional, positions=places))
+    executor = Serving(GivenLogits(table), 1)
+    return executor.serve([(0, "0", Forward(phase="", branches=tuple(found), draw=how, cached=False))])[0][0]
+
+
+def random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
+    return torch.randn(VOCAB, rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5, 4.0])
+def test_guidance_weighs_two_branches(weight: float) -> None:
+    table = random_table()
+    how = Draw(sampling=SamplingParams(), guidance=weight)
+    reading = read(table, how, [3, 4], [6, 7])
+    for offset in range(2):
+        conditional, unconditional = table[3 + offset], table[6 + offset]
+        logits = unconditional + (weight + 1) * (conditional - unconditional)
+        softmax = logits.softmax(-1)
+        allowed = logits.clone()
+        allowed[[PAD, MASK]] = -math.inf
+        assert reading.tokens[offset] == int(allowed.argmax())
+        assert reading.probabilities[offset] == pytest.approx(float(softmax[reading.tokens[offset]]))
+        if offset == 0:
+            assert reading.scores == pytest.approx([float(softmax[5])])
+
+
+def test_an_unknown_statistic_is_no_statistic() -> None:
+    with pytest.raises(ValueError, match=r"^statistic: expected one of margin, .*, got 'variance'; choose"):
+        read(random_table(), Draw(sampling=SamplingParams(), statistic="variance"), [3])  # type: ignore[arg-type]
+
+
+def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
+    table, how = random_table(), Draw(sampling=SamplingParams(), guidance=1.5)
+
+    def guided(tokens: list[int], others: list[int]) -> Forward:
+        places = range(len(tokens))
+        scored = tuple((offset, 5 + offset) for offset in places)
+        first = Branch(tokens=tokens, positions=places, draft_at=places, score_at=scored)
+        return Forward(phase="", branches=(first, Branch(tokens=others, positions=places)), draw=how, cached=False)
+
+    forwards = [guided([3, 4, 5], [6, 7, 8]), guided([9, 8], [4, 3]), guided([10, 11, 12], [3, 9, 5])]
+    together = Serving(GivenLogits(table), 3).serve([(i, str(i), f) for i, f in enumerate(forwards)])
+    for number, forward in enumerate(forwards):
+        [[alone, _]] = Serving(GivenLogits(table), 1).serve([(0, str(number), forward)])
+        assert together[number][0] == alone
+
+
+def test_forbidden_ids_leave_the_choice_and_others_the_confidence() -> None:
+    table = random_table()
+    best = int(table[3].topk(VOCAB).indices[[int(i) not in (PAD, MASK) for i in table[3].topk(VOCAB).indices]][0])
+    plain = read(table, GREEDY, [3])
+    assert plain.tokens == [best]
+    assert plain.probabilities == pytest.approx([float(table[3].softmax(-1)[best])])
+    without = read(table, Draw(sampling=SamplingParams(), forbidden=(best,)), [3])
+    assert without.tokens != [best]
+    assert without.probabilities == pytest.approx([float(table[3].softmax(-1)[without.tokens[0]])])
+    unsure = read(table, Draw(sampling=SamplingParams(), confidence_forbidden=(best,)), [3], score=without.tokens[0])
+    assert unsure.tokens == [best]
+    assert unsure.probabilities == [0.0]
+    rest = table[3].clone()
+    rest[best] = -math.inf
+    assert unsure.scores == pytest.approx([float(rest.softmax(-1)[without.tokens[0]])])
+
+
+def test_statistics_are_those_of_the_drafts_distribution() -> None:
+    table = random_table()
+    how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4))
+    readings = {name: read(table, replace(how, statistic=name), [3, 4, 5]) for name in get_args(Statistic)}
+    reading = readings["margin"]
+    for offset, token in enumerate(reading.tokens):
+        logits = table[3 + offset].clone() / 0.7
+        logits[[PAD, MASK]] = -math.inf
+        kept = logits.topk(4)
+        assert token in kept.indices
+        probability = kept.values.softmax(-1)
+        values = {name: each.statistic[offset] for name, each in readings.items()}
+        assert values["margin"] == pytest.approx(float(probability[0] - probability[1]), abs=1e-8)
+        assert values["negative_entropy"] == pytest.approx(float((probability * probability.log()).sum()), abs=1e-8)
+        assert values["filtered"] == pytest.approx(float(probability[kept.indices == token]), abs=1e-8)
+        whole = table[3 + offset].softmax(-1)
+        assert reading.probabilities[offset] == pytest.approx(float(whole[token]))
+        assert values["entropy"] == pytest.approx(-float((whole * whole.log()).sum()), abs=1e-8), (
+            "of all ids, unfiltered"
+        )
+
+
+def test_low_precision_logits_give_float32_probabilities() -> None:
+    table = torch.zeros(VOCAB, VOCAB, dtype=torch.bfloat16)
+    table[:, 5] = 2.0
+    [probability] = read(table, GREEDY, [3]).probabilities
+    assert probability == pytest.approx(math.e**2 / (math.e**2 + VOCAB - 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0])
+@pytest.mark.parametrize("guidance", [None, 3.0])
+def test_broken_logits_give_an_allowed_token_and_a_probability(
+    dtype: torch.dtype, temperature: float, guidance: float | None
+) -> None:
+    nan, inf = math.nan, math.inf
+    table = torch.zeros(VOCAB, VOCAB + 2, dtype=dtype)
+    table[3] = nan
+    table[4] = -inf
+    table[5] = inf
+    table[6, 7:9] = inf
+    table[7, [PAD, MASK, VOCAB, VOCAB + 1]] = inf
+    table[8, 5:] = nan
+    table[9, :9] = -inf
+    how = Draw(sampling=SamplingParams(temperature=temperature, top_p=0.9), guidance=guidance)
+    reading = read(table, how, [3, 4, 5, 6, 7, 8, 9], None if guidance is None else [9, 8, 3, 4, 5, 6, 7])
+    assert not {PAD, MASK, VOCAB, VOCAB + 1} & set(reading.tokens)
+    assert all(0 <= probability <= 1 for probability in [*reading.probabilities, *reading.scores])
+    if guidance is None:
+        assert reading.tokens[3] in (7, 8)
+        assert reading.probabilities[3] == pytest.approx(0.5)
+        assert reading.probabilities[4] == 0
+        assert reading.tokens[6] >= 9
+    if temperature == 0 and guidance is None:
+        assert reading.tokens[:3] == [1, 1, 1]
+        assert reading.tokens[3] == 7
+
+
+def test_rows_that_draw_differently_share_a_call() -> None:
+    branch = Branch(tokens=[3, 4, 5, 6], positions=[0, 1, 2, 3], draft_at=range(4), score_at=[(1, 4)])
+    greedy = Serving(HashModel(4), 1).serve([(0, "", Forward(phase="", branches=(branch,), draw=GREEDY))])[0][0]
+    draws = [
+        GREEDY,
+        Draw(sampling=SamplingParams(temperature=9.0, seed=1), round=3),
+        Draw(sampling=SamplingParams(), forbidden=tuple(greedy.tokens[1:])),
+    ]
+    executor = Serving(HashModel(4), 3)
+    forwards = [(i, f"p{i}", Forward(phase="", branches=(branch,), draw=draws[i])) for i in range(3)]
+    together = executor.serve(forwards)
+    assert executor.output.num_calls == 1
+    for i, request in enumerate(forwards):
+        assert Serving(HashModel(4), 3).serve([request])[0] == together[i]
+    assert len({tuple(reading[0].tokens) for reading in together}) == 3
+    assert len({tuple(reading[0].scores) for reading in together}) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"round": 4}, False),
+        ({"sampling": SamplingParams(temperature=3.0, seed=2)}, False),
+        ({"sampling": SamplingParams(temperature=3.0, seed=1, max_new_tokens=7)}, True),
+    ],
+)
+def test_noise_is_a_function_of_seed_prompt_round_and_position(change: dict[str, Any], same: bool) -> None:
+    def tokens(prompt_id: str = "p", first: int = 0, shift: int = 0, **options: Any) -> list[int]:
+        values = {"sampling": SamplingParams(temperature=3.0, seed=1), "round": 3, **options}
+        branch = Branch(tokens=[3] * 12, positions=range(first, first + 12), draft_at=range(12), shift=shift)
+        forward = Forward(phase="", branches=(branch,), draw=Draw(**values), cached=False)
+        return Serving(GivenLogits(torch.zeros(VOCAB, VOCAB)), 1).serve([(0, prompt_id, forward)])[0][0].tokens
+
+    assert (tokens(**change) == tokens()) == same
+    assert tokens(prompt_id="q") != tokens()
+    assert tokens(first=1)[:-1] == tokens()[1:], "noise belongs to positions"
+    assert tokens(shift=1)[:-1] == tokens()[1:], "the predicted ones"

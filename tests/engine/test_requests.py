@@ -1,0 +1,205 @@
+"""Requests that come and go while the engine runs: each one's answer is the one that it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refusion_lit import load
+from refusion_lit.decoding import Autoregressive, Decoder, Generation, ReFusion, decode
+from refusion_lit.engine.engine import Engine
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.types import Constraint, ConstraintState, DecodingOptions, Prompt, SamplingParams
+from support.decoder_cases import DECODERS, hash_models, is_accepted, setups, traits_for
+from support.effort import examples
+from support.fakes import VOCAB, HashModel
+from support.scripted import letters
+
+MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt with its own sampling.
+
+    Attributes:
+        arrives: The step before which it is submitted.
+        leaves: Number of steps after which it is aborted; ``None``: never.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    arrives: int
+    leaves: int | None
+
+
+def serve(engine: Engine, requests: Sequence[Request]) -> dict[int, Generation]:
+    """Run the engine step by step while requests arrive and leave."""
+    found: dict[int, Generation] = {}
+    last = max(request.arrives + (request.leaves or 0) for request in requests)
+    time = 0
+    while time <= last or engine.waiting or engine.rows:
+        for index, request in enumerate(requests):
+            if request.arrives == time:
+                engine.submit(index, request.prompt, request.sampling)
+            if request.leaves is not None and request.arrives + request.leaves == time:
+                engine.abort(index)
+                assert all(row.index != index for row in engine.rows), "its row is free at once"
+        found |= engine.step()
+        time += 1
+    return found
+
+
+def check(model: LanguageModel, decoder: Decoder, requests: Sequence[Request], **options: Any) -> None:
+    engine = Engine(model, decoder, 3, DecodingOptions(**options), detokenize=letters)
+    with torch.no_grad():
+        found = serve(engine, requests)
+    assert not engine.rows
+    for index, request in enumerate(requests):
+        if request.leaves is None or index in found:
+            [alone] = decode(model, decoder, [request.prompt], request.sampling, detokenize=letters).rows
+            row = found[index]
+            assert (row.text, row.token_ids, row.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, decoder: Decoder, sampling: SamplingParams) -> list[Request]:
+    """Draw requests with lengths, options, stop strings and templates of their own, some with a common beginning."""
+    common = draw(st.lists(st.integers(3, VOCAB - 1), max_size=4)) * 20
+    requests = []
+    for number in range(draw(st.integers(2, 7))):
+        ids = (*draw(st.sampled_from([(), common])), *draw(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=5)))
+        own = SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
+            top_p=draw(st.sampled_from([1.0, 0.8])),
+            top_k=draw(st.sampled_from([None, 3])),
+            seed=draw(st.integers(0, 3)),
+            stop=draw(st.sampled_from([(), ("e",), ("fg", "h")])),
+        )
+        shorter = replace(own, max_new_tokens=draw(st.integers(1, own.max_new_tokens)))
+        own = shorter if is_accepted(decoder.check, sampling=shorter) else own
+        prompt = Prompt(token_ids=ids, id=f"p{number % 3}")
+        given = draw(st.lists(st.sampled_from([None, 6, 7, 8]), max_size=min(own.max_new_tokens, 9)))
+        filled = replace(prompt, given=tuple(given))
+        prompt = filled if decoder.refusal(filled) is None else prompt
+        arrives = draw(st.integers(0, 12))
+        leaves = draw(st.none() | st.integers(0, 6))
+        requests.append(Request(prompt, own, arrives, leaves))
+    return requests
+
+
+@pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data(), make=hash_models(("plain", "ties")), budget=st.sampled_from([None, 9]))
+def test_an_answer_is_the_same_alone_and_among_others(cls: type[Decoder], data: Any, make: Any, budget: Any) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    check(make(decoder), decoder, data.draw(schedules(decoder, sampling)), max_tokens_per_forward=budget)
+
+
+LENGTHS = (5, 24, 11, 16, 9, 30, 8, 2)
+
+
+@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4)], ids=lambda own: type(own).__name__)
+def test_bfloat16_answers_are_the_same_among_others(decoder: Decoder) -> None:
+    """Lengths, noise, arrivals and aborts differ; with batch_invariant, rounding does not."""
+    overrides = BackboneConfig(source=str(MODEL), batch_invariant=True)
+    model = load(MODEL, dtype="bfloat16", device="cpu", overrides=overrides)
+    requests = []
+    for number, length in enumerate(LENGTHS):
+        ids = tuple(model.encode(f"{37 * number + 12}+{91 * number % 77}="))
+        sampling = SamplingParams(max_new_tokens=length, temperature=number % 3 / 2, seed=number)
+        requests.append(Request(Prompt(token_ids=ids, id="0"), sampling, number, 3 if number == 3 else None))
+    options = DecodingOptions(allow_mismatch=True)
+    engine = Engine(model.backbone, decoder, 3, options, detokenize=model.detokenize)
+    with torch.no_grad():
+        found = serve(engine, requests)
+    for index, request in enumerate(requests):
+        if request.leaves is None:
+            alone = model.decode([request.prompt], decoder, request.sampling, allow_mismatch=True).rows[0]
+            assert (found[index].text, found[index].token_ids) == (alone.text, alone.token_ids)
+
+
+def test_aborting_what_is_not_there_changes_nothing() -> None:
+    engine = Engine(HashModel(traits=traits_for(Autoregressive())), Autoregressive(), 2)
+    engine.abort(7)
+    engine.submit(7, Prompt(token_ids=(3,), id="a"), SamplingParams(max_new_tokens=2))
+    engine.abort(7)
+    assert [*engine.waiting, *engine.rows] == []
+
+
+LOW = (3, 4, 6, 7, 8)
+HIGH = (9, 10, 11, 12)
+"""Ids that are ordinary tokens of all fakes."""
+
+
+def only(*ids: int) -> torch.Tensor:
+    return torch.isin(torch.arange(VOCAB), torch.tensor(ids))
+
+
+def begun_by(make: type[ConstraintState], *, left_to_right: bool = False) -> Constraint:
+    return Constraint(begin=lambda _: make(), left_to_right=left_to_right)
+
+
+class Alternating(ConstraintState):
+    """Even places hold low ids, odd places high ones; so no end of sequence is drawn."""
+
+    def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor:
+        return only(*(HIGH if place % 2 else LOW))
+
+
+@pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data(), make=hash_models(("plain", "ties", "extreme")), temperature=st.sampled_from([0.0, 1.0]))
+def test_a_constraint_holds_for_every_token(cls: type[Decoder], data: Any, make: Any, temperature: float) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    sampling = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=temperature)
+    prompts = [Prompt(token_ids=(3, 4), id="a", constraint=begun_by(Alternating)), Prompt(token_ids=(3, 5), id="b")]
+    model = make(decoder)
+    row, free = decode(model, decoder, prompts, sampling, batch_size=2).rows
+    state = Alternating()
+    assert all(state.allowed(place, ())[token] for place, token in enumerate(row.token_ids))
+    assert row.num_tokens == sampling.max_new_tokens
+    assert free.token_ids == decode(model, decoder, prompts[1:], sampling).rows[0].token_ids
+
+
+class Counting(ConstraintState):
+    """A token may follow smaller ones only, and the highest one ends the response."""
+
+    def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
+        if len(before) != place or max(before, default=0) >= VOCAB:
+            return None  # after masks of a drafter
+        larger = [token for token in (*LOW, *HIGH) if token > max(before, default=0)]
+        return only(*larger or [1])
+
+    def settle(self, place: int, before: Sequence[int], token: int) -> int:
+        return HIGH[-1] if place == 2 and token != 1 else token
+
+
+@pytest.mark.parametrize("cls", [cls for cls in DECODERS if cls.__name__ in ("Autoregressive", "SelfSpeculative")])
+@settings(max_examples=examples(8), deadline=None)
+@given(data=st.data(), make=hash_models(("plain", "ties")), temperature=st.sampled_from([0.0, 1.0]))
+def test_left_to_right_a_constraint_sees_what_is_before(cls: type[Decoder], data: Any, make: Any, temperature: float):
+    decoder, _ = data.draw(setups(cls))
+    model = make(decoder)
+    sampling = SamplingParams(max_new_tokens=12, temperature=temperature)
+    prompt = Prompt(token_ids=(3, 4), id="a", constraint=begun_by(Counting, left_to_right=True))
+    if not decoder.is_left_to_right:
+        with pytest.raises(ValueError, match="constraint: expected a decoder that draws from left to right, got Self"):
+            decode(model, decoder, [prompt], sampling)
+        return
+    row = decode(model, decoder, [prompt], sampling).rows[0]
+    tokens = row.token_ids
+    assert tokens[-2:] == [HIGH[-1], 1]
+    assert len(tokens) <= 4
+    assert tokens[:-1] == sorted({*tokens[:-1]})
+    if temperature == 0 or getattr(decoder, "coupling", "shared_noise") == "shared_noise":
+        assert tokens == decode(model, Autoregressive(), [prompt], sampling, allow_mismatch=True).rows[0].token_ids

@@ -1,0 +1,191 @@
+"""Token editing against a slow loop without a cache, and on a text that changes its mind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from refusion_lit.decoding import BlockDiffusion, TokenEditing, decode
+from refusion_lit.families.block_diffusion.decoder import MAX_POST_FORWARDS
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.visibility import as_mask
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.decoder_cases import prompts, traits_for
+from support.effort import examples
+from support.fakes import MASK, SPECIAL, VOCAB, FakeModel, HashModel, tiny_backbone
+from support.slow_decoding import best_allowed, cut
+
+
+def slow_editing(
+    model: LanguageModel,
+    prompt: tuple[int, ...],
+    decoder: TokenEditing,
+    length: int,
+    known: Sequence[int | None] = (),
+) -> tuple[list[int], int]:
+    """Fill and edit block by block, but what is known of the response; every forward feeds the whole text."""
+    size, text, num_forwards = decoder.block_size, list(prompt), 0
+    special, length = model.special_tokens, length + sum(token is not None for token in known)
+    holes_end = len(known) if None in known else 0
+    while True:
+        first, start = len(text), len(text) - len(prompt)
+        left = size - first % size
+        block: list[int | None] = [*known[start:], *[None] * left][:left]
+        fixed = [token is not None for token in block]
+        num_post = 0
+        while not all(fixed) and num_post < MAX_POST_FORWARDS:
+            row = [*text, *(MASK if token is None else token for token in block)]
+            number = torch.arange(len(row)) // size
+            sees = (number[:, None] >= number)[None]
+            hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees)
+            logits = model.logits(hidden[0]).double()[first:]
+            num_forwards += 1
+            best = []
+            for place, row in enumerate(logits, start):
+                banned = [*special.banned_token_ids, *(special.eos_token_ids if place < holes_end else ())]
+                best.append(best_allowed(row, banned, special.vocab_size))
+            sure = [float(p[token]) for p, token in zip(logits.softmax(-1), best, strict=True)]
+            masked = [i for i, token in enumerate(block) if token is None]
+            filled = [i for i in masked if sure[i] > decoder.mask_threshold]
+            filled = filled or sorted(masked, key=lambda i: (-sure[i], i))[:1]
+            edited = [
+                i for i, token in enumerate(block)
+                if token not in (None, best[i]) and sure[i] > decoder.edit_threshold and not fixed[i]
+            ]  # fmt: skip
+            for i in [*filled, *edited]:
+                block[i] = best[i]
+            num_post += not masked
+            if not masked and not edited:
+                break
+        text += [token for token in block if token is not None]
+        response = text[len(prompt) :][:length]
+        if set(special.eos_token_ids) & set(response) or len(response) == length:
+            return cut(response, special.eos_token_ids), num_forwards
+
+
+@settings(max_examples=examples(42), deadline=None)
+@given(
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    block_size=st.integers(1, 7), mask_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
+    edit_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]), length=st.integers(1, 17), size=st.integers(1, 3),
+)  # fmt: skip
+def test_the_text_is_that_of_a_loop_without_cache(
+    seed: int,
+    ends: frozenset[int],
+    found: list[Prompt],
+    block_size: int,
+    mask_threshold: float,
+    edit_threshold: float,
+    length: int,
+    size: int,
+) -> None:
+    decoder = TokenEditing(block_size=block_size, mask_threshold=mask_threshold, edit_threshold=edit_threshold)
+    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
+    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
+    for prompt, row in zip(found, rows, strict=True):
+        assert (row.token_ids, row.num_forwards) == slow_editing(slow, prompt.token_ids, decoder, length)
+
+
+@settings(max_examples=examples(24), deadline=None)
+@given(
+    seed=st.integers(0, 9999), prompt=st.lists(st.integers(3, 8), min_size=1, max_size=5),
+    known=st.lists(st.none() | st.integers(3, 8), max_size=14).map(lambda tokens: (*tokens, 4)),
+    block_size=st.integers(1, 5), threshold=st.sampled_from([0.0, 0.1, 0.3]), length=st.integers(14, 17),
+)  # fmt: skip
+def test_what_is_given_is_read_and_never_replaced(
+    seed: int, prompt: list[int], known: tuple[int | None, ...], block_size: int, threshold: float, length: int
+) -> None:
+    decoder = TokenEditing(
+        block_size=block_size, mask_threshold=0.3, edit_threshold=threshold,
+        ignore_right_context=True,
+    )  # fmt: skip
+    model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))
+    found = Prompt(token_ids=tuple(prompt), id="p", given=known)
+    [row] = decode(model, decoder, [found], SamplingParams(max_new_tokens=length)).rows
+    assert (row.token_ids, row.num_forwards) == slow_editing(slow, tuple(prompt), decoder, length, known)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
+def test_without_edits_it_is_block_diffusion_and_a_forward_more_for_each_block(threshold: float) -> None:
+    traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask", "visible"))
+    model = tiny_backbone(traits, replace(SPECIAL, eos_token_ids=(VOCAB + 2,)))
+    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (4, 8)]
+    ways = (
+        TokenEditing(block_size=4, mask_threshold=threshold, edit_threshold=1.0),
+        BlockDiffusion(block_size=4, threshold=threshold),
+    )
+    own, plain = (decode(model, way, found, SamplingParams(max_new_tokens=20), batch_size=2).rows for way in ways)
+    assert [(row.token_ids, row.num_forwards) for row in own] == [
+        (row.token_ids, row.num_forwards + 5) for row in plain
+    ]
+
+
+class Regrets(FakeModel):
+    """Wants token 5 everywhere; once its right neighbour is known, place 3 wants 6 or, ``cycles``, what it is not.
+
+    Hidden states are the wanted tokens themselves.
+    """
+
+    def __init__(self, *, cycles: bool) -> None:
+        super().__init__(ModelTraits(attention="block_causal", block_size=4, predictions=("mask", "visible")))
+        self.cycles = cycles
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask, cache=None) -> Tensor:
+        mask = as_mask(attention_mask, self.device)
+        self.record(input_ids, position_ids, mask, torch.ones_like(input_ids, dtype=torch.bool))
+        wanted = torch.full_like(input_ids, 5)
+        for row, (ids, places) in enumerate(zip(input_ids.tolist(), position_ids.tolist(), strict=True)):
+            known = dict(zip(places, ids, strict=True))
+            if 5 in known and known[5] != MASK and known.get(4) != MASK and 4 in known:
+                wanted[row, places.index(4)] = 6 if not self.cycles or known[4] == 5 else 5
+        return wanted[..., None].double()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        ids = hidden[:, 0].long()
+        logits = torch.zeros(len(ids), self.num_head_rows, dtype=torch.float64)
+        return logits.scatter(1, ids[:, None], 9.0)
+
+    def make_cache(self, num_rows: int) -> KVCache:
+        return KVCache(0, num_rows)  # no layers: it keeps no state
+
+
+@pytest.mark.parametrize(("cycles", "expected", "num_forwards"), [(False, [6, 5, 5, 5], 3), (True, [5, 5, 5, 5], 17)])
+def test_a_token_is_replaced_once_its_neighbour_is_known(cycles: bool, expected: list[int], num_forwards: int) -> None:
+    """All masks are filled; then place 4 changes its mind, once, or until the bound."""
+    decoder = TokenEditing(block_size=4, mask_threshold=0.5, edit_threshold=0.5)
+    prompt, sampling = Prompt(token_ids=(3, 4, 7, 8), id="p"), SamplingParams(max_new_tokens=4)
+    [row] = decode(Regrets(cycles=cycles), decoder, [prompt], sampling).rows
+    assert (row.token_ids, row.num_forwards) == (expected, num_forwards)
+
+
+def test_a_given_token_stays_though_the_model_wants_another() -> None:
+    decoder = TokenEditing(block_size=4, mask_threshold=0.5, edit_threshold=0.5)
+    prompt, sampling = Prompt(token_ids=(3, 4, 7, 8), id="p", given=(7, None, 7)), SamplingParams(max_new_tokens=2)
+    model = Regrets(cycles=False)  # wants 6 at place 0 and 5 at place 2, with certainty
+    [row] = decode(model, decoder, [prompt], sampling).rows
+    # One forward fills both masks, the second replaces nothing.
+    assert (row.token_ids, row.num_forwards) == ([7, 5, 7, 5], 2)
+    assert decoder.refusal(replace(prompt, given=(None, 7, None, 7))) is None
+    assert "ignore_right_context" in str(decoder.refusal(replace(prompt, given=(None, 7, 7, 7, 7))))
+
+
+def test_a_model_that_never_saw_wrong_tokens_is_refused() -> None:
+    traits = ModelTraits(attention="block_causal", block_size=32, predictions=("mask",))
+    [reason] = TokenEditing().requirements().mismatches(traits)
+    assert "visible" in reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"block_size": 0}, {"mask_threshold": 1.5}, {"edit_threshold": -0.1}],
+)
+def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        TokenEditing(**options)  # type: ignore[arg-type]

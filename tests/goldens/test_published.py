@@ -1,0 +1,189 @@
+"""Decoders give the texts of the authors' programs on published checkpoints, in as many forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from refusion_lit.decoding import BlockDiffusion, Decoder, DecodingOutput, FastDLLM, LLaDA, decode
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.decoder_cases import LastState
+from support.orders import order_mask, pattern_order
+from support.published import published_model, reference
+
+BATCH_SIZES = [1, 16]
+NUM_ALONE = 1
+"""Prompts of a setting that are decoded alone, too: that a row does not depend on its batch has tests of its own."""
+
+
+def decoded(
+    name: str, setting: int, decoder: Decoder, sampling: SamplingParams, batch_size: int
+) -> tuple[list[dict[str, Any]], DecodingOutput, list[list[int]]]:
+    """Decode a setting's prompts; return the reference runs, what came out, and the whole canvases."""
+    golden = reference(name)
+    runs = [run for run in golden["runs"] if run["setting"] == setting]
+    runs = runs[:NUM_ALONE] if batch_size == 1 else runs
+    prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
+    watcher, model = LastState(), published_model(golden["model"]).backbone
+    output = decode(model, decoder, prompts, sampling, batch_size=batch_size, callbacks=[watcher])
+    return runs, output, [watcher.states[i].tokens for i in range(len(runs))]
+
+
+def check(
+    name: str, setting: int, decoder: Decoder, sampling: SamplingParams, batch_size: int
+) -> tuple[list[dict[str, Any]], DecodingOutput]:
+    """Compare every token of the canvas, those after an end of sequence too, and the number of forwards."""
+    runs, output, canvases = decoded(name, setting, decoder, sampling, batch_size)
+    assert len(runs) >= (NUM_ALONE if batch_size == 1 else 3)
+    for run, row, canvas in zip(runs, output.rows, canvases, strict=True):
+        assert canvas == run["output"]
+        assert row.num_forwards == run["num_forwards"]
+        assert row.token_ids == run["output"][: row.num_tokens]
+    if batch_size == 1:
+        assert output.num_calls == sum(run["num_forwards"] for run in runs)
+    return runs, output
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", range(12))
+def test_llada(setting: int, batch_size: int) -> None:
+    options = reference("llada_generate")["settings"][setting]
+    decoder = LLaDA(
+        steps=options["steps"],
+        block_length=options["block_length"],
+        guidance_scale=options.get("cfg_scale", 0.0),
+        forbid_eos=options.get("logits_eos_inf", False),
+        eos_confidence_zero=options.get("confidence_eos_eot_inf", False),
+    )
+    check("llada_generate", setting, decoder, SamplingParams(max_new_tokens=options["gen_length"]), batch_size)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", range(17))
+def test_dream(setting: int, batch_size: int) -> None:
+    options = reference("dream_generate")["settings"][setting]
+    decoder = LLaDA(steps=options["steps"], order=options["alg"], shifted=True)
+    filters = {"top_p": options.get("top_p", 1.0), "top_k": options.get("top_k")}
+    sampling = SamplingParams(max_new_tokens=options["gen_length"], **filters)
+    check("dream_generate", setting, decoder, sampling, batch_size)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", range(16))
+def test_fast_dllm_on_llada(setting: int, batch_size: int) -> None:
+    options = reference("fast_dllm_v1_llada")["settings"][setting]
+    threshold, factor = options.get("threshold"), options.get("factor")
+    decoder = FastDLLM(
+        block_length=options["block_length"],
+        threshold=threshold,
+        factor=factor,
+        steps=options["steps"] if threshold is None and factor is None else None,
+        cache=options["cache"],
+    )
+    check("fast_dllm_v1_llada", setting, decoder, SamplingParams(max_new_tokens=options["gen_length"]), batch_size)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", range(15))
+def test_fast_dllm_on_dream(setting: int, batch_size: int) -> None:
+    options = reference("fast_dllm_v1_dream")["settings"][setting]
+    threshold, cache = options.get("threshold"), options["cache"]
+    has_quota = cache == "none" or threshold is None
+    decoder = FastDLLM(
+        block_length=options.get("block_length"),
+        threshold=threshold,
+        steps=options["steps"] if has_quota else None,
+        order="maskgit_plus" if threshold is not None else "entropy",
+        cache=cache,
+        shifted=True,
+    )
+    sampling = SamplingParams(max_new_tokens=options["gen_length"])
+    runs, output = check("fast_dllm_v1_dream", setting, decoder, sampling, batch_size)
+    for run, row in zip(runs, output.rows, strict=True):
+        if "committed_per_step" in run:
+            assert row.round_ratios == [count for count in run["committed_per_step"] if count]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("setting", range(10))
+def test_fast_dllm_v2(setting: int, batch_size: int) -> None:
+    options = reference("fast_dllm_v2_generate")["settings"][setting]
+    decoder = BlockDiffusion(
+        block_size=options["block_size"],
+        sub_block_size=options["small_block_size"],
+        threshold=options["threshold"],
+        sub_block_cache=options.get("use_block_cache", False),
+        shifted=True,
+        fused=False,
+    )
+    for run in reference("fast_dllm_v2_generate")["runs"]:
+        if run["setting"] != setting:
+            continue
+        sampling = SamplingParams(max_new_tokens=len(run["output"]))
+        prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i in range(batch_size)]
+        model = published_model("fast-dllm-v2-tiny").backbone
+        output = decode(model, decoder, prompts, sampling, batch_size=batch_size)
+        for row in output.rows:
+            assert row.token_ids == run["output"]
+            assert row.num_forwards == run["num_forwards"]
+
+
+def nucleus(probabilities: Tensor, share: float) -> Tensor:
+    """BD3-LM's nucleus, which leaves out the token that crosses the share; ours keeps it."""
+    ordered, index = probabilities.sort(descending=True)
+    kept = ordered.cumsum(0) <= share
+    kept[0] = True
+    found = torch.zeros_like(probabilities).scatter(0, index, ordered * kept)
+    return found / found.sum()
+
+
+@pytest.mark.parametrize("setting", range(6))
+def test_bd3lm_gives_the_samplers_probabilities(setting: int) -> None:
+    """A sampler's text cannot be compared without its random numbers, but what each token was drawn from can."""
+    golden = reference("bd3lm_sample")
+    size, mask = golden["block_size"], golden["mask_token_id"]
+    share = golden["settings"][setting]["nucleus_p"]
+    traits = ModelTraits(attention="block_causal", block_size=size, predictions=("mask",))
+    backbone = published_model("bd3lm-tiny", "float64").backbone
+    for run in [run for run in golden["runs"] if run["setting"] == setting]:
+        canvas = [golden["bos_token_id"]] + [mask] * (golden["length"] - 1)
+        for step in run["steps"]:
+            stop = (max(step["places"]) // size + 1) * size
+            ids, positions = torch.tensor([canvas[:stop]]), torch.arange(stop)[None]
+            seen = order_mask(pattern_order(traits, positions), torch.tensor([stop]))
+            with torch.no_grad():
+                logits = backbone.logits(backbone.hidden_states(ids, positions, seen))[0]
+            logits[:, mask] = -torch.inf
+            for place, token, expected in zip(step["places"], step["tokens"], step["probabilities"], strict=True):
+                found = nucleus(logits[place].softmax(-1), share)[token]
+                assert float(found) == pytest.approx(expected, abs=2e-4)  # the program computed in float32
+            for place, token in zip(step["places"], step["tokens"], strict=True):
+                canvas[place] = token
+
+
+@pytest.mark.parametrize("dtype", [None, "float64", "bfloat16"])
+def test_confidences_can_be_computed_in_the_type_of_the_authors_weights(dtype: Any) -> None:
+    """In bfloat16 confidences round to the same value, and the lower position wins."""
+    backbone, length = published_model("llada-tiny").backbone, 24
+    special, prompt = backbone.special_tokens, reference("llada_generate")["runs"][0]["prompt"]
+    decoder, watcher = LLaDA(confidence_dtype=dtype), LastState()
+    decode(backbone, decoder, [Prompt(token_ids=tuple(prompt), id="0")], SamplingParams(max_new_tokens=length),
+           callbacks=[watcher])  # fmt: skip
+    assert special.mask_token_id is not None
+    canvas, order = [special.mask_token_id] * length, []
+    for _ in range(length):
+        ids = torch.tensor([[*prompt, *canvas]])
+        seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+        with torch.no_grad():
+            logits = backbone.logits(backbone.hidden_states(ids, torch.arange(ids.shape[1])[None], seen))[0]
+        probability = logits[len(prompt) :].to(getattr(torch, dtype or "float32")).softmax(-1)
+        probability[:, [special.mask_token_id, *range(special.vocab_size, 32)]] = 0
+        best, tokens = probability.max(-1)
+        place = max((i for i in range(length) if i not in order), key=lambda i: (float(best[i]), -i))
+        canvas[place] = int(tokens[place])
+        order.append(place)
+    assert watcher.states[0].committed == order
+    assert watcher.states[0].tokens == canvas

@@ -1,0 +1,175 @@
+"""Packing: the same corruption and the same loss in fewer, fuller rows, and no sample sees another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.packing import pack
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import (
+    Autoregressive,
+    BlockMasked,
+    DualStream,
+    Hybrid,
+    Masked,
+    MaskWindows,
+    Objective,
+    SoftTail,
+)
+from refusion_lit.types import ModelTraits, SpecialTokens
+from support.dense import attention_mask
+from support.tiny import TINY_QWEN
+
+PAD, EOS, MASK, VOCAB = 0, 1, 2, 60
+SPECIAL = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=VOCAB)
+OBJECTIVES: list[Objective] = [
+    Hybrid(slot_sizes=(1, 3, 4)),
+    Autoregressive(),
+    Masked(),
+    Masked(shifted=True, cart_p=0.3, pad_responses_to=4),
+    BlockMasked(block_size=4),
+    BlockMasked(block_size=3, complementary=True, shifted=True, fill_blocks_with="mask"),
+    DualStream(block_size=4),
+    SoftTail(),
+    MaskWindows(window=3),
+]
+each_objective = pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+SAMPLES = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=6)
+
+
+def make_batch(samples: list[tuple[int, int, int]]) -> tuple[ResponseBatch, torch.Tensor]:
+    """Return a batch of (prompt length, response length, row) and the rows, numbered without gaps."""
+    numbers = {row: number for number, row in enumerate(sorted({row for _, _, row in samples}))}
+    prompts, responses, rows = torch.tensor([(p, r, numbers[row]) for p, r, row in samples]).unbind(1)
+    places = torch.arange(int((prompts + responses).max()))
+    tokens = torch.randint(3, VOCAB, (len(samples), len(places)), generator=torch.Generator().manual_seed(len(samples)))
+    tokens = tokens.masked_fill(places >= (prompts + responses)[:, None], PAD)
+    keys = torch.arange(len(samples)) * 1_000_003
+    batch = ResponseBatch(input_ids=tokens, prompt_lengths=prompts, response_lengths=responses, sample_keys=keys)
+    return batch, rows
+
+
+def corrupt(objective: Objective, batch: ResponseBatch) -> CorruptedBatch:
+    return objective.corrupt(batch, KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0), SPECIAL)
+
+
+@pytest.fixture(scope="module")
+def make_backbone() -> Callable[[str], Backbone]:
+    """Return a maker of a small model with a given attention implementation, the same weights each time."""
+
+    def make(implementation: str = "sdpa") -> Backbone:
+        config = AutoConfig.for_model(**TINY_QWEN | {"num_hidden_layers": 2, "vocab_size": VOCAB})
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float64)
+        return Backbone(model, ModelTraits(), SPECIAL)
+
+    return make
+
+
+def loss_and_gradients(
+    backbone: Backbone, objective: Objective, corrupted: CorruptedBatch
+) -> tuple[LossOutput, list[torch.Tensor]]:
+    hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+    loss = objective.loss(hidden, backbone.logits, corrupted)
+    return loss, list(torch.autograd.grad(loss.total, list(backbone.parameters())))
+
+
+@each_objective
+@settings(max_examples=10, deadline=None)
+@given(samples=SAMPLES)
+def test_loss_and_gradients_are_those_without_packing(
+    make_backbone: Callable[..., Backbone], objective: Objective, samples: list[tuple[int, int, int]]
+) -> None:
+    backbone = make_backbone()
+    batch, rows = make_batch(samples)
+    plain = corrupt(objective, batch)
+    packed = pack(plain, rows, pad_token_id=PAD)
+    expected, expected_gradients = loss_and_gradients(backbone, objective, plain)
+    found, gradients = loss_and_gradients(backbone, objective, packed)
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-9, atol=1e-9)
+    assert torch.equal(found.counts, expected.counts)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_flex_attention_packs_alike(make_backbone: Callable[..., Backbone]) -> None:
+    batch, rows = make_batch([(2, 7, 0), (3, 4, 1), (0, 5, 1), (4, 9, 0)])
+    torch.compiler.set_stance("force_eager")  # compiling flex attention takes 20 s on a CPU
+    try:
+        for objective in OBJECTIVES:
+            plain = corrupt(objective, batch)
+            with torch.no_grad():
+                sums = [
+                    objective.loss(
+                        model(corrupted.input_ids, corrupted.position_ids, corrupted.visible),
+                        model.head,
+                        corrupted,
+                    ).sums
+                    for model, corrupted in (
+                        (make_backbone("sdpa").float(), plain),
+                        (make_backbone("flex_attention").float(), pack(plain, rows, pad_token_id=PAD)),
+                    )
+                ]
+            torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-4)
+    finally:
+        torch.compiler.set_stance("default")
+
+
+@each_objective
+@settings(max_examples=15, deadline=None)
+@given(samples=SAMPLES)
+def test_rows_hold_their_samples_unchanged_and_apart(objective: Objective, samples: list[tuple[int, int, int]]) -> None:
+    """Compared with a loop that puts one sample's positions after the other's."""
+    batch, rows = make_batch(samples)
+    plain = corrupt(objective, batch)
+    packed = pack(plain, rows, pad_token_id=PAD)
+    num_rows, num_views = int(rows.max()) + 1, len(plain.input_ids) // len(rows)
+    assert plain.is_real is not None
+    assert attention_mask(packed) is not None
+    assert len(packed.input_ids) == num_rows * num_views
+    width = packed.input_ids.shape[1]
+    for view in range(num_views):
+        for row in range(num_rows):
+            members = [view * len(rows) + i for i in range(len(rows)) if rows[i] == row]
+            places = [plain.is_real[member].nonzero()[:, 0] for member in members]
+            number = view * num_rows + row
+            for name in ("input_ids", "position_ids", "labels", "weights", "terms", "is_masked"):
+                found = getattr(packed, name)[number]
+                expected = torch.cat([getattr(plain, name)[m, p] for m, p in zip(members, places, strict=True)])
+                assert torch.equal(found[: len(expected)], expected), name
+            expected_mask = torch.eye(width, dtype=torch.bool)
+            start = 0
+            for member, place in zip(members, places, strict=True):
+                size = len(place)
+                mask = attention_mask(plain)
+                own = torch.ones(size, size).tril().bool() if mask is None else mask[member][place][:, place]
+                expected_mask[start : start + size, start : start + size] = own
+                start += size
+            assert torch.equal(attention_mask(packed)[number], expected_mask)
+            assert packed.is_real is not None
+            assert packed.is_real[number].tolist() == [True] * start + [False] * (width - start)
+            assert (packed.labels[number, start:] == -100).all()
+            assert (packed.input_ids[number, start:] == PAD).all()
+    widest = max(int(packed.is_real[number].sum()) for number in range(len(packed.input_ids)))
+    assert width == widest
+
+
+def test_an_objective_that_does_not_say_what_is_real_is_refused() -> None:
+    batch, rows = make_batch([(1, 3, 0)])
+    silent = replace(corrupt(Autoregressive(), batch), is_real=None)
+    with pytest.raises(
+        ValueError, match=r"data\.pack_length: expected an objective that supports packing, got one that"
+    ):
+        pack(silent, rows, pad_token_id=PAD)

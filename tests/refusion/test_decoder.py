@@ -1,0 +1,222 @@
+"""``ReFusion`` and ``RecomputeKV`` against slow references: tokens, and what is computed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refusion_lit.decoding import RecomputeKV, ReFusion, decode
+from refusion_lit.types import Prompt, SamplingParams
+from support.effort import examples
+from support.fakes import EOS, MASK, VOCAB, HashModel, OracleModel, oracle_text, tiny_backbone
+from support.reference_refusion import SlowReFusion
+from support.refusion_cases import decoders, prompt_of
+
+
+@settings(max_examples=examples(90), deadline=None)
+@given(data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 30))
+def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, num_new_tokens: int) -> None:
+    decoder = data.draw(decoders(num_new_tokens))
+    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8))
+    model = HashModel(
+        seed,
+        flavour=data.draw(st.sampled_from(["plain", "plain", "ties"])),
+        ends=data.draw(st.frozensets(st.integers(len(prompt), len(prompt) + num_new_tokens), max_size=2)),
+        end_bias=data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0])),
+    )
+    reference = SlowReFusion(model, decoder, tuple(prompt), num_new_tokens).run()
+    [row] = decode(model, decoder, [prompt_of(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
+    assert row.token_ids == reference.response
+    if decoder.infill != "bonus":  # whose forwards hold what is new of slots of all stages
+        assert row.forward_shapes == reference.shapes
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(data=st.data(), num_new_tokens=st.integers(1, 20))
+def test_a_transformers_cache_gives_what_the_slow_reference_recomputes(
+    data: st.DataObject, num_new_tokens: int
+) -> None:
+    decoder = data.draw(decoders(num_new_tokens))
+    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+    model = tiny_backbone()
+    with torch.no_grad():
+        reference = SlowReFusion(model, decoder, tuple(prompt), num_new_tokens).run()
+    [row] = decode(model, decoder, [prompt_of(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
+    assert row.token_ids == reference.response
+    if decoder.infill != "bonus":  # whose forwards hold what is new of slots of all stages
+        assert row.forward_shapes == reference.shapes
+    ahead = replace(decoder, fused=True, infill_layout="packed")
+    [row] = decode(model, ahead, [prompt_of(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
+    assert row.token_ids == reference.response
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 30), fused=st.booleans())
+def test_with_bonus_tokens_every_forward_commits_a_token(
+    data: st.DataObject, seed: int, num_new_tokens: int, fused: bool
+) -> None:
+    drawn = data.draw(decoders(num_new_tokens).filter(lambda it: type(it) is ReFusion))
+    num_drafts = data.draw(st.none() | st.integers(1, 4))
+    decoder = replace(drawn, infill="bonus", token_threshold=0.5, num_drafts=num_drafts)
+    model = HashModel(seed, end_bias=data.draw(st.sampled_from([-30.0, -4.0])))
+    sampling = SamplingParams(max_new_tokens=num_new_tokens)
+    reference = SlowReFusion(model, decoder, (3, 4), num_new_tokens).run()
+    [row] = decode(model, replace(decoder, fused=fused), [prompt_of([3, 4])], sampling, trace=True).rows
+    assert row.token_ids == reference.response
+    assert row.num_forwards <= len(reference.text)
+
+
+def test_a_plan_rides_along_with_a_verification_that_accepts_all() -> None:
+    model = OracleModel(oracle_text(None))
+    sampling = SamplingParams(max_new_tokens=16)
+    phases = {}
+    for fused in (False, True):
+        decoder = ReFusion(slot_size=4, num_serial_blocks=2, infill="bonus", selection="sequential", fused=fused)
+        [row] = decode(model, decoder, [prompt_of([5, 6])], sampling, trace=True).rows
+        assert row.token_ids == [oracle_text(None)(place) for place in range(2, 18)]
+        phases[fused] = [step.phase for step in row.trace]
+    assert phases[False] == ["plan", "verify"] * 4
+    assert "verify+plan" in phases[True]
+    assert len(phases[True]) < 8
+
+
+def test_a_plan_that_rides_along_ends_with_an_earlier_end_of_the_text() -> None:
+    sampling = SamplingParams(max_new_tokens=25)
+    decoder = ReFusion(slot_size=3, infill="bonus", token_threshold=0.5, selection="top_k", k=2)
+    for seed in range(100):  # of which 13 have an open slot that ends the text before one that had ended it
+        model = HashModel(seed, ends=frozenset({7, 8, 11, 12, 14}))
+        model.forward_cost = 1e6  # plans ride along wherever they can
+        texts = [
+            decode(model, replace(decoder, fused=fused), [prompt_of([3, 4])], sampling).rows[0].token_ids
+            for fused in (False, True)
+        ]
+        assert texts[0] == texts[1]
+
+
+def places_after(prompt_length: int, size: int, wrong: set[int]) -> Callable[[int], float]:
+    """Return probabilities with which masks guess wrong at some places of each slot, and right elsewhere."""
+    return lambda position: 1e-6 if (position - prompt_length) % size in wrong else 0.97
+
+
+def test_where_a_draft_is_rejected_masks_draft_the_rest_in_the_same_forward() -> None:
+    model = OracleModel(oracle_text(None), certainty=places_after(2, 8, {2}))
+    model.forward_cost = 1e6  # one forward saved is worth any number of masks
+    decoder = ReFusion(slot_size=8, num_serial_blocks=2, infill="bonus", num_drafts=2)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=16)).rows
+    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 18)]
+    # A slot: its first token is planned, 1 and own token 2, 3 to 4 and own token 5, 6 to 7 with the next plan.
+    assert row.num_forwards == 1 + 3 + 3
+
+
+def test_where_masks_are_always_wrong_the_models_choices_after_them_are_drafts() -> None:
+    # An oracle's choices do not depend on its input: those after a rejected draft are right.
+    model = OracleModel(oracle_text(None), certainty=places_after(2, 64, {*range(1, 64)}))
+    decoder = ReFusion(slot_size=64, num_serial_blocks=1, infill="bonus", num_drafts=3)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=64), trace=True).rows
+    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 66)]
+    assert row.num_forwards < 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"infill": "bonus", "token_threshold": 0.4}, "^token_threshold: expected at least 0.5 with infill 'bonus'"),
+        ({"num_drafts": 3}, "^num_drafts: expected null without infill 'bonus', got 3"),
+        ({"infill": "bonus", "num_drafts": 0}, "^num_drafts: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_options_of_bonus_tokens_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReFusion(**options)
+
+
+def test_the_fakes_lead_to_all_paths() -> None:
+    num_open, differing = 0, 0
+    for seed in range(120):
+        model = HashModel(seed, ends=frozenset({9 + seed % 12}), end_bias=-4.0)
+        options = {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.3, "token_threshold": 0.6}
+        texts = []
+        for decoder in (ReFusion(**options), RecomputeKV(**options)):
+            reference = SlowReFusion(model, decoder, (3, 4, 5), 24).run()
+            num_open += reference.num_infills_with_open_slots_before_their_end
+            texts.append(reference.response)
+        differing += texts[0] != texts[1]
+    assert num_open > 10
+    assert differing > 10
+
+
+def test_an_end_in_an_infill_costs_no_text_before_it() -> None:
+    # Slots 1 and 3 are certain, but no draft passes; slot 1 holds the end, slots 0 and 2 are still open.
+    sure = {3 + 4, 3 + 12}
+    model = OracleModel(
+        oracle_text(3 + 6), certainty=lambda place: 0.97 if place in sure else 0.5, agreement=lambda _: 0.5
+    )
+    decoder = ReFusion(fused=False, infill_layout="reference", slot_size=4, num_serial_blocks=1)
+    [row] = decode(model, decoder, [prompt_of([5, MASK, EOS])], SamplingParams(max_new_tokens=16), trace=True).rows
+    assert row.token_ids == [oracle_text(9)(place) for place in range(3, 10)]
+    together = [(1, 3 + 16), (1, 8), (2, 4), (2, 4), (2, 3), (2, 3)]
+    alone = [(1, 4), (1, 4), (1, 4), (1, 4), (1, 3), (1, 3), (1, 2), (1, 2)]
+    assert row.forward_shapes == together + alone
+    assert row.trace[5].accepted == [7, 8, 9]
+    assert row.trace[-1].accepted == [3, 4, 5, 6]
+    assert row.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_nothing_after_an_end_in_a_verification_is_decoded(num_blocks: int) -> None:
+    model = OracleModel(oracle_text(2 + 5))
+    decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=num_blocks)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24)).rows
+    assert row.token_ids == [oracle_text(7)(place) for place in range(2, 8)]
+    length = 24 // num_blocks
+    if length == 4:
+        assert row.forward_shapes == [(1, 6), (1, 4), (1, 4), (1, 4)]
+    else:
+        assert row.forward_shapes == [(1, 2 + length), (1, length)]
+
+
+def test_places_beyond_the_budget_cost_no_blocks_of_their_own() -> None:
+    # 9 tokens fill one of 2 slots in the second block of 3: the third is not needed, nor one slot of the second.
+    model = OracleModel(oracle_text(None))
+    decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=3)
+    [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=9)).rows
+    assert row.num_tokens == 9
+    assert row.forward_shapes == [(1, 5), (1, 4), (1, 4), (1, 4), (1, 4), (1, 4)]
+    decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=2)
+    [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=11)).rows
+    assert row.num_tokens == 11
+    assert row.forward_shapes == [(1, 9), (1, 8), (1, 8), (1, 8)]
+
+
+@pytest.mark.parametrize("certainty", ["first", "mean", "min", "product"])
+def test_the_head_is_computed_where_it_is_read(certainty: Any) -> None:
+    sure = {4 * slot for slot in (1, 2, 4)}
+    model = OracleModel(oracle_text(None), certainty=lambda place: 0.97 if place - 2 in sure else 0.5)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1, slot_threshold=0.6, slot_confidence=certainty, fused=False)
+    decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24), trace=True)
+    rounds = {"first": [(6, 3), (3, 1), (2, 1), (1, 1)]}.get(certainty)
+    if certainty == "mean":  # (0.97 + 3 * 0.5) / 4 is just above 0.6: the same choice, all places read
+        rounds = [(6, 3), (3, 1), (2, 1), (1, 1)]
+    if rounds is None:  # none is certain: one slot a round, the whole slot's certainty counts
+        rounds = [(left, 1) for left in range(6, 0, -1)]
+    reads = 0
+    for num_slots, num_chosen in rounds:
+        reads += num_slots + num_chosen * 3 if certainty == "first" else num_slots * 4
+        reads += num_chosen * 3
+    assert model.num_logit_rows == reads
+    assert len(model.calls) == 2 * len(rounds)
+
+
+def test_a_serial_block_beyond_the_budget_is_never_fed() -> None:
+    # Five slots in four serial blocks of two: the fourth would begin after the last wanted slot.
+    model = OracleModel(oracle_text(None))
+    prompt = Prompt(token_ids=(3, 4), id="p")
+    [row] = decode(model, ReFusion(slot_size=2, num_serial_blocks=4), [prompt], SamplingParams(max_new_tokens=10)).rows
+    assert row.num_tokens == 10
+    assert max(place for call in model.calls for place, _ in call.fed) == 2 + 12 - 1

@@ -1,0 +1,127 @@
+"""``ReFusion`` that plans the next round in a verification, and the layout of its infills: costs, never tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refusion_lit.decoding import RecomputeKV, ReFusion, decode
+from refusion_lit.types import SamplingParams
+from support.effort import examples
+from support.fakes import EOS, VOCAB, HashModel, OracleModel, oracle_text
+from support.refusion_cases import decoders, prompt_of
+
+
+def accepts_all(text: list[int], accepted: list[int], shape: tuple[int, int], first: int) -> bool:
+    return len(accepted) == shape[1] and not any(
+        text[place - first] == EOS for place in accepted if place - first < len(text)
+    )
+
+
+@settings(max_examples=examples(72), deadline=None)
+@given(
+    data=st.data(),
+    seed=st.integers(0, 9999),
+    num_new_tokens=st.integers(1, 40),
+    temperature=st.sampled_from([0.0, 0.0, 1.0]),
+)
+def test_planning_ahead_changes_no_token(
+    data: st.DataObject, seed: int, num_new_tokens: int, temperature: float
+) -> None:
+    decoder = data.draw(decoders(num_new_tokens))
+    prompt = prompt_of(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)))
+    first = len(prompt.token_ids)
+    ends = data.draw(st.frozensets(st.integers(first, first + num_new_tokens), max_size=2))
+    bias = data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0]))
+    sampling = SamplingParams(max_new_tokens=num_new_tokens, temperature=temperature)
+    rows = [
+        decode(HashModel(seed, ends=ends, end_bias=bias), each, [prompt], sampling, trace=True).rows[0]
+        for each in (decoder, replace(decoder, fused=True))
+    ]
+    assert rows[0].token_ids == rows[1].token_ids
+    if decoder.infill == "bonus":  # `fused` also decides which drafts there are
+        return
+    phases = [[entry.phase for entry in row.trace] for row in rows]
+    num_plans = phases[0].count("plan")
+    # One plan a round with or without: those that came from elsewhere are the forwards saved.
+    assert len(phases[0]) - len(phases[1]) == num_plans - phases[1].count("plan") >= 0
+    assert [phase.removesuffix("+plan") for phase in phases[1] if phase != "plan"] == [
+        phase for phase in phases[0] if phase != "plan"
+    ]
+    # A plan is saved after every verification that accepted its last draft, and every recomputation.
+    accepted = [set(entry.accepted) for entry in rows[0].trace]
+    saved = 0
+    for i, entry in enumerate(rows[0].trace[:-1]):
+        if entry.phase == "recompute" or (entry.phase == "verify" and accepted[i]):
+            saved += phases[0][i + 1] == "plan" and (
+                entry.phase == "recompute" or accepts_all(rows[0].token_ids, entry.accepted, entry.shape, first)
+            )
+    assert phases[0].count("plan") - phases[1].count("plan") >= saved
+
+
+@pytest.mark.parametrize("cls", [ReFusion, RecomputeKV])
+def test_with_all_drafts_accepted_a_round_is_one_forward(cls: type[ReFusion]) -> None:
+    model = OracleModel(oracle_text(None))
+    decoder = cls(slot_size=4, num_serial_blocks=2, selection="top_k", k=2)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=32), trace=True).rows
+    assert [(entry.phase, entry.shape) for entry in row.trace] == [
+        ("plan", (1, 2 + 16)),
+        ("verify+plan", (1, 8 + 8)),
+        ("verify+plan", (1, 8 + 16)),  # the next serial block
+        ("verify+plan", (1, 8 + 8)),
+        ("verify", (1, 8)),
+    ]
+    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 34)]
+
+
+def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
+    # Slots 2 and 3 are certain, 2 holds the end: the next plan sees no draft after it and holds slots 0 and 1.
+    sure = {2 + 8, 2 + 12}
+    model = OracleModel(oracle_text(2 + 9), certainty=lambda place: 0.97 if place in sure else 0.5)
+    decoder = ReFusion(slot_size=4, num_serial_blocks=1)
+    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24), trace=True).rows
+    assert [(entry.phase, entry.shape) for entry in row.trace] == [
+        ("plan", (1, 2 + 24)),
+        ("verify+plan", (1, 8 + 8)),
+        ("verify+plan", (1, 4 + 4)),
+        ("verify", (1, 4)),
+    ]
+    assert row.token_ids == [oracle_text(11)(place) for place in range(2, 12)]
+    seen = model.calls[1].mask[0, 8:]
+    assert not seen[:, 2 + 2 : 2 + 8].any(), "masks see nothing after the end"
+    assert seen[:, : 2 + 2].all()
+
+
+def test_an_infill_that_recomputes_plans_with_it() -> None:
+    model = OracleModel(oracle_text(None), certainty=lambda place: 0.9 - 0.01 * place, agreement=lambda _: 0.5)
+    decoder = RecomputeKV(slot_size=2, num_serial_blocks=1, token_threshold=0.6)
+    [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=4), trace=True).rows
+    phases = ["plan", "verify+plan", "infill_propose", "infill_verify", "recompute+plan"]
+    phases += ["verify", "infill_propose", "infill_verify", "recompute"]
+    assert [entry.phase for entry in row.trace] == phases
+
+
+@settings(max_examples=examples(48), deadline=None)
+@given(
+    data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 40), fused=st.booleans(),
+    temperature=st.sampled_from([0.0, 0.0, 1.0]),
+)  # fmt: skip
+def test_the_layout_of_infills_changes_no_token(
+    data: st.DataObject, seed: int, num_new_tokens: int, fused: bool, temperature: float
+) -> None:
+    decoder = replace(data.draw(decoders(num_new_tokens)), fused=fused)
+    prompt = prompt_of(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)))
+    first = len(prompt.token_ids)
+    ends = data.draw(st.frozensets(st.integers(first, first + num_new_tokens), max_size=2))
+    bias = data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0]))
+    sampling = SamplingParams(max_new_tokens=num_new_tokens, temperature=temperature)
+    reference, packed = (
+        decode(HashModel(seed, ends=ends, end_bias=bias), replace(decoder, infill_layout=layout), [prompt], sampling)
+        for layout in ("reference", "packed")
+    )
+    assert reference.rows[0].token_ids == packed.rows[0].token_ids
+    assert reference.rows[0].num_forwards == packed.rows[0].num_forwards
+    assert packed.num_positions <= reference.num_positions

@@ -1,0 +1,225 @@
+"""Decoders with options, models and prompts drawn at random, and what must hold of their output.
+
+A decoder is found as a subclass, and its options are drawn from its dataclass fields: a new one is covered without
+a change here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hypothesis import strategies as st
+
+import refusion_lit.families
+import refusion_lit.refusion
+from refusion_lit.decoding import (
+    APD,
+    CARD,
+    D2F,
+    BlockDiffusion,
+    Decoder,
+    DecodingOutput,
+    FastDLLM,
+    GenerationCallback,
+    LLaDA,
+    ReFusion,
+    RowState,
+    SelfSpeculative,
+    SetDiffusion,
+    TokenEditing,
+    WeDLM,
+)
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from support.fakes import DRAFTS, EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
+from support.subclasses import concrete_subclasses
+
+for room in (refusion_lit.refusion, refusion_lit.families):
+    for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
+        if not module.name.endswith(".export"):  # programs for transformers alone
+            importlib.import_module(module.name)
+
+DECODERS = concrete_subclasses(Decoder)
+
+# Options.
+
+STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
+    ReFusion: [
+        {"selection": "top_k", "k": 2, "slot_size": 3},
+        {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.3},
+        {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.1, "token_threshold": 0.5},
+    ],
+    BlockDiffusion: [
+        {"sampling_rule": "first_hitting"},
+        {"block_size": 4, "num_steps": 2, "threshold": 0.85, "confidence": "filtered", "fused": False},
+        {"shifted": True, "sub_block_size": 4},
+        {"shifted": True, "sub_block_size": 4, "sub_block_cache": True},
+    ],
+    LLaDA: [{"order": "entropy"}, {"order": "origin", "steps": 4}],
+    FastDLLM: [
+        {"threshold": None, "factor": 1.0, "cache": "prefix", "block_length": 5},
+        {"threshold": 0.5, "cache": "dual", "block_length": 6, "shifted": True},
+        {"threshold": None, "order": "entropy", "cache": "prefix", "block_length": 8, "steps": 8, "shifted": True},
+        {"threshold": 0.5, "order": "maskgit_plus", "block_length": None, "steps": 4, "shifted": True},
+    ],
+    CARD: [{"block_size": 4, "threshold": 0.5, "max_rounds": 2}, {"block_size": 5, "max_rounds": None}],
+    APD: [
+        {"mixture_weight": 0.5, "max_lookahead": 6},
+        {"mixture_weight": 0.95, "max_lookahead": None, "shifted": True},
+    ],
+    D2F: [
+        {"block_size": 4, "threshold": 0.5},
+        {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5},
+        {"block_size": 4, "add_threshold": 0.5},
+    ],
+    SetDiffusion: [{"window_size": 4, "threshold": 0.5}, {"window_size": 6, "threshold": None, "quota": 2}],
+    TokenEditing: [
+        {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
+        {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1},
+    ],
+    WeDLM: [{"window_size": 3, "entropy_threshold": 0.8}, {"window_size": 6}],
+}
+"""Options to start from that are drawn too seldom; a decoder needs none of its own."""
+
+
+def values_of(hint: Any, default: Any) -> st.SearchStrategy[Any]:
+    """Return values for an option, by its type; numbers are kept small, so that much happens in a short text."""
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return st.one_of(*(values_of(kind, default) for kind in get_args(hint)))
+    if hint is bool:
+        return st.booleans()
+    if hint is int:
+        return st.integers(1, 8)
+    if hint is float:
+        return st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0])
+    return st.none() if hint is NoneType else st.just(default)
+
+
+def is_accepted(make: Callable[..., Any], **options: Any) -> bool:
+    try:
+        make(**options)
+    except ValueError:
+        return False
+    return True
+
+
+@st.composite
+def setups(draw: st.DrawFn, cls: type[Decoder]) -> tuple[Decoder, SamplingParams]:
+    """Draw a decoder and how much it generates; options that refuse each other are left at their defaults."""
+    hints = get_type_hints(cls)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    chosen = draw(st.integers(0, 2 ** len(defaults) - 1))
+    names = [name for i, name in enumerate(defaults) if chosen >> i & 1]
+    drawn = {name: draw(values_of(hints[name], defaults[name])) for name in names}
+    starts = next((STARTS[base] for base in cls.__mro__ if base in STARTS), [])
+    options: dict[str, Any] = dict(draw(st.sampled_from([{}, *starts])))
+    # One by one, then by pairs: some options are only allowed together.
+    for group in [*((name,) for name in names), *((a, b) for a in names for b in names)]:
+        trial = options | {name: drawn[name] for name in group}
+        if is_accepted(cls, **trial):
+            options = trial
+    lengths = [draw(st.integers(1, 28)), 8, 12, 16, 24, 32, 64]
+    while True:
+        decoder = cls(**options)
+        for length in lengths:
+            sampling = SamplingParams(max_new_tokens=length)
+            if is_accepted(decoder.check, sampling=sampling):
+                return decoder, sampling
+        while True:  # no length goes with these options
+            options.popitem()
+            if is_accepted(cls, **options):
+                break
+
+
+# Models and prompts.
+
+SPECIALS = [
+    SPECIAL,
+    SpecialTokens(
+        mask_token_id=VOCAB - 1, eos_token_ids=(EOS, 5), pad_token_id=EOS, vocab_size=VOCAB, draft_token_ids=DRAFTS[:2]
+    ),
+]
+
+
+def traits_for(decoder: Decoder) -> ModelTraits:
+    """Return the traits of a model that was trained for a decoder."""
+    needs = decoder.requirements()
+    size = needs.block_size or (4 if needs.attention == "block_causal" else None)
+    return ModelTraits(attention=needs.attention, block_size=size, predictions=needs.predictions,
+                       prompt_is_block=needs.prompt_is_block)  # fmt: skip
+
+
+@st.composite
+def hash_models(
+    draw: st.DrawFn, flavours: Sequence[str] = ("plain", "plain", "ties", "extreme", "banned")
+) -> Callable[[Decoder], HashModel]:
+    options = {
+        "seed": draw(st.integers(0, 9999)),
+        "flavour": draw(st.sampled_from(flavours)),
+        "ends": draw(st.frozensets(st.integers(0, 40), max_size=3)),
+        "end_bias": draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0, 60.0])),
+        "special": draw(st.sampled_from(SPECIALS)),
+    }
+    return lambda decoder: HashModel(traits=traits_for(decoder), **options)
+
+
+@st.composite
+def prompts(draw: st.DrawFn, max_size: int = 5) -> list[Prompt]:
+    """Draw prompts of any ids: mask, padding and ends among them."""
+    tokens = st.lists(st.integers(0, VOCAB - 1) | st.just(MASK), min_size=1, max_size=11)
+    return [
+        Prompt(token_ids=tuple(ids), id=f"p{i}")
+        for i, ids in enumerate(draw(st.lists(tokens, min_size=1, max_size=max_size)))
+    ]
+
+
+def temperatures() -> st.SearchStrategy[float]:
+    return st.sampled_from([0.0, 0.0, 1.0])
+
+
+def weighs_rows(decoder: Decoder) -> bool:
+    """Whether a decoder's forwards, though not its text, depend on how many rows share their cost."""
+    if isinstance(decoder, ReFusion):
+        return decoder.infill == "bonus"
+    return isinstance(decoder, SelfSpeculative) and decoder.layout is None
+
+
+class LastState(GenerationCallback):
+    """Keeps each row's state."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, RowState] = {}
+
+    def on_commit(self, index: int, state: RowState) -> None:
+        self.states[index] = state
+
+
+def check_output(
+    model: FakeModel, found: Sequence[Prompt], sampling: SamplingParams, output: DecodingOutput, watcher: LastState
+) -> None:
+    special = model.special_tokens
+    never = {special.mask_token_id, special.pad_token_id} - set(special.eos_token_ids)
+    for index, (prompt, row) in enumerate(zip(found, output.rows, strict=True)):
+        assert row.id == prompt.id
+        assert 1 <= row.num_tokens <= sampling.max_new_tokens
+        assert not never & set(row.token_ids)
+        assert all(0 <= token < special.vocab_size for token in row.token_ids)
+        assert not set(special.eos_token_ids) & set(row.token_ids[:-1]), "nothing follows an end"
+        ends = row.token_ids[-1] in special.eos_token_ids
+        assert row.finish_reason == ("eos" if ends else "length")
+        assert ends or row.num_tokens == sampling.max_new_tokens
+        state = watcher.states[index]
+        assert state.prompt == prompt
+        assert not any(state.is_masked[: row.num_tokens])
+        assert state.tokens[: row.num_tokens] == row.token_ids
+        assert all(1 <= count <= row.num_forwards for count in state.commit_rounds[: row.num_tokens])
+        assert len(row.forward_shapes) == row.num_forwards >= 1
+        assert row.num_positions <= sum(rows * length for rows, length in row.forward_shapes)
+    assert output.num_calls == len(model.calls)
+    assert output.num_positions == sum(call.input_ids.numel() for call in model.calls)

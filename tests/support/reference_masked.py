@@ -1,0 +1,250 @@
+"""LLaDA, Dream and Fast-dLLM as plain loops from their descriptions, at temperature 0 and for one prompt.
+
+They call transformers directly: no engine, no batches. Where keys and values are frozen, they lie in transformers'
+own cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, DynamicCache
+
+from refusion_lit.decoding import Decoder, Generation, decode
+from refusion_lit.engine.requests import Reading
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.types import Prompt, SamplingParams
+from support.slow_decoding import best_allowed
+
+PAD, EOS, MASK, VOCAB = 0, 1, 2, 19
+GOLDENS = Path(__file__).parent.parent / "goldens"
+REFERENCE: dict[str, Any] = json.loads((GOLDENS / "llada_decode.json").read_text())
+PROMPTS = [tuple(run["prompt"]) for run in REFERENCE["runs"] if run["setting"] == 0][:4]
+
+Frozen = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer, [1, head, token, dim]."""
+
+
+@cache
+def model(dtype: str = "float64") -> Backbone:
+    directory = str(GOLDENS / "models" / "additions-bidirectional")
+    config = BackboneConfig(source=directory, attention="bidirectional", dtype=dtype)
+    return config.build(AutoTokenizer.from_pretrained(directory)).eval()
+
+
+def unmasked(decoder: Decoder, reading: Reading, prompt_id: str = "0") -> list[int]:
+    """Return the places that the first step unmasks of a canvas as long as the reading, all of which is read."""
+    sampling = SamplingParams(max_new_tokens=len(reading.tokens))
+    state = decoder.begin(Prompt(token_ids=(3,), id=prompt_id), sampling, model().special_tokens)
+    steps = decoder.step(state)
+    next(steps)
+    with suppress(StopIteration):
+        steps.send([reading])
+    return state.committed
+
+
+def run(
+    decoder: Decoder,
+    length: int,
+    prompts: list[tuple[int, ...]] = PROMPTS,
+    batch_size: int = 1,
+    *,
+    trace: bool = False,
+    **sampling: Any,
+) -> list[Generation]:
+    """Decode with the package's decoder."""
+    named = [Prompt(token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
+    params = SamplingParams(max_new_tokens=length, **sampling)
+    return decode(model(), decoder, named, params, batch_size=batch_size, trace=trace).rows
+
+
+@torch.no_grad()
+def forward(tokens: Sequence[int], first: int = 0, frozen: Frozen | None = None) -> tuple[Tensor, Frozen]:
+    """Run tokens from position ``first`` on; each sees all of them and what is frozen.
+
+    Returns:
+        Logits [token, vocab], and keys and values: the frozen ones, then the tokens'.
+    """
+    past = DynamicCache()
+    num_frozen = 0 if frozen is None else frozen[0][0].shape[2]
+    for layer, (keys, values) in enumerate(frozen or []):
+        past.update(keys, values, layer)
+    mask = torch.zeros(1, 1, len(tokens), num_frozen + len(tokens), dtype=torch.float64)
+    output = model().model(
+        torch.tensor([tokens]),
+        attention_mask=mask,
+        position_ids=first + torch.arange(len(tokens))[None],
+        past_key_values=past,
+        use_cache=True,
+    )
+    return output.logits[0], [(layer.keys, layer.values) for layer in past.layers]
+
+
+def without(frozen: Frozen, first: int, stop: int) -> Frozen:
+    """Keys and values of all positions but a range."""
+
+    def cropped(states: Tensor) -> Tensor:
+        return torch.cat((states[:, :, :first], states[:, :, stop:]), 2)
+
+    return [(cropped(keys), cropped(values)) for keys, values in frozen]
+
+
+def fed(prompt: Sequence[int], canvas: Sequence[int | None]) -> list[int]:
+    return [*prompt, *[MASK if token is None else token for token in canvas]]
+
+
+def draw(row: Tensor) -> int:
+    """Return the most probable token that may be produced."""
+    return best_allowed(row, (PAD, MASK), VOCAB)
+
+
+def finished(canvas: Sequence[int | None]) -> list[int]:
+    tokens = [token for token in canvas if token is not None]
+    assert len(tokens) == len(canvas)
+    return tokens
+
+
+def llada(
+    prompt: tuple[int, ...],
+    length: int,
+    steps: int,
+    block: int,
+    *,
+    shift: int = 0,
+    guidance: float = 0.0,
+    eos: str = "",
+    kernel: int | None = None,
+) -> list[int]:
+    """LLaDA's ``generate`` with low-confidence remasking; ``eos`` is "forbid", "zero" or nothing."""
+    canvas: list[int | None] = [None] * length
+    per_block = steps // (length // block)
+    for start in range(0, length, block):
+        for step in range(per_block):
+            values, _ = forward(fed(prompt, canvas))
+            if guidance:
+                unconditional, _ = forward(fed([MASK] * len(prompt), canvas))
+                values = unconditional + (guidance + 1) * (values - unconditional)
+            if eos == "forbid":
+                values[:, EOS] = -math.inf
+            best = []
+            for place in range(start, start + block):
+                if canvas[place] is None:
+                    row = values[len(prompt) + place - shift]
+                    token = draw(row)
+                    if eos == "zero":
+                        row[EOS] = -math.inf
+                    certainty = float(row.softmax(-1)[token])
+                    if kernel is not None:
+                        here, half = len(prompt) + place, kernel // 2
+                        known = [True] * len(prompt) + [token is not None for token in canvas]
+                        certainty *= math.tanh(sum(known[i] for i in range(len(known)) if abs(i - here) <= half))
+                    best.append((-certainty, place, token))
+            quota = block // per_block + (1 if step < block % per_block else 0)
+            for _, place, token in sorted(best)[:quota]:
+                canvas[place] = token
+    return finished(canvas)
+
+
+def dream(prompt: tuple[int, ...], length: int, steps: int, order: str, eps: float = 1e-3) -> list[int]:
+    """Dream's ``diffusion_generate`` without chance; what may not be produced is left out of its distribution."""
+    canvas: list[int | None] = [None] * length
+    times = torch.linspace(1, eps, steps + 1, dtype=torch.float64).tolist()
+    for step, (time, after) in enumerate(pairwise(times)):
+        values, _ = forward(fed(prompt, canvas))
+        values = torch.cat((values[:1], values[:-1]))  # shifted
+        values[:, [PAD, MASK]] = -math.inf
+        values[:, VOCAB:] = -math.inf
+        best = []
+        for place in range(length):
+            if canvas[place] is None:
+                probabilities = values[len(prompt) + place].softmax(-1)
+                top = probabilities.sort(descending=True)
+                scores = {
+                    "maskgit_plus": top.values[0],
+                    "topk_margin": top.values[0] - top.values[1],
+                    "entropy": (probabilities * (probabilities + 1e-10).log()).sum(),
+                }
+                best.append((-float(scores[order]), place, int(top.indices[0])))
+        count = int(len(best) * (1 - after / time)) if step < steps - 1 else len(best)
+        for _, place, token in sorted(best)[:count]:
+            canvas[place] = token
+    return finished(canvas)
+
+
+Rule = Callable[[list[float], int, int], int]
+"""Number of places to unmask, given the descending confidences, the block's size and the round in the block."""
+
+
+def fast_dllm(
+    prompt: tuple[int, ...], length: int, block: int, rule: Rule, *, kept: str = "none", shift: int = 0
+) -> tuple[list[int], list[int]]:
+    """Fast-dLLM; ``kept`` names the cache. Returns the canvas and the length of every forward."""
+    canvas: list[int | None] = [None] * length
+    lengths: list[int] = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        first, last = len(prompt) + start, len(prompt) + stop
+        values, stored = forward(fed(prompt, canvas))
+        lengths.append(len(values))
+        offset, num_rounds = 0, 0
+        while True:
+            best = []
+            for place in range(start, stop):
+                if canvas[place] is None:
+                    row = values[len(prompt) + place - shift - offset]
+                    token = draw(row)
+                    best.append((-float(row.softmax(-1)[token]), place, token))
+            if shift and kept != "none" and num_rounds == 0:
+                canvas[start] = best[0][2]
+            else:
+                best.sort()
+                for _, place, token in best[: rule([-b[0] for b in best], stop - start, num_rounds)]:
+                    canvas[place] = token
+            num_rounds += 1
+            if None not in canvas[start:stop]:
+                break
+            text = fed(prompt, canvas)
+            if kept == "none":
+                values, _ = forward(text)
+            elif kept == "prefix":
+                values, _ = forward(text[first:], first, without(stored, first, len(text)))
+                offset = first
+            else:
+                values, _ = forward(text[first:last], first, without(stored, first, last))
+                offset = first
+            lengths.append(len(values))
+    return finished(canvas), lengths
+
+
+def by_threshold(threshold: float) -> Rule:
+    return lambda confidences, _size, _round: max(1, sum(c >= threshold for c in confidences))
+
+
+def by_factor(factor: float) -> Rule:
+    """The largest n with (j + 1)(1 - c_j) <= factor for all j from 2 to n."""
+
+    def count(confidences: list[float], _size: int, _round: int) -> int:
+        ok = [j == 1 or (j + 1) * (1 - c) <= factor for j, c in enumerate(confidences, 1)]
+        return ok.index(False) if False in ok else len(ok)
+
+    return count
+
+
+def by_quota(steps_per_block: int, alone: int = 0) -> Rule:
+    """LLaDA's quota; ``alone`` is 1 if the block's first forward unmasks its first token alone, outside the quota."""
+
+    def count(_confidences: list[float], size: int, num_rounds: int) -> int:
+        steps = min(steps_per_block, size) - alone
+        return (size - alone) // steps + (1 if num_rounds - alone < (size - alone) % steps else 0)
+
+    return count

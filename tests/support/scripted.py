@@ -1,0 +1,60 @@
+"""A decoder that commits what a script says, on a model that draws a known text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from refusion_lit.decoding import Decoder, Generation, ModelRequirements, RowState, decode
+from refusion_lit.engine.decoder import Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from support.fakes import MASK, OracleModel, oracle_text
+
+ORDER = ModelTraits(predictions=("next_token",))
+
+
+def prompts_of(*lengths: int) -> list[Prompt]:
+    return [Prompt(token_ids=tuple(3 + i % 5 for i in range(length)), id=f"p{n}") for n, length in enumerate(lengths)]
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted(Decoder):
+    """Commits given places step by step, with a forward each; what it draws is the oracle's text.
+
+    Attributes:
+        script: Places to commit in each step; then it says that it is finished.
+        schedule_length: Maximum number of forwards where a step commits nothing.
+    """
+
+    requires = ModelRequirements(attention="causal", predictions=("mask",))
+
+    script: tuple[tuple[int, ...], ...]
+    schedule_length: int = 0
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        return RowState(prompt, sampling, special_tokens, schedule_length=self.schedule_length)
+
+    def step(self, state: RowState) -> Steps:
+        places = self.script[state.num_forwards]
+        start = state.prompt_length
+        branch = Branch(
+            tokens=[*state.prompt.token_ids, *[MASK] * len(state.tokens)],
+            positions=range(start + len(state.tokens)),
+            draft_at=[start + place for place in places],
+        )
+        readings = yield Forward(
+            phase=f"step {state.num_forwards}", branches=(branch,), draw=Draw(sampling=state.sampling), cached=False
+        )
+        state.commit(places, readings[0].tokens)
+        state.finished = state.num_forwards == len(self.script)
+
+
+def one(decoder: Decoder, max_new_tokens: int, end: int | None = None, **options: object) -> Generation:
+    model = OracleModel(oracle_text(end))
+    [row] = decode(model, decoder, prompts_of(2), SamplingParams(max_new_tokens=max_new_tokens), **options).rows
+    return row

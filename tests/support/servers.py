@@ -1,0 +1,89 @@
+"""A server on a tiny model, in a thread; it binds 127.0.0.1 only, and stops with its test."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from refusion_lit.serving import Limits
+from refusion_lit.serving.app import Server, build_app
+from refusion_lit.serving.service import Service
+from refusion_lit.serving.worker import Worker
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import DecodingOptions, SamplingParams
+
+MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
+NAME = "additions"
+
+
+@contextmanager
+def serving(
+    model: TextModel,
+    decoder: Any = None,
+    key: str | None = None,
+    rows: int = 4,
+    prepare: Callable[[Worker], None] = lambda worker: None,
+    **limits: Any,
+) -> Iterator[Server]:
+    """Run a server; ``prepare`` may let its model be slow or fail."""
+    own = Limits(**{"drain_seconds": 5.0} | limits)
+    sampling = SamplingParams(max_new_tokens=16)
+    options = DecodingOptions(batch_size=rows)
+    worker = Worker(model, decoder or model.default_decoder, sampling, options, own)
+    prepare(worker)
+    service = Service(worker, NAME)
+    server = Server(build_app(service, key=key), service, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_for(lambda: server.started and worker.is_ready)
+    try:
+        yield server
+    finally:
+        worker.drain(own.drain_seconds)
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+def slow(worker: Worker, seconds: float = 0.02) -> None:
+    """Let every forward take a while."""
+    runner = worker.checked.head_runner
+
+    def slow_runner() -> Callable[[Any], Any]:
+        head = runner()
+
+        def slowly(hidden: Any) -> Any:
+            time.sleep(seconds)
+            return head(hidden)
+
+        return slowly
+
+    worker.checked.head_runner = slow_runner
+
+
+def wait_for(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
+def address(server: Server) -> str:
+    """Where a server listens, once it has started."""
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+def raw(server: Server, text: str, buffer: int | None = None) -> socket.socket:
+    """Return a connection on which bytes were sent; ``buffer``: how many received bytes it holds, about."""
+    port = int(address(server).rpartition(":")[2])
+    connection = socket.socket()
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(text.replace("\n", "\r\n").encode())
+    return connection

@@ -1,0 +1,78 @@
+"""Checks annotated shapes and types while tests run, in the functions and classes that annotate shapes.
+
+Others take and return no tensors, or plain ones: pyright checks their types, at no cost for the tests. The first calls
+of a function in a test are checked: checking all of them takes as long as all the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+from beartype import BeartypeConf, beartype
+from jaxtyping import install_import_hook
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+NUM_CHECKED = 8
+"""Calls of a function in a test that are checked."""
+
+num_calls: Counter[str] = Counter()
+"""Checked calls of each function in the test that runs."""
+
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an integer is a number
+
+
+def modules_with_shapes() -> list[str]:
+    """Return the modules that import jaxtyping."""
+    paths = (path for path in SOURCE.rglob("*.py") if "from jaxtyping import" in path.read_text(encoding="utf-8"))
+    names = (".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in paths)
+    return sorted(names)
+
+
+def first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that checks its first calls in a test."""
+    name = f"{plain.__module__}.{plain.__qualname__}"
+
+    @wraps(checked)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if num_calls[name] >= NUM_CHECKED:
+            return plain(*args, **kwargs)
+        num_calls[name] += 1
+        return checked(*args, **kwargs)
+
+    return call
+
+
+def only_with_shapes(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
+    """Return jaxtyping's decorator for the first calls, without its effect on functions that annotate no shape."""
+
+    def decorator(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
+        check = jaxtyped(typechecker=typechecker)
+
+        def decorate(given: Any) -> Any:
+            # The annotations of these modules are strings, and a shape is a string in quotes within one.
+            annotations = " ".join(inspect.get_annotations(given).values())
+            if not {"'", '"'} & set(annotations):
+                return given
+            if not inspect.isclass(given):
+                return first_calls(check(given), given) if inspect.isfunction(given) else check(given)
+            plain = given.__init__
+            found = check(given)
+            found.__init__ = first_calls(found.__init__, plain)
+            return found
+
+        return decorate
+
+    return decorator
+
+
+def check_shapes() -> None:
+    """Check what is imported from now on, in this process."""
+    jaxtyping.jaxtyped = only_with_shapes(jaxtyping.jaxtyped)
+    install_import_hook(modules_with_shapes(), "support.shape_checks.checked")
