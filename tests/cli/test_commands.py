@@ -138,20 +138,6 @@ def test_predict_writes_exactly_the_documented_keys(checkpoint: str, tmp_path: P
     assert all(list(json.loads(line)) == KEYS for line in lines)
 
 
-def test_predict_records_trajectories(checkpoint: str, tmp_path: Path) -> None:
-    args = ["predict", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
-    options = ["--trainer.enable_progress_bar=false", "--model.decoding.record_trajectories=true"]
-    assert main([*args, *options, "--data.eval_batch_size=5"]) == 0
-    run = tmp_path / "quickstart" / "version_0"
-    lines = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
-    found = read_trajectories(run / "trajectories")
-    assert {each.decoder["class"] for each in found} == {"ReFusion"}
-    assert [(each.id, each.tokens[: each.num_tokens].tolist(), each.num_forwards) for each in found] == [
-        (line["id"], line["response_ids"], line["num_forwards"]) for line in lines
-    ]
-    assert all(each.slot_size == 8 for each in found)
-
-
 def test_what_a_checkpoint_stores_never_overrides_options(checkpoint: str, tmp_path: Path) -> None:
     args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
     args += [

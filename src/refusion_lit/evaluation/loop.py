@@ -14,7 +14,6 @@ import lightning as L
 from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.checkpoints.models import load, pair
-from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.evaluation.predictions import (
@@ -43,13 +42,10 @@ class EvaluationOptions(DecodingOptions):
 
     Attributes:
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for the decoder ``APD``.
-        record_trajectories: Let ``predict`` record in which forward and order each token became final, in the
-            directory ``trajectories`` of the run (:func:`~refusion_lit.decoding.read_trajectories` reads it).
     """
 
     batch_size: int = 64
     verifier: str | None = None
-    record_trajectories: bool = False
 
 
 @dataclass(kw_only=True)
@@ -68,7 +64,6 @@ class _DecoderState:
     fingerprint: Fingerprint
     file: PredictionsFile
     metrics: DecodingMetrics | None = None
-    trajectories: TrajectoryWriter | None = None
     is_warm: bool = False
 
 
@@ -229,8 +224,6 @@ class Evaluation(L.Callback):
         if self._trainer.testing:
             state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
             state.metrics.restore(file.state or {})
-        elif self.options.record_trajectories:
-            state.trajectories = TrajectoryWriter(self._directory / "trajectories", resume=bool(file.done), rank=rank)
         return state
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
@@ -246,16 +239,12 @@ class Evaluation(L.Callback):
                 self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
                 state.is_warm = True
             callbacks = [*watch(name, self._num_prompts, len(state.file.done))] if watch else []
-            recorder = TrajectoryRecorder(state.decoder) if state.trajectories else None
-            callbacks += [recorder] if recorder else []
             output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
             lines = []
             for (_, example), row in zip(missing, output.rows, strict=True):
                 score, metrics = score_of(self._task, example, row.text)
                 about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
                 lines.append(prediction(row, decoder=type(state.decoder).__name__, **about))
-            if state.trajectories and recorder:  # before the predictions, which say what is done
-                state.trajectories.write(list(recorder.trajectories.values()))
             if state.metrics is not None:
                 self._tell_of_missing_scores(lines)
                 scores = [line["score"] or 0.0 for line in lines]

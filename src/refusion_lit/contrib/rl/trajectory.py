@@ -148,13 +148,13 @@ def read_trajectories(directory: str | Path) -> list[Trajectory]:
     """Return the trajectories recorded in a directory; their arrays are memory-mapped and read only.
 
     Args:
-        directory: What ``predict`` with ``record_trajectories`` wrote.
+        directory: What :class:`TrajectoryWriter` wrote.
 
     Raises:
         ValueError: If there is no record, it has another version, or a file is damaged. Records are never repaired.
     """
     files = sorted(Path(directory).glob("*.safetensors"))
-    fix = "record them with predict --model.decoding.record_trajectories true"
+    fix = "record them with TrajectoryRecorder and TrajectoryWriter"
     require(bool(files), "trajectories", "a directory of recorded trajectories", str(directory), fix)
     return list({each.id: each for file in files for each in _read(file)}.values())
 
