@@ -168,8 +168,10 @@ def figures(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation site; a warning is an error. `nox -s docs -- serve` shows it while you write."""
+    """Draw the pictures and build the documentation site; a warning is an error. `nox -s docs -- serve` shows it."""
     install(session, *group("docs"))
+    session.run("python", "docs/pictures.py")
+    session.run("python", "docs/architecture.py", env={"PYTHONPATH": "src"})
     session.run("mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"})
 
 

@@ -1,0 +1,31 @@
+"""The examples in docstrings of the package run and print what they show."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import warnings
+from pathlib import Path
+
+import pytest
+
+import refusion_lit
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(refusion_lit.__file__).parent
+MODULES = [
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if ">>> " in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # examples load the models of tests/goldens
+    module = importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted
+    assert not result.failed
