@@ -17,7 +17,7 @@ from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
 from refusion_lit.checkpoints.models import METADATA_KEY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import _use_source, parse_only
-from refusion_lit.decoding import ReFusion, read_trajectories
+from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.text_model import TextModel
 
