@@ -1,6 +1,6 @@
 """The registry of generated tables and plots, and the block that names their sources.
 
-The text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` on a page is written by the table NAME. The text between
+The table NAME writes the text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` on a page. The text between
 ``<!-- sources -->`` and ``<!-- end -->`` names the JSON files and commits of all tables of the page.
 """
 
