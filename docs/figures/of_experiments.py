@@ -494,6 +494,108 @@ def _conversion_cost(results: Result, longer: Result) -> str:
     return markdown_table(["training", "positions", "positions per processor second", "peak memory (GB)"], rows)
 
 
+@table("lossless summary", _path("lossless"), _path("lossless", "results_xeon.json"))
+def _lossless_summary(epyc: Result, xeon: Result) -> str:
+    """Return the default and `two_forwards` in float32, one prompt at a time, on both machines."""
+    rows = []
+    for prompts in ("GSM8K", "own.jsonl", "HumanEval", "MBPP"):
+        for name, decoder in (("auto", "the default"), ("two_forwards", "`layout: two_forwards`")):
+            cells = []
+            for results in (epyc, xeon):
+                (run,) = (
+                    run for run in results["runs"]
+                    if (run["dtype"], run["prompts"], run["part"]) == ("float32", prompts, "speed")
+                )  # fmt: skip
+                figures = run["decoders"][name]
+                low, high = figures["speed_over_autoregressive_95"]
+                cells += [
+                    f"{figures['tokens_per_forward']:.2f}",
+                    f"{figures['speed_over_autoregressive']:.2f} ({low:.2f} to {high:.2f})",
+                ]
+            rows.append([prompts.removesuffix(".jsonl"), decoder, *cells])
+    head = ["prompts", "drafts"]
+    for machine in ("EPYC", "Xeon"):
+        head += [f"tokens/forward, {machine}", f"tokens/s, times `Autoregressive`, {machine}"]
+    return markdown_table(head, rows)
+
+
+@table("lossless exactness", _path("lossless"))
+def _lossless_exactness(results: Result) -> str:
+    """Return how many texts of GSM8K equal the texts of `Autoregressive`, by type and batch size."""
+    kinds = ("float32", "bfloat16, batch-invariant", "bfloat16")
+    runs = {(run["dtype"], run["part"]): run for run in results["runs"] if run["prompts"] == "GSM8K"}
+    rows = []
+    for kind in kinds:
+        alone, batch = runs[kind, "speed"], runs[kind, "text"]
+        rows += [
+            [
+                kind,
+                f"`{name}`",
+                *(f"{run['decoders'][name]['identical']} of {run['num_prompts']}" for run in (alone, batch)),
+            ]
+            for name in ("auto", "two_forwards", "single_forward")
+        ]
+    return markdown_table(["type", "`layout`", "same text, alone", "same text, batches of 16"], rows)
+
+
+@table("refusion_pays summary", _path("refusion_pays", "convert.json"))
+def _refusion_pays_summary(results: Result) -> str:
+    names = {
+        "windows of 4": "1",
+        "windows of 4, second round": "2",
+        "windows of 4, third round": "3",
+        "windows of 4, fourth round": "4",
+    }
+    decoders = {
+        "SelfSpeculative, one slot": "`SelfSpeculative`, one slot",
+        "ReFusion mask 8x4": "`ReFusion`, `infill: mask` (the paper's), 4 slots of 8 at once",
+        "ReFusion bonus 32x1": "`ReFusion`, `infill: bonus`, 1 slot of 32 at a time",
+    }
+    rows = [
+        [
+            number,
+            decoders[decoder],
+            f"{figures['tokens_per_forward']:.2f}",
+            _speed(figures, "autoregressive"),
+            f"{figures['perplexity_under_base']:.2f}",
+        ]
+        for run, number in names.items()
+        for decoder, figures in results["runs"][run]["decoders"].items()
+        if decoder in decoders
+    ]
+    head = ["rounds", "decoder", "tokens/forward", "tokens/s, times `Autoregressive`", "perplexity under the base"]
+    return markdown_table(head, rows)
+
+
+_STARTS = {
+    "40 updates": "results.json",
+    "200 updates": "longer.json",
+    "40 updates, another start model": "other_start.json",
+    "30 updates on sheets": "sheet.json",
+    "20 updates on Latin squares": "latin.json",
+}
+
+
+@table("policy_estimators summary", *(_path("policy_estimators", name) for name in _STARTS.values()))
+def _estimators_summary(*files: Result) -> str:
+    """Return the score from left to right before and after, means over three seeds."""
+    rows = []
+    for name, results in zip(_STARTS, files, strict=True):
+        scores = [100 * results["before"]["left to right"]["score"]]
+        row = [name, f"{scores[0]:.1f}"]
+        for likelihood in ("exact", "coupled", "mean_field", "trajectory"):
+            mean = results["means"].get(likelihood)
+            change = mean and mean["after"]["left to right"]["difference_in_points"]
+            row.append(f"{change[0]:+.1f} ({change[1]:+.1f} to {change[2]:+.1f})" if change else "")
+        rows.append(row)
+    return markdown_table(["training", "start", "`exact`", "`coupled`", "`mean_field`", "`trajectory`"], rows)
+
+
+@table("real_conversion summary", *_CONVERSION)
+def _conversion_summary(results: Result, longer: Result) -> str:
+    return markdown_table(conversion.SUMMARY, conversion.summary(conversion.joined(results, longer)))
+
+
 def _nothing(_: Result) -> str:
     """Return no text but the source: another program made the table beside, or there is none."""
     return ""

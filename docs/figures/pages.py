@@ -8,14 +8,14 @@ from pathlib import Path
 
 from benchmarks.table import page as results_page
 from docs.figures import of_aims, of_benchmarks, of_experiments  # noqa: F401 - they fill the registry
-from docs.figures.registry import FILES, PLOTS, ROOT, TABLES, digest, drawn_from, fill
+from docs.figures.registry import FILES, PLOTS, ROOT, TABLES, digest, drawn_from, fill, source_block
 
 _RESULTS = ROOT / "benchmarks" / "results"
 
 
 def pages() -> list[Path]:
     """Return the Markdown pages whose markers are filled."""
-    patterns = ("README.md", "docs/**/*.md", "experiments/*/README.md")
+    patterns = ("README.md", "docs/**/*.md", "experiments/*/README.md", "experiments/*/details.md")
     return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
 
 
@@ -24,7 +24,7 @@ def contents() -> Iterator[tuple[Path, str]]:
     for path in pages():
         yield path, fill(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
     for name, made_by in FILES.items():
-        yield ROOT / name, TABLES[made_by].markdown() + "\n"
+        yield ROOT / name, f"{TABLES[made_by].markdown()}\n\n{source_block(TABLES[made_by].sources)}\n"
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(_RESULTS.glob("*.json"))}
     yield _RESULTS / "README.md", results_page(results)
 

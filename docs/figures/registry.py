@@ -1,6 +1,7 @@
-"""The registry of generated tables and plots, and the line that names the source of each.
+"""The registry of generated tables and plots, and the block that names their sources.
 
-A page holds ``<!-- figures: NAME -->`` and ``<!-- end -->``; what stands between is written by the table NAME.
+The table NAME writes the text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` on a page. The text between
+``<!-- sources -->`` and ``<!-- end -->`` names the JSON files and commits of all tables of the page.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ("benchmarks", "experiments")
 """Folders whose JSON is ours and carries commits; other sources are reference outputs of other programs."""
 _MARKED = re.compile(r"<!-- figures: (?P<name>.+?) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
+_SOURCES = re.compile(r"<!-- sources -->\n.*?<!-- end -->", re.DOTALL)
 _START = "<!-- figures:"
+WITHOUT_SOURCES = ("README.md",)
+"""Pages that link to the pages with the sources of their tables."""
 _SVG_DIGEST = re.compile(r"<!-- data: ([0-9a-f]+) -->\n?\Z")
 
 
@@ -34,9 +38,8 @@ class Table:
     sources: tuple[str, ...]
 
     def markdown(self) -> str:
-        """Return the text and, below it, the line that names its sources."""
-        text = self.make(*map(read, self.sources)).strip()
-        return "\n\n".join(part for part in (text, source_line(self.sources)) if part)
+        """Return the text."""
+        return self.make(*map(read, self.sources)).strip()
 
 
 @dataclass(frozen=True)
@@ -95,33 +98,33 @@ def stamps(values: Any) -> Iterator[tuple[str, bool]]:  # noqa: ANN401 - JSON
 
 
 def provenance(values: Any) -> str:  # noqa: ANN401 - JSON
-    """Say which commits a result is of, which of them had uncommitted changes, and its ``commit_note``."""
+    """Return the commits of a result, those with uncommitted changes marked, and its ``commit_note``."""
     note = values.get("commit_note", "") if isinstance(values, Mapping) else ""
     dirty: dict[str, bool] = {}
     for commit, changed in stamps(values):
         if changed or commit[:10] not in note:  # else the note names it
             dirty[commit] = dirty.get(commit, False) or changed
     parts = []
-    for changed, label in ((False, ""), (True, "**with uncommitted changes** to ")):
+    for changed, label in ((False, ""), (True, "<b>with uncommitted changes</b> to ")):
         commits = [commit[:10] for commit, is_dirty in dirty.items() if is_dirty == changed]
         parts += [f"{label}commit{'s' * (len(commits) > 1)} {', '.join(commits)}"] if commits else []
     return "; ".join([*parts, *([note] if note else [])]) or "no commit recorded"
 
 
-def source_line(sources: Sequence[str]) -> str:
-    """Return the line below a table: files, commits, uncommitted changes."""
-    described = []
-    for source in sources:
+def source_block(sources: Iterable[str]) -> str:
+    """Return a collapsed block that lists files, commits and uncommitted changes."""
+    lines = []
+    for source in dict.fromkeys(sources):
         is_ours = source.startswith(MEASURED) and not source.endswith("published.json")
-        described.append(f"`{source}` ({provenance(read(source))})" if is_ours else f"`{source}`")
-    return f"Source: {'; '.join(described)}."
+        lines.append(f"<li><code>{source}</code>{f': {provenance(read(source))}' if is_ours else ''}</li>")
+    return "\n".join(["<details><summary>Sources of the tables</summary>", "<ul>", *lines, "</ul>", "</details>"])
 
 
 def fill(text: str, page: str) -> str:
     """Return a page with the text between its markers written again.
 
     Raises:
-        ValueError: If a marker has no end, or names no table.
+        ValueError: If a marker has no end or names no table, or if a page with tables has no block of sources.
     """
 
     def written(marked: re.Match[str]) -> str:
@@ -130,10 +133,14 @@ def fill(text: str, page: str) -> str:
             raise ValueError(f"{page}: expected <!-- figures: NAME --> with {', '.join(sorted(TABLES))}, got {name}.")
         return f"<!-- figures: {name} -->\n\n{TABLES[name].markdown()}\n\n<!-- end -->"
 
-    found = list(_MARKED.finditer(text))
-    if len(found) != text.count(_START) or any(_START in marked["body"] for marked in found):
+    marks = list(_MARKED.finditer(text))
+    if len(marks) != text.count(_START) or any(_START in mark["body"] for mark in marks):
         raise ValueError(f"{page}: expected <!-- end --> after each {_START} NAME -->, got a marker without; add it.")
-    return _MARKED.sub(written, text)
+    if marks and page not in WITHOUT_SOURCES and not _SOURCES.search(text):
+        raise ValueError(f"{page}: expected <!-- sources --> and <!-- end --> on a page with tables, got none; add it.")
+    text = _MARKED.sub(written, text)
+    sources = source_block(source for name in names_in(text) for source in TABLES[name].sources)
+    return _SOURCES.sub(lambda _: f"<!-- sources -->\n\n{sources}\n\n<!-- end -->", text)
 
 
 def names_in(text: str) -> list[str]:

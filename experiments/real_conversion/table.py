@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from refusion_lit.reports.comparison import wilson
 from refusion_lit.reports.plots import curves_plot, standalone
 
 HEAD = (
@@ -20,6 +21,21 @@ FIGURES = {
 }
 WINDOW = 8
 """Logged steps that a point of the loss curves is the mean of."""
+
+
+SUMMARY = (
+    "training",
+    "decoder",
+    "score in %",
+    "annotations right in %",
+    "ends with `#### number` in %",
+    "tokens/forward",
+)
+
+
+def summary(results: dict[str, Any]) -> list[list[str]]:
+    """Return the columns of :data:`SUMMARY`."""
+    return [[row[HEAD.index(title)] for title in SUMMARY] for row in rows(results)]
 
 
 def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -39,12 +55,20 @@ def _cells(figures: dict[str, Any]) -> tuple[str, ...]:
         value = figures.get(name)
         return "-" if value is None else f"{value[0]:.1f} ({value[1]:.1f} to {value[2]:.1f})"
 
+    def share(name: str) -> str:
+        """Return a share of right answers with Wilson's interval, which also holds for few right answers."""
+        if figures.get(name) is None:
+            return "-"
+        num_prompts = figures["num_prompts"]
+        found = wilson(round(figures[name][0] * num_prompts / 100), num_prompts)
+        return f"{100 * found.estimate:.1f} ({100 * found.low:.1f} to {100 * found.high:.1f})"
+
     def number(name: str, digits: int) -> str:
         return f"{figures[name]:.{digits}f}" if name in figures else "-"
 
     return (
-        str(figures["num_prompts"]), interval("score"), interval("annotations_right"),
-        number("annotations_per_answer", 2), interval("ends_with_answer"), number("perplexity", 2),
+        str(figures["num_prompts"]), share("score"), interval("annotations_right"),
+        number("annotations_per_answer", 2), share("ends_with_answer"), number("perplexity", 2),
         number("tokens_per_forward", 2), number("positions_per_token", 1),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.checkpoints.models import own_decoder
 from refusion_lit.cli import main
 from refusion_lit.decoding import LLaDA, ReFusion, SelfSpeculative
-from refusion_lit.evaluation.predictions import described
+from refusion_lit.evaluation.predictions import class_and_options
 from support.forks import printed_without_us
 from support.tiny import make_sampling
 
@@ -217,7 +217,7 @@ def test_an_option_alone_is_checked_with_the_own_ones(tmp_path: Path) -> None:
     options = ["--prompt=12+34,56+78>", "--max_new_tokens=16", f"--output={output}", "--decoder.num_drafts=2"]
     assert main(["generate", f"--ckpt_path={first}", *options]) == 0
     made_by = json.loads(output.with_name("answers.jsonl.meta.json").read_text())["fingerprint"]["decoder"]
-    assert made_by == {**described(expected), "num_serial_blocks": 2}
+    assert made_by == {**class_and_options(expected), "num_serial_blocks": 2}
 
 
 def test_an_option_alone_changes_an_own_decoder_of_another_class(tmp_path: Path) -> None:

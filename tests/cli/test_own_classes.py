@@ -17,10 +17,9 @@ from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.data.examples import examples_of
 from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, ReFusion, RowState
-from refusion_lit.evaluation.predictions import score_of
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.tasks import Additions, Example, Task
-from refusion_lit.tasks.base import Split
+from refusion_lit.tasks.base import Split, score_response
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -46,12 +45,12 @@ class Own(Task):
 @pytest.mark.parametrize("value", [5.0, -0.1, float("nan"), "1", [1.0], 1j])
 def test_a_score_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^Own\.score: expected a number from 0 to 1, or None, got .*example 'e7'\.$"):
-        score_of(Own(value=value), EXAMPLE, "3;")
+        score_response(Own(value=value), EXAMPLE, "3;")
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.5, True, None])
 def test_other_scores_are_taken(value: Any) -> None:
-    assert score_of(Own(value=value), EXAMPLE, "3;") == (value, {})
+    assert score_response(Own(value=value), EXAMPLE, "3;") == (value, {})
 
 
 class Several(Own):
@@ -62,8 +61,8 @@ class Several(Own):
 
 def test_a_task_may_return_several_metrics() -> None:
     value = {"edits": 3, "score": 0.5, "letters": 0.75}
-    assert score_of(Several(value=value), EXAMPLE, "3;") == (0.5, {"letters": 0.75, "edits": 3.0})
-    assert score_of(Several(value=None), EXAMPLE, "3;") == (None, {})
+    assert score_response(Several(value=value), EXAMPLE, "3;") == (0.5, {"letters": 0.75, "edits": 3.0})
+    assert score_response(Several(value=None), EXAMPLE, "3;") == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_a_task_may_return_several_metrics() -> None:
 def test_other_metrics_than_the_named_are_refused(value: Any) -> None:
     expected = r"^Several\.score: expected finite numbers by name: score, letters, edits, got .*'e7'\.$"
     with pytest.raises(ValueError, match=expected):
-        score_of(Several(value=value), EXAMPLE, "3;")
+        score_response(Several(value=value), EXAMPLE, "3;")
 
 
 @pytest.mark.parametrize("names", [("num_tokens",), ("a b",), "letters"])
@@ -127,7 +126,7 @@ def test_an_error_of_a_task_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Own, "score", broken)
     with pytest.raises(KeyError) as error:
-        score_of(Own(), EXAMPLE, "3;")
+        score_response(Own(), EXAMPLE, "3;")
     assert error.value.__notes__ == ["Own.score failed on example 'e7', response '3;'"]
 
 

@@ -183,4 +183,4 @@ def test_generate_keeps_what_is_not_its_own(tmp_path: Path, capsys: pytest.Captu
     assert main([*args, "--resume"]) == 2
     assert "max_new_tokens was 40, is 32" in capsys.readouterr().err
     assert main([*args, "--resume", "--max_new_tokens=40"]) == 0
-    assert "is complete; there is nothing left to do" in capsys.readouterr().err
+    assert "nothing left to do" in capsys.readouterr().err

@@ -171,6 +171,6 @@ def test_test_takes_a_verifier_and_resumes_with_the_same_alone(
     resume = ["test", "--resume", str(directory)]
     capsys.readouterr()
     assert main(resume) == 0
-    assert "predictions_apd.jsonl is complete" in capsys.readouterr().err
+    assert "nothing left to do" in capsys.readouterr().err
     assert main([*resume, f"--model.decoding.verifier={other}"]) == 2
     assert re.search(r"verifier was '\w+', is '\w+'", capsys.readouterr().err)

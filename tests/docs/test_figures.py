@@ -64,7 +64,7 @@ def test_each_table_is_shown_and_each_readme_names_its_source(registry: ModuleTy
     for folder in sorted((ROOT / "experiments").glob("*/results.json")):
         page = folder.parent / "README.md"
         neighbours = page.parent.glob("*.md")
-        source = f"`experiments/{folder.parent.name}/results.json` ("
+        source = f"<code>experiments/{folder.parent.name}/results.json</code>: "
         assert any(source in path.read_text(encoding="utf-8") for path in neighbours), f"{page} names no source"
 
 
@@ -73,7 +73,8 @@ def test_each_table_is_shown_and_each_readme_names_its_source(registry: ModuleTy
     [
         ("<!-- figures: demo -->\nno end", "expected <!-- end --> after each"),
         ("<!-- figures: demo -->\n<!-- figures: demo -->\n<!-- end -->", "expected <!-- end --> after each"),
-        ("<!-- figures: dmo -->\n<!-- end -->", "expected <!-- figures: NAME --> with .*demo.*, got dmo"),
+        ("<!-- figures: dmo -->\n<!-- end -->\n<!-- sources -->\n<!-- end -->", "expected <!-- figures: NAME -->.*got dmo"),
+        ("<!-- figures: demo -->\n<!-- end -->", "expected <!-- sources -->"),
     ],
 )
 def test_a_wrong_marker_is_refused(registry: ModuleType, page: str, message: str) -> None:
@@ -87,12 +88,12 @@ def test_uncommitted_changes_show_in_the_table(registry: ModuleType) -> None:
     assert registry.provenance(result) == "commit aaaaaaaaaa"
     result["runs"] = [{"git": {"commit": dirty, "dirty": True}}, {"git": {"commit": gone, "dirty": False}}]
     result["commit_note"] = f"commit {gone[:10]} is not in the repository's history"
-    text = "commit aaaaaaaaaa; **with uncommitted changes** to commit bbbbbbbbbb; "
+    text = "commit aaaaaaaaaa; <b>with uncommitted changes</b> to commit bbbbbbbbbb; "
     assert registry.provenance(result) == text + "commit cccccccccc is not in the repository's history"
     assert registry.provenance({"parts": []}) == "no commit recorded"
     page = (ROOT / "experiments" / "objective" / "README.md").read_text(encoding="utf-8")
     committed = registry.read("experiments/objective/earlier.json")["environment"]["git"]
-    assert ("**with uncommitted changes**" in page) == committed["dirty"]
+    assert ("<b>with uncommitted changes</b>" in page) == committed["dirty"]
 
 
 def test_a_picture_says_what_it_was_drawn_from(registry: ModuleType, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_each_result_of_uncommitted_changes_says_so_where_it_is_shown(registry: 
     }
     dirty = {name for name, values in results.items() if any(changed for _, changed in registry.stamps(values))}
     assert len(dirty) > 5
-    assert [name for name in dirty if f"`{name}` ({registry.provenance(results[name])})" not in shown] == []
+    assert [name for name in dirty if f"<code>{name}</code>: {registry.provenance(results[name])}" not in shown] == []
 
 
 def test_no_setting_is_chosen_on_the_test_prompts(registry: ModuleType) -> None:

@@ -15,6 +15,7 @@ PAGES = sorted(
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("experiments/*/README.md"),
+        *ROOT.glob("experiments/*/details.md"),
     ]
 )
 

@@ -14,7 +14,6 @@ from refusion_lit.cli.answers import read_prompts
 from refusion_lit.cli.given import options_given
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.reports.runs import read_runs
-from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import meta_path, read_yaml
 
 
@@ -68,35 +67,6 @@ def test_predictions_cut_inside_a_character_can_be_resumed(tmp_path: Path) -> No
     file.close()
     assert file.done == {"é"}
     assert path.read_bytes() == whole
-
-
-def test_predictions_of_another_number_of_processes_are_not_called_complete(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    interrupted_predictions(path)
-    with pytest.raises(ValueError, match=r"resume: expected complete predictions in .*a\.jsonl"):
-        PredictionsFile(path, {"weights": "w"}, rank=0, num_ranks=2, resume=True)
-    file = PredictionsFile(path, {"weights": "w"}, resume=True)
-    file.close()
-    file.complete()
-    with pytest.raises(NothingToDoError):
-        PredictionsFile(path, {"weights": "w"}, rank=0, num_ranks=2, resume=True)
-    with pytest.raises(ValueError, match="weights"):
-        PredictionsFile(path, {"weights": "other"}, rank=0, num_ranks=2, resume=True)
-
-
-def test_shares_of_several_processes_are_not_begun_anew_by_one(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    for rank in range(2):
-        file = PredictionsFile(path, {"weights": "w"}, rank=rank, num_ranks=2)
-        file.write([{"id": str(rank)}])
-        file.close()
-    with pytest.raises(
-        ValueError, match="resume: expected the predictions of one process, got 'those of 2 processes in"
-    ):
-        PredictionsFile(path, {"weights": "w"}, resume=True)
-    again = PredictionsFile(path, {"weights": "w"}, rank=1, num_ranks=2, resume=True)
-    again.close()
-    assert again.done == {"1"}
 
 
 @pytest.mark.parametrize("content", [nested(100_000) + "\n", "", "3\n", '{"name": "é"}\n', "\xff\n"])

@@ -289,20 +289,20 @@ def test_a_baseline_given_by_decoder_is_the_one_of_the_same_run(tmp_path: Path) 
 def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decoders = {"a": predictions([1.0, 0.5]), "b": [prediction("p0", None, 3, 1)], "gone": predictions([1.0])}
     run = write_run(tmp_path / "run", decoders)
-    (run / "predictions_a.jsonl").rename(run / "predictions_a_rank0.jsonl")
     lines = json.dumps(prediction("p0", 0.0, 9, 9)) + "\n" + json.dumps(prediction("p2", 1.0, 9, 9))[:-9]
-    (run / "predictions_a_rank1.jsonl").write_text(lines)
+    with (run / "predictions_a.jsonl").open("a") as file:
+        file.write(lines)
     (run / "predictions_gone.jsonl").unlink()
     for name, content in (("other", '{"exact_match": 1}'), ("damaged", "{")):
         (run / name).mkdir()
         (run / name / "results.json").write_text(content)
     comparison = compare(*read_runs([run]))
     a, b, gone = comparison.rows
-    assert (len(a.predictions), a.score.estimate) == (2, 75)  # p0 of the second process is a repetition
+    assert (len(a.predictions), a.score.estimate) == (2, 75)  # the second p0 is a repetition
     assert b.score.estimate == 0
     assert (gone.has_intervals, gone.score.estimate) == (False, 100)
     notes = " ".join(comparison.notes)
-    assert "predictions_a_rank1.jsonl, line 2" in notes
+    assert "predictions_a.jsonl, line 4" in notes
     assert "no predictions of gone" in notes
     assert "damaged/results.json could not be read" in notes
     assert "other" not in notes
@@ -333,7 +333,7 @@ def test_a_report_of_a_test_that_cannot_be_written_is_a_warning(tmp_path: Path) 
     run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0])})
     (run / "report").write_text("in the way")
     with pytest.warns(match="the results are written, but their report is not: "):
-        report_results(run / "results.json")
+        report_results(run)
 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:

@@ -114,7 +114,9 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     path = tmp_path / "r" / "v" / "predictions.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     assert main([*args, "--model.resume=true"]) == 2
-    assert f"resume: expected {NUM_PROMPTS} answers, got '{path} with 3, which was complete'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "resume: expected the predictions of an interrupted run" in error
+    assert str(path) in error
 
 
 @pytest.mark.parametrize("missing", ["refusion", "other"])
@@ -132,10 +134,12 @@ def test_only_the_decoder_without_predictions_is_tested_again(
     assert found["fingerprints"] == before["fingerprints"]
     (kept,) = before["results"].keys() - {missing}
     assert found["results"][kept] == before["results"][kept]
-    for name in ("results.json", f"predictions_{missing}.jsonl"):
-        (run / name).unlink()
-    assert main(["test", f"--resume={run}"]) == 2
-    assert f"resume: expected results.json with the figures of {kept}" in capsys.readouterr().err
+    (run / "results.json").unlink()  # as of a run that was killed before it wrote the figures
+    assert main(["test", f"--resume={run}"]) == 0
+    again = json.loads((run / "results.json").read_text())
+    assert (again["results"], again["fingerprints"]) == (found["results"], found["fingerprints"])
+    assert main(["test", f"--resume={run}"]) == 0
+    assert "nothing left to do" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) -> None:

@@ -51,8 +51,9 @@ def _run(folder: Path, command: str, num: int, *options: str) -> Path:
     return folder / "r" / version
 
 
-def _without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+def _by_id(path: Path) -> dict[str, dict[str, Any]]:
+    """Return predictions without their times; several processes write them in any order."""
+    return {line["id"]: {key: v for key, v in line.items() if key != "seconds"} for line in _lines(path)}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -70,7 +71,7 @@ def test_test_scores_each_sample_once_as_one_process_does(tmp_path: Path, num: i
     results = [json.loads((run / "results.json").read_text())["results"] for run in (alone, both)]
     for decoder in ("refusion", "other"):
         name = f"predictions_{decoder}.jsonl"
-        assert _without_times(_lines(both / name)) == _without_times(_lines(alone / name))
+        assert _by_id(both / name) == _by_id(alone / name)
         assert len(_lines(both / name)) == num
         one, two = (values[decoder] for values in results)
         of_calls = {
@@ -89,7 +90,8 @@ def test_test_scores_each_sample_once_as_one_process_does(tmp_path: Path, num: i
 
 def test_predict_writes_one_file(tmp_path: Path) -> None:
     alone, both = (_run(tmp_path, "predict", 3, *options) for options in ([], TWO))
-    assert _without_times(_lines(both / "predictions.jsonl")) == _without_times(_lines(alone / "predictions.jsonl"))
+    assert _by_id(both / "predictions.jsonl") == _by_id(alone / "predictions.jsonl")
+    assert len(_lines(both / "predictions.jsonl")) == 3
 
 
 @pytest.mark.parametrize("num", [1, 5])
@@ -108,7 +110,23 @@ def test_validation_gives_the_loss_of_one_process(tmp_path: Path, num: int) -> N
 def test_a_complete_test_is_resumed_without_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _run(tmp_path, "test", 2, *TWO)
     _run(tmp_path, "test", 2, *TWO, "--resume")
-    assert "predictions_refusion.jsonl is complete; there is nothing left to do\n" in capfd.readouterr().err
+    assert "nothing left to do\n" in capfd.readouterr().err
+
+
+def test_two_processes_resume_the_test_of_one(tmp_path: Path) -> None:
+    run = _run(tmp_path, "test", 5)
+    name = "predictions_refusion.jsonl"
+    before = _by_id(run / name)
+    results = json.loads((run / "results.json").read_text())["results"]
+    meta = json.loads((run / f"{name}.meta.json").read_text())
+    assert meta["progress"]["num_lines"] == 5
+    (run / name).unlink()
+    assert main(["test", f"--resume={run}", *TWO]) == 0
+    assert _by_id(run / name) == before
+    again = json.loads((run / "results.json").read_text())["results"]
+    assert again["other"] == results["other"]
+    for figure in ("score", "num_prompts", "num_forwards", "tokens_per_forward"):
+        assert again["refusion"][figure] == results["refusion"][figure]
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])

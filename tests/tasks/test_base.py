@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from refusion_lit.data.examples import examples_of
-from refusion_lit.evaluation.predictions import score_of
 from refusion_lit.tasks import Example
-from refusion_lit.tasks.base import Task
+from refusion_lit.tasks.base import Task, score_response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class Own(Task):
 
 
 def test_scores_of_any_real_type_can_be_written() -> None:
-    score, _ = score_of(Own(), Own().examples("test")[0], "b")
+    score, _ = score_response(Own(), Own().examples("test")[0], "b")
     assert json.dumps(score) == "0.5"
 
 

@@ -26,6 +26,7 @@ from refusion_lit.evaluation.predictions import (
     predictions_fingerprint,
 )
 from refusion_lit.types import Prompt
+from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import decoded_text, read_text
 from refusion_lit.utils.require import require
 from refusion_lit.utils.rows import DataRow, parse_json_lines
@@ -78,6 +79,9 @@ def write_answers(options: Namespace) -> None:
     output = options.output
     file = None if output is None else PredictionsFile(Path(output), fingerprint, resume=options.resume)
     waiting = [request for request in requests if file is None or request.id not in file.done]
+    if file is not None and not waiting:
+        file.close()
+        raise NothingToDoError(f"{output} is complete; there is nothing left to do")
     decoder = type(setup.decoder).__name__
     answers = _Answers(file, waiting, decoder)
     progress = AnswerProgress()
@@ -99,7 +103,6 @@ def write_answers(options: Namespace) -> None:
         )
     about = f"{len(waiting)} answers"
     if file is not None:
-        file.complete()
         pace = progress.paces[decoder]
         about = f"{pace.answers} answers, {pace.rate()}, {options.output}"
     sys.stderr.write(f"{decoder}: {about}\n")

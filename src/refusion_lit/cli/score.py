@@ -15,9 +15,10 @@ from typing import Any, Literal
 from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.data.examples import examples_of
-from refusion_lit.evaluation.predictions import as_line, check_writable, read_json_lines, score_of
+from refusion_lit.evaluation.predictions import as_line, check_writable, read_json_lines
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.tasks import CodeTask, Example, Task
+from refusion_lit.tasks.base import score_response
 from refusion_lit.utils.files import Fingerprint, atomic_writer, meta_path, read_fingerprint, write_json_atomically
 from refusion_lit.utils.require import require, require_at_least
 
@@ -61,7 +62,7 @@ def run(args: list[str]) -> int:
     require(bool(lines), "predictions", "at least one prediction", f"an empty file {source}", "give another")
     _check(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
-        found = list(pool.map(lambda line: score_of(task, examples[line["id"]], line["response"]), lines))
+        found = list(pool.map(lambda line: score_response(task, examples[line["id"]], line["response"]), lines))
     scored = (
         {key: value for key, value in line.items() if key != "metrics"}
         | {"score": score, **({"metrics": metrics} if metrics else {})}

@@ -1,31 +1,25 @@
 """The predictions file: one JSON object per line, an interface for other programs.
 
-Beside ``NAME.jsonl`` lies ``NAME.jsonl.meta.json`` with the predictions' fingerprint and, until they are complete, the
-progress to resume from.
+``NAME.jsonl.meta.json`` beside ``NAME.jsonl`` holds the predictions' fingerprint, and the progress from which an
+interrupted run resumes.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from numbers import Real
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.modeling.weights import weights_digest
-from refusion_lit.tasks.base import Example, Task
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import (
     Fingerprint,
     acquire_lock,
-    atomic_writer,
     check_fingerprint,
     meta_path,
     prompts_fingerprint,
@@ -36,7 +30,7 @@ from refusion_lit.utils.files import (
     write_atomically,
     write_json_atomically,
 )
-from refusion_lit.utils.require import is_number, require
+from refusion_lit.utils.require import require
 from refusion_lit.utils.rows import parse_json_lines, read_text
 
 
@@ -58,7 +52,7 @@ def predictions_fingerprint(
     verifier = model.verifier if "verifier" in decoder.requirements().predictions else None
     return {
         "prompts": prompts_fingerprint(prompts),
-        "decoder": described(decoder),
+        "decoder": class_and_options(decoder),
         "sampling": asdict(sampling),
         "weights": weights_digest(backbone),
         **({} if verifier is None else {"verifier": weights_digest(verifier)}),
@@ -67,7 +61,7 @@ def predictions_fingerprint(
     }
 
 
-def described(part: object) -> dict[str, Any]:
+def class_and_options(part: object) -> dict[str, Any]:
     """Return the class of a decoder or task and its options."""
     options = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
     return {"class": type(part).__name__, **options}
@@ -106,33 +100,6 @@ def prediction(
         "finish_reason": row.finish_reason,
         "seconds": round(row.seconds, 6),
     }
-
-
-def score_of(task: Task, example: Example, response: str) -> tuple[float | None, dict[str, float]]:
-    """Return a task's score of a response, and its further metrics by name; none where the score is ``None``.
-
-    Raises:
-        ValueError: If the score is neither a number from 0 to 1 nor ``None``, or the metrics are not finite numbers
-            under the names in ``task.metrics``.
-    """
-    name = f"{type(task).__name__}.score"
-    try:
-        found = task.score(example, response)
-    except Exception as error:
-        error.add_note(f"{name} failed on example {example.id!r}, response {response[:200]!r}")
-        raise
-    fix = f"see what it returns for example {example.id!r}"
-    figures: Mapping[str, Any] = found if isinstance(found, Mapping) else {"score": found}
-    score = figures.get("score")
-    holds = score is None or isinstance(score, bool) or (is_number(score, Real) and 0 <= score <= 1)
-    require(holds, name, "a number from 0 to 1, or None", score, fix)
-    if found is None or (score is None and "score" in figures):
-        return None, {}
-    are_finite = all(isinstance(value, Real) and math.isfinite(value) for value in figures.values())
-    fits = are_finite and figures.keys() == {"score", *task.metrics}
-    expected = f"finite numbers by name: {', '.join(('score', *task.metrics))}"
-    require(fits, name, expected, found, fix)
-    return None if score is None else float(score), {key: float(figures[key]) for key in task.metrics}
 
 
 def as_line(values: Mapping[str, Any]) -> str:
@@ -178,69 +145,57 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
 
 
 class PredictionsFile:
-    """One process's share of a predictions file, which knows after every batch what an interrupted run has done.
+    """An append-only file of predictions with different ids, which an interrupted run resumes.
 
     Args:
-        path: The whole file, ``NAME.jsonl``.
-        fingerprint: What its predictions depend on; a run is resumed only under the same.
-        rank: This process's number.
-        num_ranks: Number of processes; each writes ``NAME_rankN.jsonl`` until :meth:`merge`.
-        resume: Keep the predictions that are there and add the missing ones.
+        path: The file.
+        fingerprint: What the predictions depend on. A run resumes only with an equal fingerprint.
+        resume: Keep the predictions in the file. Without it, they are replaced; see :func:`check_writable`.
 
     Attributes:
-        path: This process's file.
-        done: Ids of the prompts that are predicted.
-        state: What was last given to :meth:`write`; ``None`` at the start.
+        path: The file.
+        kept: Predictions of the interrupted run.
+        done: Ids of all predictions in the file.
+        state: The last ``state`` given to :meth:`write`; ``None`` at the start.
 
     Raises:
-        ValueError: If another process writes the file, it cannot be written, or there is nothing to resume, or the file
-            was made for something else. What is there without ``resume`` is replaced; see :func:`check_writable`.
+        ValueError: If another process writes the file, it cannot be written, or it cannot be resumed.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        fingerprint: Fingerprint,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        resume: bool = False,
-    ) -> None:
-        self._whole = path
-        parts = [path.with_name(f"{path.stem}_rank{i}{path.suffix}") for i in range(num_ranks)]
-        self._parts = parts if num_ranks > 1 else []
-        self.path = self._parts[rank] if self._parts else path
-        self._fingerprint = json.loads(json.dumps({**fingerprint, "num_processes": num_ranks}, default=str))
-        # How many make this file complete; a share of several has no number of its own.
-        self._num_prompts = 0 if self._parts else (self._fingerprint.get("prompts") or {}).get("num_prompts", 0)
+    def __init__(self, path: Path, fingerprint: Fingerprint, *, resume: bool = False) -> None:
+        self.path = path
+        self.kept: list[dict[str, Any]] = []
         self.state: Any = None
-        self.done: set[str] = set()
+        self._fingerprint = json.loads(json.dumps(fingerprint, default=str))
         try:
-            place = self.path.with_name(f".{self.path.name}.lock")
+            lock = path.with_name(f".{path.name}.lock")
             fix = "wait for it, or choose another file"
-            self._lock = acquire_lock(place, "output", f"other process that writes {self.path}", fix)
+            self._lock = acquire_lock(lock, "output", f"other process that writes {path}", fix)
             try:
-                if resume:
-                    self._resume()
-                self._file = self._opened()
+                content = self._read() if resume and path.is_file() else b""
+                self.done = {str(line["id"]) for line in self.kept}
+                path.open("a").close()  # if the file cannot be written, the meta file must stay as it is
+                self._write_meta()  # before the file is emptied, so that a kill never leaves a wrong number of lines
+                write_atomically(path, content)
+                self._file = path.open("a", encoding="utf-8")
             except BaseException:
                 release_lock(self._lock)
                 raise
         except OSError as error:
             raise ValueError(
-                f"output: expected a file that can be written, got {self.path} ({error.strerror}); choose another one."
+                f"output: expected a file that can be written, got {path} ({error.strerror}); choose another one."
             ) from error
 
     def write(self, lines: Iterable[Mapping[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
-        """Write a batch's predictions, then that they are done.
+        """Append a batch of predictions, and store a state from which a resumed run continues.
 
         Raises:
-            ValueError: If they cannot be written (no space); the batches before stay done.
+            ValueError: If the batch cannot be written (no space). The batches before it are kept.
         """
         try:
-            for values in lines:
-                self._file.write(as_line(values))
-                self.done.add(str(values["id"]))
+            for line in lines:
+                self._file.write(as_line(line))
+                self.done.add(str(line["id"]))
             self._file.flush()
             os.fsync(self._file.fileno())  # the meta file must not reach the disk before the lines that it counts
             self.state = state
@@ -252,76 +207,30 @@ class PredictionsFile:
             ) from error
 
     def close(self) -> None:
-        """Close the file; what is done stays known."""
+        """Close the file and let other processes write it."""
         try:
             self._file.close()
         finally:
             release_lock(self._lock)
 
-    def merge(self) -> None:
-        """Join the shares of all processes in order, once all are done; for one process to call."""
-        has_all = all(part.is_file() for part in self._parts)
-        if not self._parts or not has_all:  # machines without a common directory keep their shares
-            return
-        with atomic_writer(self._whole) as file:
-            for part in self._parts:
-                with part.open("rb") as source:
-                    shutil.copyfileobj(source, file)
-        for part in self._parts:
-            part.unlink()
-            meta_path(part).unlink(missing_ok=True)
-        write_json_atomically(meta_path(self._whole), {"fingerprint": self._fingerprint})
-
-    def complete(self) -> None:
-        """Record that this process's file, unless merged into the whole one, is complete if it has all prompts."""
-        if self.path.is_file() and len(self.done) >= self._num_prompts:
-            write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint})
-
     def _write_meta(self) -> None:
         progress = {"num_lines": len(self.done), "state": self.state}
         write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint, "progress": progress})
 
-    def _opened(self) -> TextIO:
-        """Open the file, emptied if nothing is done."""
-        if self.path.exists():
-            self.path.open("a").close()  # a file that is refused keeps its meta file too
-        self._write_meta()  # before it is emptied: a kill must not leave an empty file that counts as complete
-        return self.path.open("a" if self.done else "w", encoding="utf-8")
-
-    def _resume(self) -> None:
-        """Take over the lines that are done."""
-        other = "Give the options that it was made with, or start again without resume"
-        if not self.path.is_file():
-            if self._whole.is_file():
-                meta = read_object(meta_path(self._whole))
-                fix = "resume with as many processes as wrote it, or start again without resume"
-                expected = f"complete predictions in {self._whole}"
-                require("progress" not in meta, "resume", expected, "those of an interrupted run", fix)
-                recorded = {**(meta.get("fingerprint") or {}), "num_processes": self._fingerprint["num_processes"]}
-                check_fingerprint("resume", str(self._whole), recorded, self._fingerprint, fix=other)
-                raise NothingToDoError(f"{self._whole} is complete; there is nothing left to do")
-            shares = [*self._whole.parent.glob(f"{self._whole.stem}_rank*{self._whole.suffix}")]
-            got = f"those of {len(shares)} processes in {self._whole.parent}"
-            fix = "resume with as many processes as wrote them, or start again without resume"
-            require(bool(self._parts) or not shares, "resume", "the predictions of one process", got, fix)
-            return
+    def _read(self) -> bytes:
+        """Read the lines that the meta file counts, and return them as bytes. A torn last batch is not counted."""
         meta = read_object(meta_path(self.path))
         try:
             fingerprint = {key: meta["fingerprint"][key] for key in self._fingerprint}
-            progress = meta.get("progress")
-            lines = self.path.read_bytes().split(b"\n")
-            lines = lines[: max(int(progress["num_lines"]), 0)] if progress else lines[:-1]  # without a torn last line
-            self.state = progress["state"] if progress else None
-            self.done = {str(json.loads(line)["id"]) for line in lines}
-        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"resume: expected the predictions of an interrupted run in {self.path}, and their fingerprint beside "
-                "it, got something else; start again without resume, or choose another file."
-            ) from error
-        check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=other)
-        if progress is None:
-            got = f"{self.path} with {len(self.done)}, which was complete"
-            fix = "start again without resume, or choose another file"
-            require(len(self.done) >= self._num_prompts, "resume", f"{self._num_prompts} answers", got, fix)
-            raise NothingToDoError(f"{self.path} is complete; there is nothing left to do")
-        write_atomically(self.path, b"".join(line + b"\n" for line in lines))
+            num_lines, self.state = int(meta["progress"]["num_lines"]), meta["progress"]["state"]
+            lines = self.path.read_bytes().split(b"\n")[: max(num_lines, 0)]
+            self.kept = [json.loads(line) for line in lines]
+            num_kept = len({str(line["id"]) for line in self.kept})
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            num_lines, num_kept, lines, fingerprint = 1, 0, [], {}
+        expected = f"the predictions of an interrupted run in {self.path}, and their fingerprint beside them"
+        fix = "start again without resume, or choose another file"
+        require(num_kept == num_lines, "resume", expected, "another file, or a changed one", fix)
+        fix = "Give the options that it was made with, or start again without resume"
+        check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
+        return b"".join(line + b"\n" for line in lines)

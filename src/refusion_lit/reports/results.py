@@ -38,6 +38,11 @@ def read_results(path: Path) -> dict[str, Any] | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
+    return parse_results(values, path)
+
+
+def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON value
+    """Check the content of a ``results.json``, and fill in missing fields; see :func:`read_results`."""
     figures = values.get("results") if isinstance(values, dict) else None
     is_ours = (
         isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.reports.results import RESULTS, read_results
+from refusion_lit.reports.results import RESULTS, parse_results, read_results
 from refusion_lit.utils.files import read_fingerprint, read_object
 from refusion_lit.utils.require import require
-
-_SCORED = ".scored.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +49,19 @@ class Run:
     results: dict[str, Any]
     options: dict[str, Any]
     predictions: dict[str, dict[str, ScoredPrediction]]
+
+    @classmethod
+    def of_test(cls, directory: Path, results: Any, predictions: dict[str, dict[str, ScoredPrediction]]) -> Run:  # noqa: ANN401 - JSON
+        """Return the run of a test that has just ended.
+
+        Args:
+            directory: The run's directory.
+            results: Content of its ``results.json``.
+            predictions: Predictions by decoder and prompt id.
+        """
+        results = parse_results(results, directory / RESULTS) or {}
+        source = _source_name(directory)
+        return cls(name=directory.resolve().name, source=source, results=results, options={}, predictions=predictions)
 
 
 def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
@@ -178,36 +189,31 @@ def with_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict
 
 
 def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:
-    """Return a decoder's predictions by prompt id, from the files of all processes.
+    """Return a decoder's predictions by prompt id.
 
-    Scores that ``refusion-lit score`` wrote later for these very predictions take precedence over those of the test.
-    A prompt that a distributed sampler repeated counts once.
+    Scores that ``refusion-lit score`` wrote for the same predictions replace the scores of the test.
 
     Args:
         folder: The run's directory.
         decoder: The decoder's name in the config.
         notes: Remarks for the reader are appended here: rescored files, lines that are not predictions.
     """
-    pattern = re.compile(rf"predictions_{re.escape(decoder)}(_rank\d+)?(\.scored)?\.jsonl")
-    paths = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
-    files = {path: _predictions(path, notes) for path in paths}
-    predictions: dict[str, ScoredPrediction] = {}
-    for path in sorted(files, key=lambda path: not path.name.endswith(_SCORED)):
-        if path.name.endswith(_SCORED):
-            original = path.with_name(path.name.removesuffix(_SCORED) + ".jsonl")
-            is_same = (read_fingerprint(original) or {}) == (read_fingerprint(path) or {})
-            if original in files and not (is_same and files[original].keys() == files[path].keys()):
-                notes.append(f"{path.name} scores other predictions than those of {original.name} and was left out.")
-                continue
-            notes.append(f"{path.name}: the scores of {decoder} are those written by `refusion-lit score`.")
-        for identity, prediction in files[path].items():
-            predictions.setdefault(identity, prediction)
+    original, scored = (folder / f"predictions_{decoder}{suffix}" for suffix in (".jsonl", ".scored.jsonl"))
+    predictions = _read_predictions(original, notes) if original.is_file() else {}
+    if scored.is_file():
+        scores = _read_predictions(scored, notes)
+        is_same = (read_fingerprint(original) or {}) == (read_fingerprint(scored) or {})
+        if original.is_file() and not (is_same and scores.keys() == predictions.keys()):
+            notes.append(f"{scored.name} scores other predictions than {original.name} has, and was left out.")
+            return predictions
+        notes.append(f"{scored.name}: `refusion-lit score` computed the scores of {decoder}.")
+        return scores
     return predictions
 
 
-def _predictions(path: Path, notes: list[str]) -> dict[str, ScoredPrediction]:
-    """Return the predictions of a file by prompt id; a repeated one counts once."""
-    found: dict[str, ScoredPrediction] = {}
+def _read_predictions(path: Path, notes: list[str]) -> dict[str, ScoredPrediction]:
+    """Return the predictions of a file by prompt id; the first of several with equal ids counts."""
+    predictions: dict[str, ScoredPrediction] = {}
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -215,8 +221,13 @@ def _predictions(path: Path, notes: list[str]) -> dict[str, ScoredPrediction]:
             except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
                 notes.append(f"{path.name}, line {number}: not a prediction, left out.")
                 continue
-            found.setdefault(identity, prediction)
-    return found
+            predictions.setdefault(identity, prediction)
+    return predictions
+
+
+def parse_predictions(lines: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
+    """Return the predictions of a test by prompt id."""
+    return dict(map(_parse, lines))
 
 
 def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:

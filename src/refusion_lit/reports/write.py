@@ -56,10 +56,14 @@ def write_report(
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     require("" not in (*paths, output), "report", "directories with names", "", "write . for this one")
     comparison = compare(*read_runs(paths), baseline)
-    sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
     first = Path(paths[0])
     place = Path() if len(paths) > 1 else first.parent if first.is_file() else first
-    directory = place / "report" if output is None else Path(output)
+    return write_comparison(comparison, place / "report" if output is None else Path(output), formats)
+
+
+def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[str] = ("html",)) -> list[Path]:
+    """Write a comparison into a directory; see :func:`write_report`."""
+    sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
     plot = tradeoff_plot(comparison)
     files: dict[str, str] = {}
     if "html" in formats:
@@ -77,14 +81,16 @@ def write_report(
     return [directory / name for name in files]
 
 
-def report_results(path: Path) -> None:
-    """Write the report of a test or sweep that has ended; warn instead of raising, as its results are on disk already.
+def report_results(directory: Path, run: Run | None = None) -> None:
+    """Write the report of a finished test or sweep; warn if that fails, because its results are already on disk.
 
     Args:
-        path: The test's ``results.json``, or the sweep's directory.
+        directory: Directory of the test or sweep.
+        run: The finished test; by default the directory is read.
     """
     try:
-        sys.stderr.write(f"report: {write_report([path])[0]}\n")
+        comparison = compare([run], []) if run else compare(*read_runs([directory]))
+        sys.stderr.write(f"report: {write_comparison(comparison, directory / 'report')[0]}\n")
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
 

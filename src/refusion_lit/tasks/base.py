@@ -6,7 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
+
+from refusion_lit.utils.require import is_number, require
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -94,3 +97,33 @@ class Task(ABC):
     def characters(self) -> str | None:
         """Return the characters that queries and responses use, for a character tokenizer; ``None`` if unknown."""
         return None
+
+
+def score_response(task: Task, example: Example, response: str) -> tuple[float | None, dict[str, float]]:
+    """Score a response, and check what the task returns.
+
+    Returns:
+        The score, and the task's further metrics by name. The metrics are empty if the score is ``None``.
+
+    Raises:
+        ValueError: If the score is neither a number from 0 to 1 nor ``None``, or the metrics are not finite numbers
+            under the names in ``task.metrics``.
+    """
+    name = f"{type(task).__name__}.score"
+    try:
+        returned = task.score(example, response)
+    except Exception as error:
+        error.add_note(f"{name} failed on example {example.id!r}, response {response[:200]!r}")
+        raise
+    fix = f"see what it returns for example {example.id!r}"
+    figures: Mapping[str, Any] = returned if isinstance(returned, Mapping) else {"score": returned}
+    score = figures.get("score")
+    is_score = score is None or isinstance(score, bool) or (is_number(score, Real) and 0 <= score <= 1)
+    require(is_score, name, "a number from 0 to 1, or None", score, fix)
+    if returned is None or (score is None and "score" in figures):
+        return None, {}
+    are_finite = all(isinstance(value, Real) and math.isfinite(value) for value in figures.values())
+    are_named = figures.keys() == {"score", *task.metrics}
+    expected = f"finite numbers by name: {', '.join(('score', *task.metrics))}"
+    require(are_finite and are_named, name, expected, returned, fix)
+    return None if score is None else float(score), {key: float(figures[key]) for key in task.metrics}

@@ -25,7 +25,7 @@ from refusion_lit.data.examples import EncodedExample, examples_of
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Generation, check_prompts
 from refusion_lit.evaluation.loop import Evaluation
-from refusion_lit.evaluation.predictions import described
+from refusion_lit.evaluation.predictions import class_and_options
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.noise import stable_key
 from refusion_lit.tasks.base import Example, Task
@@ -96,7 +96,7 @@ class Rollouts(L.Callback):
         expected = "no dropout, which changes the likelihood of an answer from forward to forward"
         require(dropout == 0, "model.backbone.lora.dropout", expected, dropout, "set it to 0")
         self._rewards: Sequence[Reward | Task] = options.rewards or (data.task,)
-        self._described = repr([(type(each).__module__, described(each)) for each in self._rewards])
+        self._described = repr([(type(each).__module__, class_and_options(each)) for each in self._rewards])
         for reward in self._rewards:
             if isinstance(reward, CodeTask):
                 _ = reward.sandbox.applied  # refuses to run code, or weak isolation
