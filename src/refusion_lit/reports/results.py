@@ -25,6 +25,9 @@ _MAPPINGS = ("sampling", "fingerprints", "config", "decoders", "mismatches", "en
 """The fields beside the figures that are read again; any of them may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
+NUM_CONCURRENT = "REFUSION_LIT_NUM_CONCURRENT"
+"""Environment variable with which a sweep names the number of points that share the machine."""
+_SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
 """Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
 
 
@@ -63,6 +66,17 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
     found = {name: values.get(name) or {} for name in _MAPPINGS}
     return {**values, **found, "metrics": names, "batch_size": size}
+
+
+def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a ``results.json`` without the speeds of a test that ran beside others."""
+    if ((results.get("environment") or {}).get("num_concurrent") or 1) == 1:
+        return dict(results)
+    kept = {
+        decoder: {name: value for name, value in figures.items() if name not in _SPEEDS}
+        for decoder, figures in results["results"].items()
+    }
+    return {**results, "results": kept}
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
@@ -126,6 +140,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
         "packages": {name: version(name) for name in _PACKAGES},
         "seed": seed,
         "command": ["refusion-lit", *sys.argv[1:]] if command is None else command,
+        "num_concurrent": int(os.environ.get(NUM_CONCURRENT, 1)),
         "git": _git(),
         "hardware": {
             "machine": platform.machine(),

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 MISMATCH = "the model was not trained for this decoder"
+CONCURRENT = "speeds are left out: points ran concurrently and slowed each other down (launcher.num_workers)"
 FIGURES = (
     ("score", "score", "{:.3f}"),
     ("tokens_per_forward", "tokens/forward", "{:.2f}"),
