@@ -112,7 +112,8 @@ def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 def _print_results(name: str, table: Sequence[TableRow], option_names: Sequence[str]) -> None:
     """Print a line for each point and decoder: the options that vary, and the most important figures."""
     from refusion_lit.reports.comparison import short_names
-    from refusion_lit.reports.tables import CONCURRENT, MISMATCH, PRINTED, cells, print_table
+    from refusion_lit.reports.results import CONCURRENT
+    from refusion_lit.reports.tables import MISMATCH, PRINTED, cells, print_table
 
     option_names = [option for option in option_names if option != "model.decoders"]  # the column of decoders shows it
     head = [*short_names(option_names).values(), "decoder", *(title for _, title, _ in PRINTED)]
@@ -123,7 +124,7 @@ def _print_results(name: str, table: Sequence[TableRow], option_names: Sequence[
         rows.append([*(short(row[option]) for option in option_names), decoder, *cells(row, PRINTED)])
     is_slowed = any(row["status"] == "finished" and row.get("tokens_per_second") is None for row in table)
     notes = [f"* {MISMATCH}"] * any(row["mismatch"] for row in table) + [CONCURRENT] * is_slowed
-    print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(option_names) + 1, note="\n".join(notes) or None)
+    print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(option_names) + 1, notes=notes)
 
 
 def read_sweep(file: Path) -> Sweep:
