@@ -10,8 +10,8 @@ from experiments.real_conversion.annotations import count_annotations
 
 from refusion_lit.contrib.rl import Reward
 from refusion_lit.tasks import Example, Gsm8k
-from refusion_lit.tasks.files import Row
 from refusion_lit.tasks.gsm8k import extract_answer
+from refusion_lit.utils.rows import DataRow
 
 _EQUATION = re.compile(r"([\d.,()+*/x×÷ $-]+)=\s*\$?(\d[\d,]*(?:\.\d+)?)")  # noqa: RUF001
 _HAS_OPERATION = re.compile(r"[\d)][+*/-]")
@@ -22,7 +22,7 @@ _SIGNS = str.maketrans({"x": "*", "×": "*", "÷": "/", "$": None, ",": None, " 
 class ShortGsm8k(Gsm8k):
     """GSM8K's questions with a request for a short answer, which a limit of a few dozen tokens can hold."""
 
-    def _example(self, row: Row, identity: str) -> Example:
+    def _example(self, row: DataRow, identity: str) -> Example:
         example = super()._example(row, identity)
         return replace(example, query=f"{example.query}\nGive only the final number, in the form '#### number'.")
 

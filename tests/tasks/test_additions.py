@@ -40,6 +40,5 @@ def test_format_of_the_published_example() -> None:
 def test_integers_outside_a_range_are_refused(value: int) -> None:
     for inside in (2, 5):
         require_between("n", inside, 2, 5)
-    message = f"n: expected an integer from 2 to 5, got {value}; set n to 2 to 5."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=rf"^n: .* 2 to 5, got {value};"):
         require_between("n", value, 2, 5)

@@ -36,5 +36,5 @@ def test_scores_of_any_real_type_can_be_written() -> None:
 def test_examples_are_texts() -> None:
     assert len(examples_of(Own(), "test")) == 1
     for wrong in (Own(response=5), Own(name=7)):  # a resumed test looks for ids as they stand in a file
-        with pytest.raises(ValueError, match=r"examples: expected examples whose id, query and response are texts"):
+        with pytest.raises(ValueError, match=r"examples: .*id, query and response"):
             examples_of(wrong, "test")

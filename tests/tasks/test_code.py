@@ -20,7 +20,7 @@ def _isolated() -> bool:
     try:
         return len(Sandbox().applied) > 0
     except ValueError as error:
-        if "minimum_isolation" not in str(error):  # another fault is none of the machine's
+        if "minimum_isolation" not in str(error):
             raise
         return False
 
@@ -94,7 +94,7 @@ def test_nothing_runs_unless_allowed(tmp_path: Path, cls: type[CodeTask], row: o
     task = cls(files=write_jsonl(tmp_path / "x.jsonl", [row]))
     (example,) = task.examples("test")
     assert task.score(example, example.response) is None
-    with pytest.raises(ValueError, match="allow_code_execution: expected true"):
+    with pytest.raises(ValueError, match=r"allow_code_execution: .*true"):
         _ = task.sandbox
     assert "sandbox" not in task.__dict__
 
@@ -102,10 +102,10 @@ def test_nothing_runs_unless_allowed(tmp_path: Path, cls: type[CodeTask], row: o
 @pytest.mark.parametrize(
     ("cls", "row", "message"),
     [
-        (HumanEval, {**HUMANEVAL, "test": 3}, r"x\.jsonl:1: expected text in field 'test', got int"),
-        (HumanEval, {"task": "a"}, r"x\.jsonl:1: expected a field 'prompt'"),
-        (Mbpp, {**MBPP, "task_id": "11"}, r"x\.jsonl:1: expected an integer in field 'task_id', got '11'; number it"),
-        (Mbpp, {**MBPP, "test_list": []}, r"x\.jsonl:1: expected a list of assertions .* got \[\]; list them"),
+        (HumanEval, {**HUMANEVAL, "test": 3}, r"x\.jsonl:1: .*'test', got int"),
+        (HumanEval, {"task": "a"}, r"x\.jsonl:1: .*'prompt'"),
+        (Mbpp, {**MBPP, "task_id": "11"}, r"x\.jsonl:1: .*integer.*'task_id', got '11'"),
+        (Mbpp, {**MBPP, "test_list": []}, r"x\.jsonl:1: .*'test_list', got \[\]"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, cls: type[CodeTask], row: object, message: str) -> None:
@@ -115,9 +115,9 @@ def test_bad_rows_are_named(tmp_path: Path, cls: type[CodeTask], row: object, me
 
 def test_bad_options_and_files(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [MBPP, MBPP])
-    with pytest.raises(ValueError, match=r"x\.jsonl:2: expected each problem once, got MBPP/11 again"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: .*got MBPP/11"):
         Mbpp(files=path).examples("test")
-    with pytest.raises(ValueError, match=r"either files or a hub data set in task\.dataset, got 'neither'"):
+    with pytest.raises(ValueError, match=r"task\.files: .*task\.dataset, got 'neither'"):
         Mbpp()
     with pytest.raises(ValueError, match="got 'both'"):
         Mbpp(files=path, dataset="some/data")

@@ -60,7 +60,7 @@ def test_several_files_have_distinct_ids(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_no_data_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a data file, but there is none; check the path"):
+    with pytest.raises(ValueError, match="expected a data file"):
         InstructionFiles(train=str(tmp_path)).examples("train")
 
 
@@ -68,15 +68,15 @@ def test_a_directory_is_no_data_file(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b'{"query": "a", "response": "b"}\n{"query": \n', r"x\.jsonl:2: broken JSON"),
-        (b'{"query": "a", "respons": "b"}\n', r"x\.jsonl:1: expected a field 'response'; did you mean 'respons'"),
-        (b'{"foo": "a"}\n', r"x\.jsonl:1: expected a field 'query'; it has 'foo'"),
+        (b'{"query": "a", "respons": "b"}\n', r"x\.jsonl:1: .*'response'.* 'respons'"),
+        (b'{"foo": "a"}\n', r"x\.jsonl:1: .*'query'.* 'foo'"),
         (
             b'{"question": "a", "answer": "b"}\n',
-            r"x\.jsonl:1: expected a field 'query'; .*'answer'; .*task\.preset",
+            r"x\.jsonl:1: .*'query'.*'answer'.*task\.preset",
         ),
-        (b'{"query": 3, "response": "b"}\n', r"x\.jsonl:1: expected text in field 'query', got int"),
-        (b'{"query": "a", "response": " "}\n', r"x\.jsonl:1: expected a response that is not empty, got ' '"),
-        (b"[1]\n", r"x\.jsonl:1: expected a JSON object, got list"),
+        (b'{"query": 3, "response": "b"}\n', r"x\.jsonl:1: .*text.*'query', got int"),
+        (b'{"query": "a", "response": " "}\n', r"x\.jsonl:1: .*, got ' '"),
+        (b"[1]\n", r"x\.jsonl:1: .*object, got list"),
     ],
 )
 def test_bad_files_are_named_with_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -89,7 +89,7 @@ def test_bad_files_are_named_with_line(tmp_path: Path, content: bytes, message: 
 def test_malformed_samples_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"query": "a", "response": "b"}\n{broken\n{"query": "c"}\n')
-    with pytest.raises(ValueError, match=r"x\.jsonl:2: .*; fix the line, or set malformed: skip in the task\."):
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: .*malformed: skip"):
         InstructionFiles(train=str(path), validation_fraction=0).examples("train")
     task = InstructionFiles(train=str(path), validation_fraction=0, malformed="skip")
     assert len(task.examples("train")) == 1
@@ -118,8 +118,8 @@ def test_answers_of_a_model_are_kept_by_how_they_ended_and_scored(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (ROWS[0], r"x\.jsonl:1: expected a field 'finish_reason'; .* set task\.keep: all"),
-        (answer(1, "eos", None), r"x\.jsonl:1: expected a number in field 'score', got None; let refusion-lit score"),
+        (ROWS[0], r"x\.jsonl:1: .*'finish_reason'.*task\.keep: all"),
+        (answer(1, "eos", None), r"x\.jsonl:1: .*'score', got None; .*refusion-lit score"),
     ],
 )
 def test_rows_that_do_not_say_whether_to_keep_them_are_refused(
@@ -139,13 +139,13 @@ def test_a_rows_own_id_is_kept(tmp_path: Path) -> None:
 
 def test_an_id_that_two_rows_have_is_refused_with_both_lines(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [{"id": "a", **ROWS[0]}, ROWS[1], {"id": "a", **ROWS[2]}])
-    with pytest.raises(ValueError, match=r"x\.jsonl:3: expected an id .* not that of .*x\.jsonl:1, got 'a'; make it"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:3: .* id .*x\.jsonl:1, got 'a'"):
         InstructionFiles(train=path, validation_fraction=0).examples("train")
     assert len(InstructionFiles(train=path, validation_fraction=0, malformed="skip").examples("train")) == 2
 
 
 def test_invalid_options(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="no\\.jsonl: expected a data file"):
         InstructionFiles(train=str(tmp_path / "no.jsonl")).examples("train")
     with pytest.raises(ValueError, match=r"task\.train"):
         InstructionFiles()
@@ -167,7 +167,7 @@ def test_files_of_one_name_in_two_folders_have_distinct_ids(tmp_path: Path) -> N
         paths.append(write_jsonl(tmp_path / folder / "rows.jsonl", ROWS))
     task = InstructionFiles(train=paths, validation_fraction=0)
     assert len({e.id for e in task.examples("train")}) == 12
-    with pytest.raises(ValueError, match=r"task\.train: expected each file once"):
+    with pytest.raises(ValueError, match=r"task\.train: .*once"):
         InstructionFiles(train=[paths[0], paths[0]]).examples("train")
 
 
@@ -212,12 +212,12 @@ def test_chats_that_cannot_be_used(tmp_path: Path, turns: object) -> None:
 
 def test_an_instruction_whose_input_is_not_text_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [{"instruction": "a", "input": ["b"], "output": "c"}])
-    with pytest.raises(ValueError, match=r"x\.jsonl:1: expected text in field 'input', got list"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: .*'input', got list"):
         InstructionFiles(train=path, preset="instruction").examples("train")
 
 
 def test_an_option_without_effect_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"task\.response_field: expected none with preset 'messages'"):
+    with pytest.raises(ValueError, match=r"task\.response_field: .*'messages'"):
         InstructionFiles(train="x.jsonl", preset="messages", response_field="answer")
 
 
@@ -227,23 +227,24 @@ def test_a_hub_data_set(hub: Hub) -> None:
     assert sorted(e.query for e in [*train, *validation]) == [row["query"] for row in ROWS]
     assert [e.query for e in test] == ["q0", "q1"]
     assert len({e.id for e in [*train, *validation, *test]}) == 8
-    with pytest.raises(ValueError, match=r"expected a split of some/rows, got 'dev'; it has train_sft, test"):
+    with pytest.raises(ValueError, match=r"task\.dataset: .*some/rows, got 'dev'; .*train_sft, test"):
         InstructionFiles(**hub.address, train="train_sft", validation="dev").examples("validation")
-    with pytest.raises(ValueError, match=r"^task\.dataset: .*'none/such' cannot be loaded \(Dataset [^\n]*exist\.\)"):
+    with pytest.raises(ValueError, match=r"^task\.dataset: .*'none/such'.*\(Dataset [^\n]*exist\.\)"):
         InstructionFiles(dataset="none/such", train="train").examples("train")
-    with pytest.raises(ValueError, match=r"some/rows/test:1: expected a field 'question'; it has "):
+    with pytest.raises(ValueError, match=r"some/rows/test:1: .*'question'"):
         InstructionFiles(**hub.address, preset="question_answer").examples("test")
 
 
 def test_a_hub_data_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"^task\.dataset: needs the package datasets; run pip install datasets\."):
+    with pytest.raises(ValueError, match=r"^task\.dataset: .*pip install datasets"):
         InstructionFiles(dataset="some/rows").examples("train")
 
 
 def test_a_report_says_where_its_examples_come_from(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", [{"query": str(i), "response": "a"} for i in range(4)])
     found = [
-        InstructionFiles(train=train, **others).tested() for others in ({"test": train}, {"validation": train}, {})
+        InstructionFiles(train=train, **others).describe_test_split()
+        for others in ({"test": train}, {"validation": train}, {})
     ]
     assert found == ["test split", "validation examples", "validation examples held out of the training files"]

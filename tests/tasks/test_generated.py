@@ -120,17 +120,17 @@ class TestEveryTask:
         capacity = task_class().num_keys // 3
         for split in SPLITS:
             task_class(**{f"num_{split}": capacity})
-            with pytest.raises(ValueError, match=rf"num_{split}: expected 0 to {capacity} .*, got {capacity + 1}; "):
+            with pytest.raises(ValueError, match=rf"num_{split}: .* {capacity} .*, got {capacity + 1};"):
                 task_class(**{f"num_{split}": capacity + 1})
-        with pytest.raises(ValueError, match="num_test: expected 0 to"):
+        with pytest.raises(ValueError, match=r"num_test: .*got -1"):
             task_class(num_test=-1)
 
     def test_a_config_refers_to_it_by_class_name(self, task_class: type[GeneratedTask]) -> None:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--task", type=Task)
-        own = task_class.__module__.startswith("refusion_lit")
-        path = f"{'refusion_lit' if own else 'experiments'}.tasks.{task_class.__name__}"
-        name = task_class.__name__ if own else path
+        is_packaged = task_class.__module__.startswith("refusion_lit")
+        path = f"{'refusion_lit' if is_packaged else 'experiments'}.tasks.{task_class.__name__}"
+        name = task_class.__name__ if is_packaged else path
         parsed = parser.parse_args([f"--task={name}", "--task.num_test=7", "--task.seed=3"])
         assert parsed.task.class_path == path
         assert task_class(**parsed.task.init_args) == task_class(num_test=7, seed=3)
@@ -159,7 +159,7 @@ class TestEveryTask:
 )
 def test_options_out_of_range_are_refused(task_class: type[GeneratedTask], options: dict[str, int]) -> None:
     name, value = next(iter(options.items()))
-    with pytest.raises(ValueError, match=rf"^{name}: expected an integer from \d+ to \d+, got {value};"):
+    with pytest.raises(ValueError, match=rf"^{name}: .*\d+ to \d+, got {value};"):
         task_class(**options)
 
 

@@ -59,7 +59,7 @@ def test_scores(tmp_path: Path) -> None:
     task = Gsm8k(test=write_jsonl(tmp_path / "test.jsonl", [{"question": "q", "answer": "a\n#### 1,000"}]))
     (example,) = task.examples("test")
     assert [task.score(example, text) for text in ("#### 1000.0", "\\boxed{1,000}", "1000", "#### 100")] == [1, 1, 0, 0]
-    with pytest.raises(ValueError, match="example e: expected a reference with a number after ####"):
+    with pytest.raises(ValueError, match=r"example e: .*####"):
         task.score(Example(id="e", query="q", response="eighteen"), "#### 18")
 
 

@@ -25,11 +25,11 @@ from refusion_lit.evaluation.predictions import (
     prediction,
     predictions_fingerprint,
 )
-from refusion_lit.tasks.files import Row, json_rows, text_field, unicode_text, values_of
 from refusion_lit.types import Prompt
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import decoded_text, read_text
 from refusion_lit.utils.require import require
+from refusion_lit.utils.rows import DataRow, parse_json_lines
 
 _SECONDS_BETWEEN_WRITES = 1.0
 
@@ -196,24 +196,24 @@ def read_prompts(source: str) -> Iterator[_Request]:
     else:
         text = read_text(source, "prompts")
     if source.endswith((".jsonl", ".json")) or text.split("\n", 1)[0].lstrip().startswith("{"):
-        yield from map(_from_row, json_rows(source, text))
+        yield from map(_from_row, parse_json_lines(source, text))
         return
     for number, line in enumerate(text.split("\n")):  # other line separators (U+2028, say) are characters of a prompt
         if line.strip():
             yield _Request(str(number), line)
 
 
-def _from_row(row: Row) -> _Request:
+def _from_row(row: DataRow) -> _Request:
     """Return the request of a JSON object.
 
     Raises:
         ValueError: Naming the line and what is wrong with it.
     """
     try:
-        given = {name: value for name, value in values_of(row).items() if value is not None}
-        template = text_field(row, "template") if "template" in given else None
-        reference = unicode_text(row, "reference", str(given["reference"])) if "reference" in given else None
-        name = unicode_text(row, "id", str(given.get("id", row.line - 1)))
-        return _Request(name, text_field(row, "prompt", "add it"), reference, template)
+        given = {name: value for name, value in row.require_values().items() if value is not None}
+        template = row.text("template") if "template" in given else None
+        reference = row.check_unicode("reference", str(given["reference"])) if "reference" in given else None
+        name = row.check_unicode("id", str(given.get("id", row.line - 1)))
+        return _Request(name, row.text("prompt"), reference, template)
     except ValueError as error:
         raise ValueError(f"prompts: {error}") from error

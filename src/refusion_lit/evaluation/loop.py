@@ -322,7 +322,7 @@ class Evaluation(L.Callback):
             "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
             "results": self.results,
             "metrics": list(self._task.metrics),
-            "tested": self._task.tested(),
+            "tested": self._task.describe_test_split(),
             "mismatches": self.mismatches,
             "environment": self.environment or environment(self._seed),
             "config": self.config,

@@ -15,7 +15,6 @@ from typing import Any
 
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.modeling.weights import weights_digest
-from refusion_lit.tasks.files import decompressed_text, json_rows, text_field, values_of
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.files import (
@@ -32,6 +31,7 @@ from refusion_lit.utils.files import (
     write_json_atomically,
 )
 from refusion_lit.utils.require import require
+from refusion_lit.utils.rows import parse_json_lines, read_text
 
 
 def predictions_fingerprint(
@@ -135,11 +135,11 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
         ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
     """
     try:
-        rows = list(json_rows(str(file), decompressed_text(Path(file))))
+        rows = list(parse_json_lines(str(file), read_text(Path(file))))
         for row in rows:
             for field in texts:
-                text_field(row, field, fix="correct the line")
-        return [dict(values_of(row)) for row in rows]
+                row.text(field, fix="correct the line")
+        return [dict(row.require_values()) for row in rows]
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from error
 

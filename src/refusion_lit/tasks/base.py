@@ -1,4 +1,4 @@
-"""The interface of tasks, and their examples."""
+"""The interface of tasks and examples."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One query with its reference response.
+    """A query with its reference response.
 
     Attributes:
         id: Unique within the task; names the example in results and keys its noise.
         query: The question, before any template; ignored if ``messages`` is given.
-        response: The reference response, without end-of-sequence token.
+        response: The reference response, without EOS token.
         messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data.
         meta: Additional values for the task's scoring.
-        spans: Character ranges ``(start, stop)`` of the response that are to be filled in, in text order; the rest of
-            the response is then given. Empty: nothing of it is given.
+        spans: Character ranges ``(start, stop)`` of the response to fill in, in text order; the rest of the response is
+            given. Without spans, nothing is given.
     """
 
     id: str
@@ -40,53 +40,62 @@ class Example:
 class Task(ABC):
     """Examples to train and test on, and a scoring function for responses.
 
-    A task is one module. Its examples are generated (then they are deterministic functions of a seed) or read from
-    files; its splits are disjoint.
+    Examples are read from files or generated as deterministic functions of a seed. Splits are disjoint.
 
     Attributes:
         metrics: Names of further metrics that :meth:`score` returns beside the score.
+
+    >>> class Reversal(Task):
+    ...     def examples(self, split):
+    ...         return [Example(id="0", query="abc", response="cba")]
+    ...
+    ...     def score(self, example, response):
+    ...         return float(response == example.response)
+    >>> task = Reversal()
+    >>> task.score(task.examples("test")[0], "cba")
+    1.0
     """
 
     metrics: tuple[str, ...] = ()
 
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples of a split in a fixed order, with ids that are unique within the task.
+        """Return a split's examples in a fixed order; ids are unique within the task.
 
         Args:
             split: The split.
 
         Raises:
-            ValueError: If the examples cannot be read; the message names file and line.
+            ValueError: If an example cannot be read; the message names file and line.
         """
 
     @abstractmethod
     def score(self, example: Example, response: str) -> float | Mapping[str, float] | None:
         """Return the score of a response in [0, 1]; ``None`` if it is scored later.
 
-        A task with ``metrics`` returns a mapping: ``score``, and a finite number for each name in ``metrics``.
+        A task with ``metrics`` returns a mapping with ``score`` and a finite number for every name in ``metrics``.
 
         Args:
             example: The example that the response answers.
-            response: The decoded response, without end-of-sequence token.
+            response: The decoded response, without EOS token.
         """
 
     def reward(self, example: Example, response: str) -> float:
-        """Return the reward of a response in training on rewards; by default its score, NaN if that comes later."""
-        found = self.score(example, response)
-        score = found["score"] if isinstance(found, Mapping) else found
+        """Return a response's reward in reinforcement learning: by default its score, NaN if it is scored later."""
+        result = self.score(example, response)
+        score = result["score"] if isinstance(result, Mapping) else result
         return math.nan if score is None else float(score)
 
     def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
-        """Return :meth:`reward` of each response to its example."""
+        """Return the rewards of responses; see :meth:`reward`."""
         return [self.reward(example, response) for example, response in zip(examples, responses, strict=True)]
 
-    def tested(self) -> str:
-        """Return what the examples of the test split are, for tables, model cards and the hub."""
+    def describe_test_split(self) -> str:
+        """Return what the test examples are, for tables, model cards and the hub."""
         return "test split"
 
     def characters(self) -> str | None:
-        """Return all characters of queries and responses, for a character tokenizer; ``None`` if unknown."""
+        """Return the characters that queries and responses use, for a character tokenizer; ``None`` if unknown."""
         return None
 
 

@@ -12,9 +12,9 @@ from itertools import chain
 
 from refusion_lit.sandbox import LEVELS, Level, Limits, Sandbox
 from refusion_lit.tasks.base import Example, Split
-from refusion_lit.tasks.files import Row, rows_of, text_field, values_of
-from refusion_lit.tasks.hub import HubTask
+from refusion_lit.tasks.files import FileTask
 from refusion_lit.utils.require import require, require_choice
+from refusion_lit.utils.rows import DataRow
 
 _FENCED = re.compile(r"```([^\n`]*+)\n(.*?)(?:(?:(?<=\n)|\r?\n)[ \t]*+```|\Z)", re.DOTALL)
 # Start of a top-level statement: a model that continues the function's body has finished it here.
@@ -22,7 +22,7 @@ _END_OF_BODY = re.compile(r"\n(?=class\s|def\s|async def\s|@|#|if\s|print\b|asse
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeTask(HubTask):
+class CodeTask(FileTask):
     """Programming problems from a file or a hub data set; a response passes if its program passes the problem's tests.
 
     Generated code runs only with ``allow_code_execution``. Without it, scores are missing from the predictions, and
@@ -33,7 +33,7 @@ class CodeTask(HubTask):
         allow_code_execution: Whether generated code may run on this machine.
         minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, or ``full`` (no access to
             outside files, no network, no processes).
-        limits: Resource limits of one run.
+        limits: Resource limits per program.
     """
 
     files: list[str] | str | None = None
@@ -48,8 +48,8 @@ class CodeTask(HubTask):
         require_choice("minimum_isolation", self.minimum_isolation, LEVELS)
 
     @abstractmethod
-    def read(self, row: Row) -> tuple[Split, Example]:
-        """Convert a row to an example, whose id names the problem, and return its split.
+    def read(self, row: DataRow) -> tuple[Split, Example]:
+        """Return the split and the example of a row; the example's id names the problem.
 
         Raises:
             ValueError: If a field is missing; the message names file and line.
@@ -57,7 +57,7 @@ class CodeTask(HubTask):
 
     @abstractmethod
     def program(self, example: Example, response: str) -> tuple[str, str]:
-        """Return the program of a response, and the tests of its problem."""
+        """Return a response's program and the problem's tests."""
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of a split."""
@@ -71,7 +71,7 @@ class CodeTask(HubTask):
 
     @cached_property
     def sandbox(self) -> Sandbox:
-        """The sandbox of this task; prints the isolation it found on first access.
+        """The sandbox for generated code; the first access prints the available isolation.
 
         Raises:
             ValueError: If code may not run, or the machine offers too little isolation.
@@ -88,7 +88,7 @@ class CodeTask(HubTask):
         problems: dict[Split, list[Example]] = {"train": [], "validation": [], "test": []}
         sources = [self.files] if isinstance(self.files, str) else self.files or self.hub_splits
         seen: set[str] = set()
-        for row in chain.from_iterable(rows_of(self, source) for source in sources):
+        for row in chain.from_iterable(map(self.read_source, sources)):
             split, example = self.read(row)
             if example.id in seen:
                 raise ValueError(f"{row.location}: expected each problem once, got {example.id} again; remove one.")
@@ -101,9 +101,9 @@ class CodeTask(HubTask):
 class HumanEval(CodeTask):
     """HumanEval (Chen et al., arXiv 2107.03374): 164 Python functions to complete from their docstrings.
 
-    All are in the test split, from the published files or the hub data set ``openai/openai_humaneval``.
-    A response is either the body that continues the prompt or the whole function, fenced or not. A whole function is
-    run after the prompt, so that it can use the prompt's imports and helpers.
+    The source is the file or the hub data set ``openai/openai_humaneval``. All problems are in the test split.
+    A response is either the body that continues the prompt or the whole function, fenced or not. A whole function runs
+    after the prompt, so that it can use the prompt's imports and helpers.
 
     Attributes:
         template: The query, where ``{prompt}`` stands for the problem's prompt.
@@ -113,13 +113,13 @@ class HumanEval(CodeTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        holds = "{prompt}" in self.template
-        require(holds, "task.template", "a text with {prompt} in it", self.template, "add {prompt}")
+        has_prompt = "{prompt}" in self.template
+        require(has_prompt, "task.template", "a text with {prompt} in it", self.template, "add {prompt}")
 
-    def read(self, row: Row) -> tuple[Split, Example]:
+    def read(self, row: DataRow) -> tuple[Split, Example]:
         """Convert a row of the published format."""
         names = ("prompt", "canonical_solution", "test", "entry_point", "task_id")
-        prompt, solution, test, entry_point, identity = [text_field(row, name) for name in names]
+        prompt, solution, test, entry_point, identity = map(row.text, names)
         meta = {"prompt": prompt, "test": test, "entry_point": entry_point}
         query = self.template.replace("{prompt}", prompt)
         return "test", Example(id=identity, query=query, response=solution, meta=meta)
@@ -140,9 +140,8 @@ class HumanEval(CodeTask):
 class Mbpp(CodeTask):
     """MBPP (Austin et al., arXiv 2108.07732): 974 short Python functions from a sentence and three assertions.
 
-    The splits are the published ones: tasks 11 to 510 test, 511 to 600 validation, the others training.
-    The source is the published files or the hub data set ``google-research-datasets/mbpp``. Tasks 1 to 10, which the
-    authors use as few-shot examples, are in the training split.
+    The source is the file or the hub data set ``google-research-datasets/mbpp``. As published, tasks 11 to 510 are the
+    test split, 511 to 600 validation, and the others training, including tasks 1 to 10, the authors' few-shot examples.
 
     Attributes:
         template: The query, where ``{text}`` and ``{tests}`` stand for the problem's sentence and assertions.
@@ -154,9 +153,9 @@ class Mbpp(CodeTask):
         super().__post_init__()
         require("{text}" in self.template, "task.template", "a text with {text} in it", self.template, "add {text}")
 
-    def read(self, row: Row) -> tuple[Split, Example]:
+    def read(self, row: DataRow) -> tuple[Split, Example]:
         """Convert a row of the published format."""
-        values = values_of(row)
+        values = row.require_values()
         number = values.get("task_id")
         tests = values.get("test_list")
         if not isinstance(number, int):
@@ -166,7 +165,7 @@ class Mbpp(CodeTask):
                 f"{row.location}: expected a list of assertions in field 'test_list', got {tests!r:.80}; list them."
             )
         names = ("text", "code", "test_setup_code")
-        text, code, setup = [text_field(row, name).replace("\r\n", "\n") for name in names]
+        text, code, setup = [row.text(name).replace("\r\n", "\n") for name in names]
         fields = {"{text}": text, "{tests}": "\n".join(tests)}
         query = re.sub("|".join(map(re.escape, fields)), lambda match: fields[match[0]], self.template)
         split: Split = "test" if 11 <= number <= 510 else "validation" if 511 <= number <= 600 else "train"
@@ -179,7 +178,11 @@ class Mbpp(CodeTask):
 
 
 def extract_code(response: str) -> str:
-    """Return the longest fenced block of a response that is marked as Python or unmarked; else the whole response."""
+    r"""Return a response's longest fenced block of Python or unnamed language; without fences, the whole response.
+
+    >>> extract_code("Sure:\n```python\nx = 1\n```\nDone.")
+    'x = 1'
+    """
     blocks = [
         code for name, code in _FENCED.findall(response) if name.strip().lower() in ("", "python", "py", "python3")
     ]

@@ -1,9 +1,8 @@
-"""Generated tasks: their base class, sums, sheets of independent sums, and records to sort.
+"""Generated tasks: the base class, sums, sheets of independent sums, and records to sort.
 
-Each example of a generated task has a unique *key* in ``range(num_keys)``, and different keys always give different
-queries. A seeded permutation assigns the keys to train, validation and test in turn. Examples are therefore distinct
-and splits disjoint, example ``i`` of a split does not depend on the split sizes, and none of this needs stored examples
-or comparisons.
+Every example of a generated task has a unique *key* in ``range(num_keys)``, and different keys give different queries.
+A seeded permutation assigns the keys to train, validation and test in turn. Examples are therefore distinct, splits are
+disjoint, and example ``i`` of a split does not depend on the split sizes, without storing or comparing examples.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ _CITIES = "accra bern cairo delhi kyiv lima lyon milan oslo paris quito riga rom
 class GeneratedTask(Task):
     """A task whose examples are functions of seed, split and index only.
 
-    A subclass defines the number of keys (``num_keys``) and the example of a key (``draw``). It validates its own
-    options before it calls this class's ``__post_init__``.
+    A subclass defines the number of keys (``num_keys``) and generates a key's example (``draw``). It checks its options
+    before it calls this class's ``__post_init__``.
 
     Attributes:
-        num_train: Number of training examples, all distinct.
-        num_validation: Number of validation examples, distinct and disjoint from the training examples.
-        num_test: Number of test examples, distinct and disjoint from the other splits.
-        seed: Random seed of the examples.
+        num_train: Number of training examples. All examples of all splits are distinct.
+        num_validation: Number of validation examples.
+        num_test: Number of test examples.
+        seed: Random seed.
     """
 
     num_train: int = 200_000
@@ -59,7 +58,7 @@ class GeneratedTask(Task):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that each split fits into its third of the keys.
+        """Check that every split fits into a third of the keys.
 
         Raises:
             ValueError: If a split size is negative or greater than a third of the keys.
@@ -79,11 +78,11 @@ class GeneratedTask(Task):
 
     @abstractmethod
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
-        """Return query and response of an example.
+        """Return a key's query and response.
 
         Args:
-            key: Key in ``range(num_keys)``. Different keys give different queries for any draws of ``rng``.
-            rng: Draws what the key does not determine; seeded with the task's seed and the key.
+            key: Key in ``range(num_keys)``. Different keys give different queries, whatever ``rng`` returns.
+            rng: Random numbers for what the key does not determine; seeded with the task's seed and the key.
         """
 
     def score(self, example: Example, response: str) -> float:
@@ -91,19 +90,15 @@ class GeneratedTask(Task):
         return float(response == example.response)
 
     def size(self, split: Split) -> int:
-        """Return the number of examples of a split."""
+        """Return the number of examples in a split."""
         return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}[split]
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples of a split as a lazy sequence, which generates each example on access.
-
-        Args:
-            split: The split.
-        """
+        """Return a split's examples as a sequence that generates them on access."""
         return LazyExamples(size=self.size(split), make=partial(self.example, split))
 
     def example(self, split: Split, index: int) -> Example:
-        """Generate one example.
+        """Generate an example.
 
         Args:
             split: The split.
@@ -117,11 +112,11 @@ class GeneratedTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class LazyExamples(Sequence[Example]):
-    """A sequence whose examples are made on access; it pickles to a few bytes for any length.
+    """A sequence that generates examples on access; its pickle is small for any length.
 
     Attributes:
         size: Number of examples.
-        make: Returns the example with an index in ``range(size)``.
+        make: Returns the example at an index in ``range(size)``.
     """
 
     size: int
@@ -140,7 +135,11 @@ class LazyExamples(Sequence[Example]):
 
 
 def digits(number: int, base: int, count: int) -> list[int]:
-    """Return the ``count`` lowest digits of a number in a base, lowest first."""
+    """Return the ``count`` lowest digits of a number in a base, lowest first.
+
+    >>> digits(1234, 10, 3)
+    [4, 3, 2]
+    """
     result: list[int] = []
     for _ in range(count):
         number, digit = divmod(number, base)
@@ -152,13 +151,16 @@ def permute(index: int, size: int, seed: str) -> int:
     """Return the image of an index under a seeded permutation of ``range(size)``.
 
     A Feistel network (Luby and Rackoff, SIAM J. Comput. 1988) permutes the numbers with an even number of bits. Images
-    outside the range are permuted again until one is inside (cycle walking; Black and Rogaway, CT-RSA 2002). Time and
+    outside the range are permuted again until they are inside (cycle walking; Black and Rogaway, CT-RSA 2002). Time and
     memory do not grow with ``size``.
 
     Args:
         index: Index in ``range(size)``.
         size: From 1 to 2**1024.
         seed: Selects the permutation.
+
+    >>> sorted(permute(index, 5, seed="a") for index in range(5))
+    [0, 1, 2, 3, 4]
     """
     half = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
@@ -178,11 +180,18 @@ def permute(index: int, size: int, seed: str) -> int:
 class Additions(GeneratedTask):
     """Two to five sums of two two-digit numbers: the response to ``12+34,56+78>`` is ``12+34=46;56+78=134;``.
 
-    The key determines the first ``min_terms`` sums.
+    The key determines the first ``min_terms`` sums. The number of sums is uniformly distributed.
 
     Attributes:
         min_terms: Minimum number of sums in a query, 1 to 64.
-        max_terms: Maximum number of sums in a query, ``min_terms`` to 64. The number is uniformly distributed.
+        max_terms: Maximum number of sums in a query, ``min_terms`` to 64.
+
+    >>> task = Additions()
+    >>> example = task.examples("test")[1]
+    >>> example.query, example.response
+    ('92+13,56+83>', '92+13=105;56+83=139;')
+    >>> task.score(example, example.response)
+    1.0
     """
 
     min_terms: int = 2
@@ -195,7 +204,7 @@ class Additions(GeneratedTask):
 
     @property
     def num_keys(self) -> int:
-        """8100 possible sums for each of the first ``min_terms``."""
+        """8100 sums to the power ``min_terms``."""
         return _NUM_SUMS**self.min_terms
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
@@ -234,7 +243,7 @@ class Sheet(GeneratedTask):
 
     @property
     def num_keys(self) -> int:
-        """4095 unordered pairs for each cell."""
+        """4095 unordered pairs to the power ``num_terms``."""
         return len(_PAIRS) ** self.num_terms
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
@@ -267,11 +276,11 @@ class Records(GeneratedTask):
     ``sort by age: eve 82 rome; bob 31 oslo`` is
     ``[{"name":"bob","age":31,"city":"oslo"},{"name":"eve","age":82,"city":"rome"}]``.
 
-    The key determines name and age in the first ``min_rows`` rows.
+    The key determines name and age in the first ``min_rows`` rows. The number of rows is uniformly distributed.
 
     Attributes:
         min_rows: Minimum number of rows in a query, 2 to 16.
-        max_rows: Maximum number of rows in a query, ``min_rows`` to 16. The number is uniformly distributed.
+        max_rows: Maximum number of rows in a query, ``min_rows`` to 16.
     """
 
     min_rows: int = 2
@@ -284,7 +293,7 @@ class Records(GeneratedTask):
 
     @property
     def num_keys(self) -> int:
-        """All choices of distinct names and distinct ages in ``min_rows`` rows."""
+        """Number of choices of distinct names and ages for ``min_rows`` rows."""
         return perm(len(_NAMES), self.min_rows) * perm(len(_AGES), self.min_rows)
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
@@ -309,11 +318,11 @@ class Records(GeneratedTask):
     def score(self, example: Example, response: str) -> float:
         """Return 1 for JSON with the same value as the reference, else 0.
 
-        Spaces between JSON tokens and the order of an object's keys do not matter. The order of the rows does, and
+        Spaces between JSON tokens and the order of an object's keys do not matter. The order of the rows matters, and
         repeated keys are wrong.
         """
         try:
-            return float(_parsed(response) == _parsed(example.response))
+            return float(_parse_json(response) == _parse_json(example.response))
         except (ValueError, RecursionError):
             return 0.0
 
@@ -323,13 +332,13 @@ class Records(GeneratedTask):
         return "".join(sorted(set(words + '0123456789:;[]{},"')))
 
 
-def _parsed(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse JSON with each object as a sorted list of pairs, which keeps repeated keys."""
+def _parse_json(text: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Parse JSON; objects become sorted lists of pairs, which keep repeated keys."""
     return json.loads(text, object_pairs_hook=lambda pairs: sorted(pairs, key=itemgetter(0)))
 
 
 def require_between(option: str, value: int, minimum: int, maximum: int) -> None:
     """Refuse an integer outside [``minimum``, ``maximum``]."""
     fix = f"set {option} to {minimum} to {maximum}"
-    holds = is_number(value, Integral) and minimum <= value <= maximum
-    require(holds, option, f"an integer from {minimum} to {maximum}", value, fix)
+    is_inside = is_number(value, Integral) and minimum <= value <= maximum
+    require(is_inside, option, f"an integer from {minimum} to {maximum}", value, fix)

@@ -21,10 +21,15 @@ _LATEX_LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]"
 class Gsm8k(InstructionFiles):
     r"""Questions with worked solutions that end in ``#### number``, from files or the hub data set ``openai/gsm8k``.
 
-    A response is correct if its final number equals the reference's. The final number is the one after the last
-    ``####`` or in the last ``\boxed{...}``, whichever comes later. Commas, signs, currency, decimals, units and a final
+    A response is correct if its final number equals the reference's. The final number follows the last ``####`` or
+    stands in the last ``\boxed{...}``, whichever comes later. Commas, signs, currency, decimals, units and a final
     period are ignored. A response with neither marker is wrong, even if it contains the number. For files and splits
     see :class:`InstructionFiles`; for the hub data set use ``dataset: openai/gsm8k`` and ``dataset_name: main``.
+
+    >>> task = Gsm8k(dataset="openai/gsm8k", dataset_name="main")
+    >>> example = Example(id="0", query="6 eggs at $3?", response="6 * 3 = 18\n#### 18")
+    >>> [task.score(example, text) for text in ("#### $18.00", r"so \boxed{18}", "18")]
+    [1.0, 1.0, 0.0]
     """
 
     preset: Preset = "question_answer"
@@ -45,14 +50,18 @@ class Gsm8k(InstructionFiles):
 
 
 def extract_answer(text: str) -> Fraction | None:
-    """Return the final number of a solution; ``None`` if it has none."""
-    found = [(match.end(), text[match.end() :].split("\n", 1)[0]) for match in re.finditer("####", text)]
-    found += [(match.end(), _until_closing_brace(text[match.end() :])) for match in _BOX.finditer(text)]
-    return _first_number(max(found)[1]) if found else None
+    """Return the final number of a solution; ``None`` if there is no marker or no number after it.
+
+    >>> extract_answer("1,000 in total. #### 1,234.50")
+    Fraction(2469, 2)
+    """
+    answers = [(match.end(), text[match.end() :].split("\n", 1)[0]) for match in re.finditer("####", text)]
+    answers += [(match.end(), _until_closing_brace(text[match.end() :])) for match in _BOX.finditer(text)]
+    return _first_number(max(answers)[1]) if answers else None
 
 
 def _first_number(text: str) -> Fraction | None:
-    """Return the exact value of the first number in a text; ``None`` if there is none or it is too long to convert."""
+    """Return the exact value of the first number in a text; ``None`` without a number, or if it is too long."""
     text = " ".join(text.split())  # in long runs of white space, the search below takes cubic time
     text = _LATEX_LAYOUT.sub("", _FRACTION.sub(r"\1/\2", text.replace("\\$", "$")))
     match = _NUMBER.search(text)
@@ -66,7 +75,7 @@ def _first_number(text: str) -> Fraction | None:
 
 
 def _until_closing_brace(text: str) -> str:
-    """Return the content of a box whose opening brace is already consumed."""
+    """Return the text up to the brace that closes a box; the text starts after the opening brace."""
     depth = 1
     for index, character in enumerate(text):
         depth += (character == "{") - (character == "}")

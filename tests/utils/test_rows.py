@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refusion_lit.evaluation.predictions import as_line, read_json_lines
-from refusion_lit.tasks.files import read_rows, text_field
+from refusion_lit.utils.rows import read_rows
 from tasks.samples import ROWS
 
 VALUES = st.one_of(st.text(), st.integers(), st.none(), st.lists(st.text(), max_size=2))
@@ -59,28 +59,28 @@ def test_json_lists_round_trip_and_know_their_numbers(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b"", r"a\.jsonl: expected at least one sample, got an empty file"),
-        ("a.jsonl", b" \n\n", r"a\.jsonl: expected at least one sample, got an empty file"),
-        ("a.json", b"", r"a\.json: expected at least one sample, got an empty file"),
-        ("a.json", b"[]", r"a\.json: expected at least one sample, got an empty file; give another"),
-        ("a.json", b'{"a": 1}', r"a\.json: expected a list of objects, got dict; put it into a list"),
+        ("a.jsonl", b"", r"a\.jsonl: .*empty"),
+        ("a.jsonl", b" \n\n", r"a\.jsonl: .*empty"),
+        ("a.json", b"", r"a\.json: .*empty"),
+        ("a.json", b"[]", r"a\.json: .*empty"),
+        ("a.json", b'{"a": 1}', r"a\.json: .*list.*, got dict"),
         ("a.json", b'[{"a": 1},\n{"a": }]', r"a\.json:2: broken JSON"),
         ("a.json", b'[{"a": 1},\n{"a": 2}\n', r"a\.json:3: broken JSON"),
-        ("a.json", b'{"a": 1}\n{"a": 2}', r"a\.json:2: broken JSON .* if it is JSONL, rename it to \.jsonl"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', r"a\.json:2: broken JSON .*\.jsonl"),
         ("a.json", b"[" * 100_000, r"a\.json:1: broken JSON"),
-        ("a.json", b'[\n{"a": "\xff"}]', r"a\.json:2: expected UTF-8 text"),
-        ("a.jsonl", '{"a": "é"}\n'.encode("utf-16"), r"a\.jsonl:1: expected UTF-8 text"),
-        ("a.jsonl", b'{"a": 1}\n{"a": 1}\n{"a": "caf\xe9"}', r"a\.jsonl:3: expected UTF-8 text"),
+        ("a.json", b'[\n{"a": "\xff"}]', r"a\.json:2: .*UTF-8"),
+        ("a.jsonl", '{"a": "é"}\n'.encode("utf-16"), r"a\.jsonl:1: .*UTF-8"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1}\n{"a": "caf\xe9"}', r"a\.jsonl:3: .*UTF-8"),
         ("a.jsonl.gz", b'{"a": 1}', r"a\.jsonl\.gz: cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n', mtime=0)[:-9], r"a\.jsonl\.gz: cannot be read"),
         (
             "a.jsonl.gz",
             gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20,
-            r"a\.jsonl\.gz: cannot be read .*; fetch it again",
+            r"a\.jsonl\.gz: cannot be read",
         ),
         ("a.json.gz", gzip.compress(b"[{}", mtime=0), r"a\.json\.gz:1: broken JSON"),
-        ("a.parquet", b"PAR1", r"a\.parquet: expected a name ending in"),
-        ("a.csv", b"a,b", r"a\.csv: expected a name ending in"),
+        ("a.parquet", b"PAR1", r"a\.parquet: .*\.jsonl"),
+        ("a.csv", b"a,b", r"a\.csv: .*\.jsonl"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -92,7 +92,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, me
 
 def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
     for path in (tmp_path / "no.jsonl", tmp_path):
-        with pytest.raises(ValueError, match="expected a data file, but there is none"):
+        with pytest.raises(ValueError, match="expected a data file"):
             list(read_rows(str(path)))
 
 
@@ -121,17 +121,17 @@ def test_rows_that_cannot_be_read_leave_the_others_alone(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"responce": "b"}', r"a\.jsonl:1: expected a field 'response'; did you mean 'responce'\?"),
+        ('{"responce": "b"}', r"a\.jsonl:1: .*'response'.* 'responce'"),
         (
             '{"x": "b", "y": "c"}',
-            r"a\.jsonl:1: expected a field 'response'; it has 'x', 'y'; add it\.$",
+            r"a\.jsonl:1: .*'response'.* 'x', 'y'",
         ),
-        ("{}", r"a\.jsonl:1: expected a field 'response'; it has none"),
-        ('{"response": null}', r"a\.jsonl:1: expected text in field 'response', got NoneType; quote it"),
-        ('{"response": ["b"]}', r"a\.jsonl:1: expected text in field 'response', got list"),
+        ("{}", r"a\.jsonl:1: .*'response'.* none"),
+        ('{"response": null}', r"a\.jsonl:1: .*text.*'response', got NoneType"),
+        ('{"response": ["b"]}', r"a\.jsonl:1: .*text.*'response', got list"),
         (
             r'{"response": "b\ud83d"}',
-            r"a\.jsonl:1: expected Unicode in field 'response', got a lone surrogate; remove its",
+            r"a\.jsonl:1: .*Unicode.*'response', got a lone surrogate",
         ),
     ],
 )
@@ -140,14 +140,14 @@ def test_fields_that_cannot_be_used(tmp_path: Path, row: str, message: str) -> N
     path.write_text(row)
     (found,) = read_rows(str(path))
     with pytest.raises(ValueError, match=message):
-        text_field(found, "response")
+        found.text("response")
 
 
 def test_escaped_surrogate_pairs_are_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(r'{"response": "\ud83d\ude00"}')
     (found,) = read_rows(str(path))
-    assert text_field(found, "response") == "\N{GRINNING FACE}"
+    assert found.text("response") == "\N{GRINNING FACE}"
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz"])
@@ -162,16 +162,16 @@ def test_only_a_line_feed_ends_a_json_line(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [
-        ("p.jsonl", b'{"id": ', r"predictions: .*p\.jsonl:3: broken JSON \(.*\); correct the line\."),
-        ("p.jsonl", b"[" * 100_000, r"predictions: .*p\.jsonl:3: broken JSON \(.*\); correct the line\."),
-        ("p.jsonl", b"[1]", r"predictions: .*p\.jsonl:3: expected a JSON object, got list; correct the line\."),
-        ("p.jsonl", b'{"id": 3}', r"predictions: .*p\.jsonl:3: expected text in field 'id', got int; quote it\."),
-        ("p.jsonl", b"{}", r"predictions: .*p\.jsonl:3: expected a field 'id'; it has none; correct the line\."),
-        ("p.gz", b"", r"predictions: .*p\.gz: cannot be read \(.*\); fetch it again\."),
+        ("p.jsonl", b'{"id": ', r"predictions: .*p\.jsonl:3: broken JSON .*"),
+        ("p.jsonl", b"[" * 100_000, r"predictions: .*p\.jsonl:3: broken JSON .*"),
+        ("p.jsonl", b"[1]", r"predictions: .*p\.jsonl:3: .*object, got list.*"),
+        ("p.jsonl", b'{"id": 3}', r"predictions: .*p\.jsonl:3: .*text.*'id', got int.*"),
+        ("p.jsonl", b"{}", r"predictions: .*p\.jsonl:3: .*'id'.*"),
+        ("p.gz", b"", r"predictions: .*p\.gz: cannot be read .*"),
         (
             "p.jsonl/none",
             b"",
-            r"predictions: .*none: expected a data file, but there is none; check the path \(.*\)\.",
+            r"predictions: .*none: expected a data file.*",
         ),
     ],
 )

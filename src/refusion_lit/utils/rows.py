@@ -1,0 +1,172 @@
+"""Rows of JSON and JSON Lines files, compressed or not; errors name file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DataRow:
+    """An object in a data file.
+
+    Attributes:
+        file: Path of the file, as given.
+        line: Line number in a JSONL file, index of the object in other files; both start at 1.
+        values: The object; ``None`` if it cannot be read.
+        error: Why it cannot be read.
+
+    >>> row = DataRow("data.jsonl", 3, {"query": "1+1"})
+    >>> row.text("query")
+    '1+1'
+    >>> row.text("querry")
+    Traceback (most recent call last):
+    ValueError: data.jsonl:3: expected a field 'querry'; did you mean 'query'?
+    """
+
+    file: str
+    line: int
+    values: Mapping[str, Any] | None
+    error: str = ""
+
+    @property
+    def location(self) -> str:
+        """File and line, for error messages."""
+        return f"{self.file}:{self.line}"
+
+    def require_values(self, fix: str = "correct the line") -> Mapping[str, Any]:
+        """Return the object.
+
+        Raises:
+            ValueError: If the row cannot be read; the message ends with ``fix``.
+        """
+        if self.values is None:
+            raise ValueError(f"{self.location}: {self.error}; {fix}.")
+        return self.values
+
+    def text(self, field: str, fix: str = "add it") -> str:
+        """Return the text in a field.
+
+        Args:
+            field: The field's name.
+            fix: What to do if the field is missing.
+
+        Raises:
+            ValueError: If the field is missing (the message suggests the nearest name) or not text.
+        """
+        values = self.require_values()
+        if field not in values:
+            close = get_close_matches(field, list(values), n=1)
+            names = ", ".join(map(repr, values)) or "none"
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {names}; {fix}."
+            raise ValueError(f"{self.location}: expected a field {field!r}; {hint}")
+        value = values[field]
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{self.location}: expected text in field {field!r}, got {type(value).__name__}; quote it."
+            )
+        return self.check_unicode(field, value)
+
+    def check_unicode(self, field: str, text: str) -> str:
+        """Return a field's text if it can be encoded.
+
+        Raises:
+            ValueError: If the text has a lone surrogate, which JSON can contain but no encoding can represent.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{self.location}: expected Unicode in field {field!r}, got a lone surrogate; remove its \\udXXX."
+            ) from error
+        return text
+
+
+def read_rows(file: str) -> Iterator[DataRow]:
+    """Read a JSON or JSONL file (also ``.gz``).
+
+    Args:
+        file: Path of the file; its suffix determines the format.
+
+    Yields:
+        A row per object. An invalid line of a JSONL file, or an entry that is not an object, is a row with an error.
+
+    Raises:
+        ValueError: If the file is missing, empty, not UTF-8, or invalid as a whole.
+    """
+    path = Path(file)
+    name = path.name.removesuffix(".gz")
+    if path.is_file() and not name.endswith((".json", ".jsonl")):
+        raise ValueError(f"{file}: expected a name ending in .json, .jsonl, .json.gz or .jsonl.gz; rename it.")
+    parse = parse_json_lines if name.endswith(".jsonl") else _parse_json_list
+    is_empty = True
+    for row in parse(file, read_text(path)):
+        is_empty = False
+        yield row
+    if is_empty:
+        raise ValueError(f"{file}: expected at least one sample, got an empty file; give another.")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, compressed (``.gz``) or not.
+
+    Raises:
+        ValueError: If the file does not exist or cannot be read; the message names file and line.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(
+            f"{path}:{line}: expected UTF-8 text, got another encoding ({error.reason}); convert it."
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); fetch it again.") from error
+
+
+def parse_json_lines(file: str, text: str) -> Iterator[DataRow]:
+    """Yield the rows of JSON Lines; blank lines are skipped, and an invalid line is a row with an error.
+
+    Only a line feed ends a line: other line separators of Unicode, such as U+2028, are characters of a text.
+
+    Args:
+        file: Where the text comes from, for messages.
+        text: The lines.
+    """
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _row(file, number, json.loads(line))
+        except (ValueError, RecursionError) as error:
+            row = DataRow(file, number, None, f"broken JSON ({error})")
+        yield row
+
+
+def _parse_json_list(file: str, text: str) -> Iterator[DataRow]:
+    if not text.strip():
+        return
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise ValueError(f"{file}:{line}: broken JSON ({error}); if it is JSONL, rename it to .jsonl.") from error
+    if not isinstance(values, list):
+        raise ValueError(f"{file}: expected a list of objects, got {type(values).__name__}; put it into a list.")
+    for number, value in enumerate(values, start=1):
+        yield _row(file, number, value)
+
+
+def _row(file: str, number: int, values: object) -> DataRow:
+    if not isinstance(values, dict):
+        return DataRow(file, number, None, f"expected a JSON object, got {type(values).__name__}")
+    return DataRow(file, number, values)
