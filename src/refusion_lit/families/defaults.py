@@ -18,6 +18,7 @@ from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.types import ModelTraits
+from refusion_lit.utils.require import require
 
 NAMEABLE: Mapping[str, type[Decoder]] = {
     cls.__name__: cls
@@ -73,16 +74,9 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
         ValueError: If ``named`` is no class with its options.
     """
     if named is not None:
-        try:
-            cls = NAMEABLE.get(named["class_path"])
-            decoder = cls and cls(**named.get("init_args") or {})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
-                f"{named} ({error}); name another --decoder, or correct config.json."
-            ) from error
+        decoder = _build(named)
         is_own = isinstance(decoder, SelfSpeculative) or not drafts
-        if decoder is not None and is_own and not decoder.requirements().mismatches(traits):
+        if is_own and not decoder.requirements().mismatches(traits):
             return decoder
     if drafts:
         return SelfSpeculative()
@@ -103,3 +97,17 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     if "mask" in traits.predictions:
         return WeDLM()
     return CARD() if "mask_shifted" in traits.predictions else Autoregressive()
+
+
+def _build(named: Mapping[str, Any]) -> Decoder:
+    """Build the decoder that a model's config names, with its package or without."""
+    try:
+        package, _, name = named["class_path"].rpartition(".")
+        is_nameable = name in NAMEABLE and package.partition(".")[0] in ("", "refusion_lit")
+        require(is_nameable, "class_path", f"one of {', '.join(NAMEABLE)}", named["class_path"], "name one of them")
+        return NAMEABLE[name](**named.get("init_args") or {})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
+            f"{named} ({error}); name another --decoder, or correct config.json."
+        ) from error

@@ -133,15 +133,17 @@ def _published_config(published: CheckpointFormat, values: Mapping[str, Any], ov
     """Return transformers' config for the config of a published checkpoint."""
     try:
         config = AutoConfig.for_model(**published.library_options(values))
-    except (KeyError, TypeError) as error:
+        for name, value in overrides.items():
+            if not hasattr(config, name):
+                raise _unknown_option(name, config)
+            setattr(config, name, value)
+    except ValueError:  # ours, which names the option
+        raise
+    except Exception as error:  # transformers' checks raise errors of their own, explicit nulls among their reasons
         raise ValueError(
             f"backbone.source: expected a complete config of a {published.name} checkpoint, got one that cannot be "
-            f"converted ({type(error).__name__}: {reason_of(error)}); fetch config.json again."
+            f"converted ({type(error).__name__}: {_last_line(error)}); fetch config.json again."
         ) from error
-    for name, value in overrides.items():
-        if not hasattr(config, name):
-            raise _unknown_option(name, config)
-        setattr(config, name, value)
     _check_rope(config, overrides)
     _check_sizes(config, "backbone.source")
     return config

@@ -134,14 +134,16 @@ def find_format(values: Mapping[str, Any], name: str | None = None) -> Checkpoin
     Raises:
         ValueError: If there is no format of that name, or the config is another family's.
     """
-    found = next((each for each in FORMATS.values() if each.model_type == values.get("model_type")), None)
+    model_type = values.get("model_type")
+    # A format without a model type of its own must be named.
+    found = next((entry for entry in FORMATS.values() if model_type and entry.model_type == model_type), None)
     if name is None:
         return found
     require_choice("checkpoint_format", name, tuple(FORMATS))
     named = FORMATS[name]
-    if found is not named and values.get("model_type") != named.base:
+    if found is not named and model_type != named.base:
         raise ValueError(
-            f"checkpoint_format: expected {found.name if found else 'none'} for model_type "
-            f"{values.get('model_type')!r}, got {name!r}; leave out --checkpoint_format."
+            f"checkpoint_format: expected {found.name if found else 'none'} for model_type {model_type!r}, got "
+            f"{name!r}; leave out --checkpoint_format."
         )
     return named

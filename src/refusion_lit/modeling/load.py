@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -206,7 +208,52 @@ def _initialise_weights(options: BackboneConfig, config: Any) -> PreTrainedModel
     )
 
 
+def _check_num_parameters(source: ModelSource) -> None:
+    """Refuse a config that asks for far more weights than the files hold, before memory is allocated for them.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    stored = _stored_sizes(Path(source.name))
+    config = source.config
+    if not stored or getattr(config, "quantization_config", None) is not None:  # quantised weights are packed
+        return
+    num_layers = getattr(config, "num_hidden_layers", None) or 0
+    if num_layers > len(stored):  # building the layers would take long
+        wanted = f"{num_layers} layers, in a file of {len(stored)} tensors"
+    else:
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+        except Exception as error:  # transformers' models raise errors of their own
+            raise ValueError(
+                f"backbone.source: expected options that fit together in the config of {source.name!r}, got "
+                f"{type(error).__name__}: {reason_of(error)}; correct config.json."
+            ) from error
+        num_wanted, num_stored = sum(weight.numel() for weight in model.parameters()), sum(stored)
+        if num_wanted <= 2 * num_stored:  # smaller differences are named by weight
+            return
+        wanted = f"{num_wanted:,} parameters, in files of {num_stored:,}"
+    raise ValueError(
+        f"backbone.source: the weights of {source.name!r} do not fit its config, which asks for {wanted}. Take the "
+        "config that they were trained with."
+    )
+
+
+def _stored_sizes(folder: Path) -> list[int]:
+    """Return the number of elements of each tensor in a directory's safetensors files; none if a file is damaged."""
+    sizes: list[int] = []
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt") as file:
+                sizes += [prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118 - no mapping
+        except (OSError, SafetensorError):
+            return []  # loading names the damage
+    return sizes
+
+
 def _load_weights(options: BackboneConfig, source: ModelSource) -> PreTrainedModel:
+    _check_num_parameters(source)
     published = source.published
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
