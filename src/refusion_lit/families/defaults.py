@@ -27,7 +27,7 @@ NAMEABLE: Mapping[str, type[Decoder]] = {
         TokenEditing, WeDLM,
     )
 }  # fmt: skip
-"""Decoders that a model's config may name; nothing is imported by a name in a file."""
+"""Decoders that a model's config may name. A name in a file never makes the program import anything."""
 
 
 GUESSED = (
@@ -54,9 +54,9 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
 
 
 def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None, *, drafts: bool = False) -> Decoder:
-    """Return the default decoder of a model: the one that its authors name, if it fits, or one for its traits.
+    """Return the default decoder of a model: the decoder that its authors name, if it fits, else by its traits.
 
-    It is :class:`SelfSpeculative` for a model with a drafter, else by attention pattern and meaning of the logits:
+    A model with a drafter gets :class:`SelfSpeculative`. Otherwise attention pattern and meaning of the logits decide:
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if tokens predict the next one and masks nothing;
       :class:`CARD` if masks predict the next token too; :class:`WeDLM` if masks predict themselves and clean tokens the
@@ -67,11 +67,11 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
 
     Args:
         traits: What the model was trained to do, including fine-tuning after its publication.
-        named: Class and options (``class_path``, ``init_args``) that its format or its config declares.
-        drafts: Whether it has a drafter.
+        named: Class and options (``class_path``, ``init_args``) that the model's format or config declares.
+        drafts: Whether the model has a drafter.
 
     Raises:
-        ValueError: If ``named`` is no class with its options.
+        ValueError: If ``named`` is no nameable decoder with its options.
     """
     if named is not None:
         decoder = _build(named)
