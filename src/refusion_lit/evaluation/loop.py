@@ -54,7 +54,7 @@ class EvaluationOptions(DecodingOptions):
 
 @dataclass(kw_only=True)
 class _DecoderState:
-    """Progress of one decoder in a test or prediction.
+    """Progress of a decoder in a test or prediction.
 
     Attributes:
         decoder: The decoder.
@@ -76,7 +76,7 @@ class _DecoderState:
 
 
 class Evaluation(L.Callback):
-    """A test or prediction with one or several decoders, which can resume an interrupted one.
+    """A test or prediction with any number of decoders, which can resume an interrupted run.
 
     Processes share the prompts; the first process writes the predictions of all. As a callback it starts and ends with
     Lightning's test or prediction, and closes the predictions files if an error or Ctrl-C ends the trainer's work.
@@ -158,7 +158,7 @@ class Evaluation(L.Callback):
         *,
         trace: bool = False,
     ) -> DecodingOutput:
-        """Decode prompts with the options of the evaluation; ``sampling`` replaces its own."""
+        """Decode prompts with the options of the evaluation; ``sampling`` replaces its sampling options."""
         options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
         return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
 
@@ -259,7 +259,7 @@ class Evaluation(L.Callback):
         return predictions
 
     def _gather(self, value: _T) -> list[_T]:
-        """Return the values of all processes in the first one, nothing in the others."""
+        """Return the values of all processes in the first process, nothing in the others."""
         if self._trainer.world_size == 1:
             return [value]
         values: list[Any] = [None] * self._trainer.world_size

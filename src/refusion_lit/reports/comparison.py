@@ -22,14 +22,14 @@ from refusion_lit.reports.runs import Run, ScoredPrediction
 
 @dataclass(kw_only=True)
 class ComparisonRow:
-    """A row of the comparison: one decoder of one run.
+    """A row of the comparison: a decoder of a run.
 
     Attributes:
         name: Name of the row without its options.
         decoder: The decoder's name in the config.
-        method: Rows with the same method form one trade-off curve.
+        method: Rows with the same method form a trade-off curve.
         run: The run that measured the decoder.
-        options: Values of the options that the row's sweep varies, as texts by their full names; empty outside a sweep.
+        options: Values of the options that the sweep varies, as texts by full name; empty outside a sweep.
         on_front: Whether the row is on the Pareto front.
         has_other_prompts: Whether the row's prompts differ from the prompts of the front.
     """
@@ -109,7 +109,7 @@ class Difference:
         row: The row.
         baseline: The row that it is compared with.
         num_shared: Number of shared prompts.
-        num_differing: Number of ids that both have, but with another prompt or reference.
+        num_differing: Number of ids with another prompt or reference in the baseline.
         num_only_row: Number of prompts that only the row has.
         num_only_baseline: Number of prompts that only the baseline has.
         score: Difference of the scores in percentage points; ``None`` without shared prompts.
@@ -136,8 +136,8 @@ class Comparison:
         notes: Remarks for the reader.
         baseline: Name of the baseline.
         differences: Paired differences of the other rows from their baseline.
-        option_names: Short names of the swept options of all rows, by their full names.
-        metrics: Names of the further metrics of the runs' tasks.
+        option_names: Short names of the options that sweeps vary, by full name.
+        metrics: Names of the tasks' further metrics.
     """
 
     runs: list[Run]
@@ -149,7 +149,7 @@ class Comparison:
     metrics: list[str]
 
     def count_prompts(self, row: ComparisonRow) -> str:
-        """Return the number of a row's prompts, and the number of the largest test if that has more."""
+        """Return a row's number of prompts as text, with the largest number of all rows if that is larger."""
         most = max(max(len(other.predictions), int(other.figures.get("num_prompts", 0))) for other in self.rows)
         return f"{row.num_prompts or 'unknown'}" + (f" of {most}" if 0 < row.num_prompts < most else "")
 
@@ -182,7 +182,7 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
 
 
 def _make_rows(runs: Sequence[Run]) -> list[ComparisonRow]:
-    """Return a row for each decoder of each run; rows with the same label get the run's name."""
+    """Return rows for the decoders of all runs; rows with the same label get the run's name."""
     sources = {run.source: _varied_options([r for r in runs if r.source == run.source]) for run in runs}
     rows = []
     for run in runs:
@@ -214,10 +214,10 @@ def _mark_front(rows: Sequence[ComparisonRow]) -> list[str]:
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Return the indices of the points that no other point dominates.
 
-    A point dominates another if it is at least as good in both coordinates and better in one.
+    A point dominates another if it is at least as good in both coordinates and better in at least one coordinate.
 
     Args:
-        points: Pairs of values to maximise, such as tokens per forward and score.
+        points: Pairs of values to maximise, for example tokens per forward and score.
     """
     return [i for i, (x, y) in enumerate(points) if not any(u >= x and v >= y and (u > x or v > y) for u, v in points)]
 
@@ -230,12 +230,12 @@ def _varied_options(runs: Sequence[Run]) -> list[str]:
 
 
 def _scores(predictions: Iterable[ScoredPrediction]) -> list[float]:
-    """Return the score of each prompt in percent."""
+    """Return scores in percent, by prompt."""
     return [100 * prediction.score for prediction in predictions]
 
 
 def _counts(predictions: Collection[ScoredPrediction]) -> tuple[list[float], list[float]]:
-    """Return the tokens and the forwards of each prompt."""
+    """Return numbers of tokens and forwards, by prompt."""
     return [float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions]
 
 
@@ -269,7 +269,7 @@ def _difference(row: ComparisonRow, baseline: ComparisonRow) -> Difference:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each dotted name, with as many parts before it as keep the names apart."""
+    """Shorten dotted names to their last parts, as far as they stay distinct."""
     short = {}
     for name in names:
         parts = name.split(".")

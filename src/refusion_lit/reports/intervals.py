@@ -14,7 +14,7 @@ NUM_RESAMPLES = 2000
 """Number of resamples of the percentile bootstrap over prompts, drawn with seed 0. All intervals are of 95 %."""
 _LEVEL = 0.95
 _MAX_DRAWN = 1 << 22
-"""Number of drawn prompts that are held in memory at a time (32 MB for each column of values)."""
+"""Maximum number of drawn prompts in memory (32 MB per column of values)."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Interval:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
-    """Return the ratio of the totals over all prompts; with denominators of 1 this is the mean.
+    """Return the ratio of totals over prompts, with its interval; with denominators of 1 the ratio is the mean.
 
     Args:
-        numerators: One value per prompt.
-        denominators: One value per prompt; at least one must not be 0.
+        numerators: A value per prompt.
+        denominators: A value per prompt, not all 0.
     """
     return _bootstrap(_ratio, numerators, denominators)
 
@@ -39,10 +39,10 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
 def ratio_difference(
     first: tuple[Sequence[float], Sequence[float]], second: tuple[Sequence[float], Sequence[float]]
 ) -> Interval:
-    """Return the first ratio of totals minus the second; each resample draws the same prompts for both.
+    """Return the first ratio of totals minus the second; resamples draw the same prompts for both.
 
     Args:
-        first: Numerators and denominators, one value per prompt.
+        first: Numerators and denominators, a value per prompt.
         second: Numerators and denominators of the other row, with the prompts in the same order.
     """
     return _bootstrap(lambda a, b, c, d, axis: _ratio(a, b, axis) - _ratio(c, d, axis), *first, *second)
@@ -54,7 +54,7 @@ def score_interval(values: Sequence[float]) -> Interval:
     The bootstrap is too narrow where few prompts are right or wrong; Wilson's interval (1927) is not.
 
     Args:
-        values: One score from 0 to 100 per prompt; at least one.
+        values: A score from 0 to 100 per prompt; not empty.
     """
     if set(values) <= {0.0, 100.0}:
         share = wilson(list(values).count(100.0), len(values))
@@ -66,11 +66,11 @@ def score_difference(first: Sequence[float], second: Sequence[float]) -> Interva
     """Return the first mean score in percent minus the second, paired by prompt.
 
     Rows with equal scores may still differ on other prompts. The share of these prompts is at most the limit of
-    Wilson's interval for 0. If one mean is 0 and the other 100, the two Wilson intervals give the interval (Newcombe
+    Wilson's interval for 0. If the means are 0 and 100, the two Wilson intervals give the interval (Newcombe
     1998, method 10, where the correlation is 0 at the edges).
 
     Args:
-        first: One score from 0 to 100 per prompt.
+        first: A score from 0 to 100 per prompt.
         second: The scores of the other row, with the prompts in the same order.
     """
     if list(first) == list(second):
@@ -100,7 +100,7 @@ def wilson(num_hits: int, num_trials: int) -> Interval:
 
 
 def _bootstrap(statistic: Callable[..., NDArray[np.float64]], *columns: Sequence[float]) -> Interval:
-    """Return a statistic of columns of values, one value per prompt, with its interval."""
+    """Return a statistic with its bootstrap interval; columns have a value per prompt."""
     from scipy.stats import bootstrap  # takes about a second to import
 
     data = [np.asarray(column, dtype=np.float64) for column in columns]

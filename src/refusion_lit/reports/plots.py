@@ -47,7 +47,7 @@ STYLE = """
 
 
 def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
-    """Plot score over tokens per forward, with intervals and the Pareto front, as a file of a format."""
+    """Plot score over tokens per forward with intervals and Pareto front; return an SVG, PDF or PNG file."""
     methods: dict[str, list[ComparisonRow]] = {}
     for row in comparison.rows:
         methods.setdefault(row.method, []).append(row)
@@ -79,10 +79,10 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
 
 
 def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> str:
-    """Plot one figure over another, a line for each name, as an SVG element.
+    """Plot curves of a figure over another figure, as an SVG element.
 
     Args:
-        curves: Points in the order of the line, by name; at least one point.
+        curves: Points by the name of the curve, in the order of its line; not empty.
         x_name: What the horizontal axis shows, with its unit.
         y_name: What the vertical axis shows, with its unit.
     """
@@ -100,9 +100,9 @@ def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str
 
 
 def training_plots(runs: Sequence[Run]) -> list[str]:
-    """Return a plot for each figure of the runs' trainings, as SVG elements.
+    """Plot the figures of the runs' trainings, as SVG elements.
 
-    The training of a tested checkpoint is in the checkpoint's directory. Tests of one training share a curve.
+    The training of a tested checkpoint is in the checkpoint's directory. Tests of the same training share a curve.
     """
     checkpoints = [run.results["config"].get("ckpt_path") for run in runs]
     directories = dict.fromkeys(Path(path).resolve().parent.parent for path in checkpoints if isinstance(path, str))
@@ -119,7 +119,7 @@ def training_plots(runs: Sequence[Run]) -> list[str]:
 
 
 def _read_curves(path: Path) -> dict[str, Curve]:
-    """Return the curve of each figure; cells that are no finite numbers are left out."""
+    """Read the curves of all figures, without cells that are no finite numbers."""
     curves: dict[str, Curve] = {column: [] for column in FIGURES}
     with path.open(encoding="utf-8", errors="replace", newline="") as lines:
         for row in csv.DictReader(lines):
@@ -140,7 +140,7 @@ def _thin_out(curve: Curve) -> Curve:
 
 
 def describe(row: ComparisonRow, comparison: Comparison) -> str:
-    """Return what a point is, in one line."""
+    """Describe a point in a line."""
     options = ", ".join(f"{comparison.option_names[name]} {value}" for name, value in row.options.items())
     name = f"{row.name} ({options})" if options else row.name
     score, tokens = row.score, row.tokens_per_forward

@@ -22,7 +22,7 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
 _MAPPINGS = ("sampling", "fingerprints", "config", "decoders", "mismatches", "environment")
-"""The fields beside the figures that are read again; any of them may be missing or null."""
+"""Fields of ``results.json`` with mappings, which may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
 NUM_CONCURRENT = "REFUSION_LIT_NUM_CONCURRENT"
@@ -33,7 +33,7 @@ _SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
-    """Return the content of a ``results.json``, empty where a field is missing; ``None`` if another program wrote it.
+    """Read a ``results.json``; missing fields become empty. Return ``None`` if another program wrote the file.
 
     Raises:
         ValueError: If the file cannot be read, or a field of ours is of another type.
@@ -87,7 +87,7 @@ def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """Return the resolved config in a run's directory, with long texts cut; ``None`` if there is none.
+    """Read the resolved config of a run and cut long texts; return ``None`` without a config.
 
     Raises:
         ValueError: If the file is damaged.
@@ -108,19 +108,19 @@ def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
 
 
 def with_class(name: str, decoder: object) -> str:
-    """Return the name of a decoder in a config, followed by its class if that is known and another word."""
+    """Return a decoder's name, followed by its class if that is known and another word."""
     is_other = isinstance(decoder, str) and name.replace("_", "").lower() != decoder.lower()
     return f"{name} ({decoder})" if is_other else name
 
 
 def short(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as :func:`written`, cut to 40 characters."""
+    """Return the value of an option as text, cut to 40 characters."""
     text = written(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def written(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as one text; a component is written ``Class(option=value)``."""
+    """Return the value of an option as a text; a component is written ``Class(option=value)``."""
     if isinstance(value, Mapping) and "class_path" in value:
         arguments = ", ".join(f"{name}={written(inner)}" for name, inner in (value.get("init_args") or {}).items())
         name = str(value["class_path"]).rpartition(".")[2]
@@ -177,7 +177,7 @@ def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _processor() -> str | None:
-    """Return the processor's model name on Linux, ``None`` where ``/proc/cpuinfo`` has none."""
+    """Return the processor's model name on Linux, else ``None``."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)

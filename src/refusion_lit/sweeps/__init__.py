@@ -1,1 +1,1 @@
-"""Sweeps: runs over combinations of options, each in its own process and directory, and one table of results."""
+"""Sweeps: runs over combinations of options, in separate processes and directories, and a table of results."""

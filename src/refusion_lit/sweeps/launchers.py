@@ -37,7 +37,7 @@ _OUTER_RUN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "N
 
 
 class Launcher(ABC):
-    """Runs points, each in its own process."""
+    """Runs points in separate processes."""
 
     @abstractmethod
     def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
@@ -56,8 +56,8 @@ class Local(Launcher):
     """Runs points as processes of this machine.
 
     Attributes:
-        num_workers: Number of points that run concurrently; at least 1. Points that run concurrently slow each other
-            down, so tables then leave out speeds.
+        num_workers: Number of points that run concurrently, at least 1. Concurrent points slow down one another, so
+            tables leave out their speeds.
     """
 
     num_workers: int = 1
@@ -106,7 +106,7 @@ class Slurm(Launcher):
     Attributes:
         num_workers: Maximum number of jobs that run concurrently.
         minutes: Time limit of a job.
-        parameters: Further submitit parameters of a job, such as ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``,
+        parameters: Further submitit parameters of a job, for example ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``,
             ``slurm_partition`` and ``slurm_account``; the cluster's defaults without them.
         cluster: ``slurm``, or ``local`` to try the same jobs as processes of this machine, all at once.
     """

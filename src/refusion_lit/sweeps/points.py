@@ -1,4 +1,4 @@
-"""The definition of a sweep, and its points: a resolved config per subcommand, named by a hash of its values."""
+"""The definition of a sweep, and its points with resolved configs, named by a hash."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Sweep:
     Attributes:
         base: Config files, relative to the sweep file, merged in order. The named decoders of all files are kept,
             unlike with repeated ``--config`` options of the command line.
-        subcommands: ``[test]``, or ``[fit, test]`` to test the last checkpoint of each fit.
+        subcommands: ``[test]``, or ``[fit, test]`` to test the last checkpoints of the fits.
         options: Options that all points share.
-        grid: For each option the list of its values; all combinations are run.
+        grid: Lists of values by option; all combinations are run.
         entries: A list of sets of options that change together.
         launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
         directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
@@ -88,7 +88,7 @@ class Sweep:
         return tuple(dict.fromkeys([*self.grid, *(name for entry in self.entries for name in entry)]))
 
     def combinations(self) -> Iterator[Config]:
-        """Yield the options of each point that vary, in a fixed order."""
+        """Yield the options of the points that vary, in a fixed order."""
         for entry in self.entries or [{}]:
             for values in itertools.product(*self.grid.values()):
                 yield {**entry, **dict(zip(self.grid, values, strict=True))}
@@ -96,12 +96,12 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One combination of options.
+    """A combination of options.
 
     Attributes:
         id: First 12 hexadecimal digits of the SHA-256 of the resolved configs.
         options: The options that vary, as written in the sweep.
-        configs: The resolved config of each subcommand.
+        configs: The resolved configs by subcommand.
     """
 
     id: str
@@ -145,7 +145,7 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
 
 
 def _resolve(sweep: Sweep, subcommand: str, base: Config, options: Config, directory: Path, resolve: Resolve) -> Config:
-    """Return the resolved config of one subcommand of a point."""
+    """Resolve the config of a subcommand at a point."""
     config = copy.deepcopy(base)
     for name, value in sorted({**sweep.options, **options}.items(), key=lambda item: _depth(item[0])):
         scope, _, rest = name.partition(".")
@@ -172,7 +172,7 @@ def _depth(name: str) -> int:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
-    """Merge two configs; ``above`` takes precedence, and a component of another class replaces the one below it."""
+    """Merge two configs; ``above`` takes precedence, and replaces a component of another class as a whole."""
     if above.get("class_path", below.get("class_path")) != below.get("class_path"):
         return dict(above)
     merged = dict(below)

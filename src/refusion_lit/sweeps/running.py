@@ -1,4 +1,4 @@
-"""Runs a sweep: plans its points, runs the unfinished points and collects their results in one table."""
+"""Runs a sweep: plans its points, runs the unfinished points and collects their results in a table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
 ) -> list[TableRow]:
-    """Run the points of a sweep, each in its own process and directory (``DIRECTORY/points/ID``).
+    """Run the points of a sweep in separate processes and directories (``DIRECTORY/points/ID``).
 
     Finished points are never run again. With ``resume``, failed and interrupted points start again.
 
@@ -109,7 +109,7 @@ def _checkpoint_state(point: Point) -> str:
 
 
 def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
-    """Return the command line of each subcommand of a point."""
+    """Return the command lines of a point by subcommand."""
     folder = _folder(directory, point)
     return {
         subcommand: [
@@ -177,7 +177,7 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequence[str]) -> list[TableRow]:
-    """Return the rows of the table: a point, its status and options, and the figures of one decoder.
+    """Return the rows of the table: a point, its status and options, and the figures of a decoder.
 
     Args:
         directory: The sweep's directory.
