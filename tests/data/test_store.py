@@ -77,6 +77,6 @@ def test_the_context_of_one_model_does_not_limit_the_samples_of_the_next(monkeyp
     data = InstructionDataModule(Additions(num_train=8, num_validation=8, num_test=2), CharacterTokenizer())
     data.check_context(4)
     with pytest.raises(ValueError, match=r"data.max_length: expected at most 4 tokens in the sample"):
-        data._encoded("train")[0]
+        data._load_split("train")[0]
     data.check_context(256)
-    assert len(data._encoded("train")[0]) > 4
+    assert len(data._load_split("train")[0]) > 4

@@ -7,7 +7,7 @@ import pytest
 from jsonargparse import Namespace
 
 from refusion_lit.cli.answers import template_of
-from refusion_lit.data.evaluation import given_tokens
+from refusion_lit.data.evaluation import encode_given
 from refusion_lit.data.templates import Template
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.tasks import Example
@@ -68,15 +68,15 @@ def test_encodes_each_combination_of_lengths(text: str, expected: list[str]) -> 
 
 def test_holes_of_an_example_are_as_long_as_its_text() -> None:
     example = Example(id="x", query="a", response="ab12cd", spans=((0, 1), (2, 4)))
-    assert shown(given_tokens(TOKENIZER, example)) == "_b__cd|"
-    assert given_tokens(TOKENIZER, Example(id="x", query="a", response="ab")) == ()
+    assert shown(encode_given(TOKENIZER, example)) == "_b__cd|"
+    assert encode_given(TOKENIZER, Example(id="x", query="a", response="ab")) == ()
 
 
 @pytest.mark.parametrize("spans", [((2, 4), (0, 1)), ((0, 3), (2, 4)), ((4, 7),), ((-1, 2),), ((3, 2),)])
 def test_holes_out_of_order_or_outside_the_text_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
     """They would give or leave out text twice."""
     with pytest.raises(ValueError, match="example x: spans: expected character ranges in text order within its 6 char"):
-        given_tokens(TOKENIZER, Example(id="x", query="a", response="ab12cd", spans=spans))
+        encode_given(TOKENIZER, Example(id="x", query="a", response="ab12cd", spans=spans))
 
 
 def test_a_file_loses_one_line_break_at_its_end(tmp_path: Path) -> None:
