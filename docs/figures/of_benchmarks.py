@@ -49,20 +49,7 @@ def _decode_summary(results: Result) -> str:
 table("batches", _path("batches"))(batches)
 
 
-@table("serve", _path("serve"))
-def _serve(results: Result) -> str:
-    aims = [
-        [
-            aim["aim"],
-            f"{aim['value']:.3g}",
-            f"{'≥' if aim['at_least'] else '≤'} {aim['bound']}",
-            "yes" if aim["met"] else "no",
-        ]
-        for aim in results["aims"]
-    ]
-    return serve(results) + "\n" + markdown_table(["aim", "measured", "bound", "reached"], aims)
-
-
+table("serve", _path("serve"))(serve)
 table("serve soak", _path("serve_soak"))(serve_soak)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.table import page as results_page
-from docs.figures import of_aims, of_benchmarks, of_experiments  # noqa: F401 - they fill the registry
+from docs.figures import of_benchmarks, of_experiments  # noqa: F401 - they fill the registry
 from docs.figures.registry import FILES, PLOTS, ROOT, TABLES, digest, drawn_from, fill, source_block
 
 _RESULTS = ROOT / "benchmarks" / "results"

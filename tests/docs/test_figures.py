@@ -73,7 +73,10 @@ def test_each_table_is_shown_and_each_readme_names_its_source(registry: ModuleTy
     [
         ("<!-- figures: demo -->\nno end", "expected <!-- end --> after each"),
         ("<!-- figures: demo -->\n<!-- figures: demo -->\n<!-- end -->", "expected <!-- end --> after each"),
-        ("<!-- figures: dmo -->\n<!-- end -->\n<!-- sources -->\n<!-- end -->", "expected <!-- figures: NAME -->.*got dmo"),
+        (
+            "<!-- figures: dmo -->\n<!-- end -->\n<!-- sources -->\n<!-- end -->",
+            "expected <!-- figures: NAME -->.*got dmo",
+        ),
         ("<!-- figures: demo -->\n<!-- end -->", "expected <!-- sources -->"),
     ],
 )

@@ -23,7 +23,7 @@ import openai
 
 from refusion_lit import load
 from refusion_lit.decoding import Autoregressive, Generation, ReFusion, SelfSpeculative
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.serving import Limits
 from refusion_lit.serving.app import Server, build_app
 from refusion_lit.serving.service import Service

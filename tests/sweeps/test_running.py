@@ -69,6 +69,14 @@ def test_points_run_and_make_one_table(tmp_path: Path, command: list[str], journ
     ]
 
 
+def test_points_that_run_concurrently_have_no_speeds(tmp_path: Path, command: list[str], journal: Path) -> None:
+    rows = _run(tmp_path, command, journal, grid={"x": [1, 2]}, launcher=Local(num_workers=4))
+    assert {row.get("seconds") for row in rows} == {None}
+    rows = _run(tmp_path, command, journal, resume=True, grid={"x": [1, 2, 3]}, launcher=Local(num_workers=4))
+    assert [row["seconds"] for row in rows[-2:]] == [1e6, 2e6]  # the third point ran alone
+    assert {row["seconds"] for row in rows[:-2]} == {None}
+
+
 def test_test_uses_the_checkpoint_of_fit(tmp_path: Path, command: list[str], journal: Path) -> None:
     rows = _run(tmp_path, command, journal, options={"x": 3}, subcommands=["fit", "test"])
     assert [line.split()[0] for line in journal.read_text().splitlines()] == ["fit", "test"]

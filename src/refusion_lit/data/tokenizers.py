@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,12 +14,10 @@ from typing import Any
 
 import transformers
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from refusion_lit.modeling.architecture import check_source, stored_config, warn_of_remote_code
-from refusion_lit.modeling.formats import CheckpointFormat, format_of
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.utils.errors import reason_of
@@ -129,7 +128,7 @@ class PretrainedTokenizer(TokenizerSource):
         source: Directory or hub id.
         revision: Pinned revision of a hub id.
         checkpoint_format: Published format of the source, if its config does not name it; see
-            :class:`~refusion_lit.modeling.loading.BackboneConfig`.
+            :class:`~refusion_lit.BackboneConfig`.
         trust_remote_code: Let a source of unknown format run its Python code on this machine.
     """
 
@@ -145,60 +144,108 @@ class PretrainedTokenizer(TokenizerSource):
             ValueError: If the tokenizer cannot be loaded, has no EOS token or no ``tokenizer.json``, or if its mask
                 token is not the ``mask_token_id`` of the source's config.
         """
-        if self.trust_remote_code:
-            warn_of_remote_code(self.source)
-        check_source(self.source, "tokenizer.source")
         is_pinned = self.revision is not None and Path(self.source).exists()
         expected = "none for what is on this machine"
         require(
             not is_pinned, "tokenizer.revision", expected, self.revision, "leave it out, or give a hub id as source"
         )
-        values = stored_config(self.source, self.revision)
-        published = format_of(values, self.checkpoint_format)
-        try:
-            tokenizer = self._load(published)
-        except Exception as error:  # the tokenizers library raises this very class
-            raise ValueError(
-                f"tokenizer.source: no tokenizer can be loaded from {self.source!r} ({reason_of(error)}). "
-                "Check the path, or the id and the network; a model directory needs tokenizer.json."
-            ) from error
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise ValueError(
-                f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
-                f"{self.source!r}. Convert it to a tokenizer.json, or take another one."
-            )
-        has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # without files, transformers makes an empty one
-        fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
-        require(has_tokens, "tokenizer.source", f"a tokenizer's files in {self.source}", None, fix)
-        expected = f"an end-of-sequence token in {self.source}"
-        fix = "set eos_token in its tokenizer_config.json"
-        require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
-        mask_token_id = values.get("mask_token_id")
-        ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
-        is_equal = mask_token_id in (None, tokenizer.mask_token_id)
-        expected = f"the mask_token_id of the config of {self.source}, which is {mask_token_id}"
-        require(is_equal, "tokenizer.source", expected, tokenizer.mask_token_id, "make them equal")
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        vocabulary = tokenizer.get_vocab()
-        named = [vocabulary[text] for text in (published.end_tokens if published else ()) if text in vocabulary]
-        add_eos_tokens(tokenizer, [*_configured_eos_ids(self.source, self.revision, values), *named])
-        return _without_truncation(tokenizer)
+        source = ModelSource.open(
+            self.source,
+            option="tokenizer.source",
+            checkpoint_format=self.checkpoint_format,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return load_tokenizer(source)
 
-    def _load(self, published: CheckpointFormat | None) -> PreTrainedTokenizerBase:
-        """Load the tokenizer; for a known format, without the source's Python code."""
-        stored = get_tokenizer_config(self.source, revision=self.revision)
-        # AutoTokenizer uses Qwen's tokenizer class for any Qwen model, and ignores how tokenizer.json treats spaces.
-        is_generic = stored.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in stored
-        if published is None and not is_generic:
-            options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-            return AutoTokenizer.from_pretrained(self.source, **options)
-        if published is not None and "auto_map" in stored and published.slow_tokenizer is not None:
-            # The authors' class is derived from this class, and reads the same files (vocabulary and merges).
-            tokenizer_class: Any = getattr(transformers, published.slow_tokenizer)
-        else:
-            tokenizer_class = PreTrainedTokenizerFast
-        return tokenizer_class.from_pretrained(self.source, revision=self.revision)
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hugging Face directory or hub id; add a mask token if the tokenizer has none.
+
+    Args:
+        source: The directory or hub id.
+
+    Raises:
+        ValueError: If the tokenizer cannot be loaded, has no EOS token or no ``tokenizer.json``, or if its
+            mask token is not the ``mask_token_id`` of the source's config.
+    """
+    published = source.published
+    try:
+        tokenizer = _read_tokenizer(source)
+    except Exception as error:  # the tokenizers library raises this very class
+        raise ValueError(
+            f"tokenizer.source: no tokenizer can be loaded from {source.name!r} ({reason_of(error)}). "
+            "Check the path, or the id and the network; a model directory needs tokenizer.json."
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
+            f"{source.name!r}. Convert it to a tokenizer.json, or take another one."
+        )
+    has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # without files, transformers makes an empty one
+    fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
+    require(has_tokens, "tokenizer.source", f"a tokenizer's files in {source.name}", None, fix)
+    expected = f"an end-of-sequence token in {source.name}"
+    fix = "set eos_token in its tokenizer_config.json"
+    require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
+    mask_token_id = source.values.get("mask_token_id")
+    ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
+    is_equal = mask_token_id in (None, tokenizer.mask_token_id)
+    expected = f"the mask_token_id of the config of {source.name}, which is {mask_token_id}"
+    require(is_equal, "tokenizer.source", expected, tokenizer.mask_token_id, "make them equal")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    vocabulary = tokenizer.get_vocab()
+    named = [vocabulary[text] for text in (published.end_tokens if published else ()) if text in vocabulary]
+    add_eos_tokens(tokenizer, [*_configured_eos_ids(source), *named])
+    return _without_truncation(tokenizer)
+
+
+def _read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Read the tokenizer's files, for a published format without the Python code that comes with the tokenizer."""
+    values = source.tokenizer_values
+    published = source.published
+    # AutoTokenizer uses Qwen's tokenizer class for any Qwen model, and ignores how tokenizer.json treats spaces.
+    is_generic = values.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in values
+    if published is None and not is_generic:
+        # transformers reads tokenizer_config.json three times more: to choose the class, and twice to fill it.
+        options: dict[str, Any] = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+        config = source.config if source.values else None
+        return AutoTokenizer.from_pretrained(source.name, config=config, **options)
+    if published is not None and "auto_map" in values and published.slow_tokenizer is not None:
+        # The authors' class is derived from this class, and reads the same files (vocabulary and merges).
+        tokenizer_class: Any = getattr(transformers, published.slow_tokenizer)
+        return tokenizer_class.from_pretrained(source.name, revision=source.revision)
+    tokenizer = _read_generic(Path(source.name), values)
+    if tokenizer is None:
+        revision: dict[str, Any] = {"revision": source.revision}
+        return PreTrainedTokenizerFast.from_pretrained(source.name, **revision)
+    return tokenizer
+
+
+def _read_generic(folder: Path, values: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+    """Read a directory's ``tokenizer.json``; ``None`` if the tokenizer is not in a directory with this file.
+
+    ``from_pretrained`` opens ``tokenizer_config.json`` twice and does not accept a parsed file; the method that it
+    calls last does. For vocabularies above 100 000 tokens, it reads ``config.json`` again to recognise Mistral models.
+
+    Args:
+        folder: The directory, or a hub id.
+        values: Contents of ``tokenizer_config.json``.
+    """
+    if not (folder / "tokenizer.json").is_file() or "fast_tokenizer_files" in values:
+        return None
+    names = {
+        "tokenizer_file": "tokenizer.json",
+        "special_tokens_map_file": "special_tokens_map.json",
+        "added_tokens_file": "added_tokens.json",
+        "chat_template_file": "chat_template.jinja",
+    }
+    files = {key: str(folder / name) for key, name in names.items() if (folder / name).is_file()}
+    for template in (folder / "additional_chat_templates").glob("*.jinja"):
+        files[f"chat_template_{template.stem}"] = str(template)
+    options = {name: value for name, value in values.items() if name not in ("tokenizer_class", "init_inputs")}
+    return PreTrainedTokenizerFast._from_pretrained(files, str(folder), deepcopy(options), _is_local=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,13 +375,8 @@ def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
     return tokenizer
 
 
-def _configured_eos_ids(source: str, revision: str | None, values: Mapping[str, Any]) -> list[int]:
+def _configured_eos_ids(source: ModelSource) -> list[int]:
     """Return the EOS tokens in a source's config and generation config."""
-    options: dict[str, Any] = {"revision": revision}
-    try:
-        generation: Any = GenerationConfig.from_pretrained(source, **options).eos_token_id
-    except (OSError, ValueError, TypeError):  # TypeError: the file holds no JSON object
-        generation = None
-    values_found = [values.get("eos_token_id"), generation]
-    groups = [value if isinstance(value, list) else [value] for value in values_found]
-    return [int(token) for group in groups for token in group if token is not None]
+    values = [source.values.get("eos_token_id"), source.generation_config.eos_token_id]
+    ids = [token for value in values for token in (value if isinstance(value, list) else [value])]
+    return [int(token) for token in ids if token is not None]

@@ -26,7 +26,7 @@ from refusion_lit.evaluation.predictions import (
 )
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
-from refusion_lit.reports.results import RESULTS, environment, with_class
+from refusion_lit.reports.results import CONCURRENT, RESULTS, environment, ran_concurrently, with_class, without_speeds
 from refusion_lit.reports.runs import Run, parse_predictions
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import report_results
@@ -314,8 +314,6 @@ class Evaluation(L.Callback):
         """Print the table of the decoders, and write ``results.json`` and the report."""
         shown = {name: with_class(name, type(state.decoder).__name__) for name, state in self._running.items()}
         marked = {shown[name] for name, reasons in self.mismatches.items() if reasons}
-        figures = {shown[name]: values for name, values in self.results.items()}
-        decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics)
         results = {
             "sampling": asdict(self.sampling),
             **asdict(self.options),
@@ -329,6 +327,9 @@ class Evaluation(L.Callback):
             "environment": self.environment or environment(self._seed),
             "config": self.config,
         }
+        figures = {shown[name]: values for name, values in without_speeds(results)["results"].items()}
+        note = CONCURRENT if ran_concurrently(results) else None
+        decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics, note=note)
         text = json.dumps(results, indent=2)
         write_atomically(self._directory / RESULTS, f"{text}\n")
         predictions = {name: parse_predictions(state.lines) for name, state in self._running.items()}

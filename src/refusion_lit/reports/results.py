@@ -25,6 +25,10 @@ _MAPPINGS = ("sampling", "fingerprints", "config", "decoders", "mismatches", "en
 """The fields beside the figures that are read again; any of them may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
+NUM_CONCURRENT = "REFUSION_LIT_NUM_CONCURRENT"
+"""Environment variable with which a sweep names the number of points that share the machine."""
+CONCURRENT = "Speeds are left out: points ran concurrently and slowed each other down (launcher.num_workers)."
+_SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
 """Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
 
 
@@ -50,19 +54,36 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
     if not is_ours or figures is None:
         return None
     fix = "correct the field, or run `refusion-lit test` again"
-    for name, each in figures.items():
-        for figure, value in each.items():
+    for name, values_by_figure in figures.items():
+        for figure, value in values_by_figure.items():
             require(is_number(value, Real), f"{path}: results.{name}.{figure}", "a number", value, fix)
     size = values.get("batch_size")
     require(size is None or is_number(size, Real), f"{path}: batch_size", "a number", size, fix)
     wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
     if "decoders" not in wrong:
-        wrong += [f"decoders.{name}" for name, each in (values.get("decoders") or {}).items() if type(each) is not dict]
+        decoders = values.get("decoders") or {}
+        wrong += [f"decoders.{name}" for name, options in decoders.items() if type(options) is not dict]
     is_list = isinstance(names := values.get("metrics") or [], list) and all(isinstance(name, str) for name in names)
     require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
-    found = {name: values.get(name) or {} for name in _MAPPINGS}
-    return {**values, **found, "metrics": names, "batch_size": size}
+    mappings = {name: values.get(name) or {} for name in _MAPPINGS}
+    return without_speeds({**values, **mappings, "metrics": names, "batch_size": size})
+
+
+def ran_concurrently(results: Mapping[str, Any]) -> bool:
+    """Return whether a test, given by its ``results.json``, ran beside other points of a sweep."""
+    return ((results.get("environment") or {}).get("num_concurrent") or 1) != 1
+
+
+def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a ``results.json`` without the speeds of a test that ran beside others."""
+    if not ran_concurrently(results):
+        return dict(results)
+    kept = {
+        decoder: {name: value for name, value in figures.items() if name not in _SPEEDS}
+        for decoder, figures in results["results"].items()
+    }
+    return {**results, "results": kept}
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
@@ -126,6 +147,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
         "packages": {name: version(name) for name in _PACKAGES},
         "seed": seed,
         "command": ["refusion-lit", *sys.argv[1:]] if command is None else command,
+        "num_concurrent": int(os.environ.get(NUM_CONCURRENT, 1)),
         "git": _git(),
         "hardware": {
             "machine": platform.machine(),

@@ -1,0 +1,131 @@
+"""Confidence intervals of scores and ratios over prompts, by scipy: percentile bootstrap, Wilson's and Newcombe's."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_RESAMPLES = 2000
+"""Number of resamples of the percentile bootstrap over prompts, drawn with seed 0. All intervals are of 95 %."""
+_LEVEL = 0.95
+_MAX_DRAWN = 1 << 22
+"""Number of drawn prompts that are held in memory at a time (32 MB for each column of values)."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A point estimate with its 95 % confidence interval; all three values have the same unit."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Return the ratio of the totals over all prompts; with denominators of 1 this is the mean.
+
+    Args:
+        numerators: One value per prompt.
+        denominators: One value per prompt; at least one must not be 0.
+    """
+    return _bootstrap(_ratio, numerators, denominators)
+
+
+def ratio_difference(
+    first: tuple[Sequence[float], Sequence[float]], second: tuple[Sequence[float], Sequence[float]]
+) -> Interval:
+    """Return the first ratio of totals minus the second; each resample draws the same prompts for both.
+
+    Args:
+        first: Numerators and denominators, one value per prompt.
+        second: Numerators and denominators of the other row, with the prompts in the same order.
+    """
+    return _bootstrap(lambda a, b, c, d, axis: _ratio(a, b, axis) - _ratio(c, d, axis), *first, *second)
+
+
+def score_interval(values: Sequence[float]) -> Interval:
+    """Return the mean of scores in percent, with Wilson's interval if every score is 0 or 100, else the bootstrap's.
+
+    The bootstrap is too narrow where few prompts are right or wrong; Wilson's interval (1927) is not.
+
+    Args:
+        values: One score from 0 to 100 per prompt; at least one.
+    """
+    if set(values) <= {0.0, 100.0}:
+        share = wilson(list(values).count(100.0), len(values))
+        return Interval(100 * share.estimate, 100 * share.low, 100 * share.high)
+    return ratio_interval(values, [1.0] * len(values))
+
+
+def score_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Return the first mean score in percent minus the second, paired by prompt.
+
+    Rows with equal scores may still differ on other prompts. The share of these prompts is at most the limit of
+    Wilson's interval for 0. If one mean is 0 and the other 100, the two Wilson intervals give the interval (Newcombe
+    1998, method 10, where the correlation is 0 at the edges).
+
+    Args:
+        first: One score from 0 to 100 per prompt.
+        second: The scores of the other row, with the prompts in the same order.
+    """
+    if list(first) == list(second):
+        limit = 100 * wilson(0, len(first)).high
+        return Interval(0.0, -limit, limit)
+    if not all(set(values) in ({0.0}, {100.0}) for values in (first, second)):
+        ones = [1.0] * len(first)
+        return ratio_difference((first, ones), (second, ones))
+    a, b = score_interval(first), score_interval(second)
+    difference = a.estimate - b.estimate
+    below = math.hypot(a.estimate - a.low, b.high - b.estimate)
+    above = math.hypot(a.high - a.estimate, b.estimate - b.low)
+    return Interval(difference, difference - below, difference + above)
+
+
+def wilson(num_hits: int, num_trials: int) -> Interval:
+    """Return the share of hits, from 0 to 1, with Wilson's score interval (1927), which also holds for few trials.
+
+    Args:
+        num_hits: Number of hits; from 0 to ``num_trials``.
+        num_trials: Number of trials; at least 1.
+    """
+    from scipy.stats import binomtest  # takes about a second to import
+
+    limits = binomtest(num_hits, num_trials).proportion_ci(_LEVEL, method="wilson")
+    return Interval(num_hits / num_trials, float(limits.low), float(limits.high))
+
+
+def _bootstrap(statistic: Callable[..., NDArray[np.float64]], *columns: Sequence[float]) -> Interval:
+    """Return a statistic of columns of values, one value per prompt, with its interval."""
+    from scipy.stats import bootstrap  # takes about a second to import
+
+    data = [np.asarray(column, dtype=np.float64) for column in columns]
+    estimate = float(statistic(*data, axis=-1))
+    if len(data[0]) == 1:  # scipy refuses a single prompt, whose resamples are all the same
+        return Interval(estimate, estimate, estimate)
+    with warnings.catch_warnings():  # a resample without forwards has no ratio, and is left out below
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        resamples = bootstrap(
+            data,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=NUM_RESAMPLES,
+            batch=max(1, _MAX_DRAWN // len(data[0])),
+            method="percentile",
+            rng=np.random.default_rng(0),
+        ).bootstrap_distribution
+    tail = 50 * (1 - _LEVEL)
+    low, high = np.nanpercentile(resamples, [tail, 100 - tail])
+    return Interval(estimate, float(low), float(high))
+
+
+def _ratio(numerators: NDArray[np.float64], denominators: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """Return the ratio of totals along an axis; NaN where the denominators' total is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = denominators.sum(axis=axis)
+        return np.where(total == 0, np.nan, numerators.sum(axis=axis) / total)
