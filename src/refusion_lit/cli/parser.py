@@ -226,19 +226,28 @@ class Setup:
     sampling: SamplingParams
     decoding: DecodingOptions
 
+    def check(self) -> None:
+        """Check that the model fits the decoder and the length limit, for commands whose prompts come later.
+
+        Raises:
+            ValueError: If the model was not trained for the decoder, or its context is too short.
+        """
+        self.model.check_decoder(self.decoder, allow_mismatch=self.decoding.allow_mismatch)
+        check_context(self.model.model_for(self.decoder), [(1, "0")], self.sampling.max_new_tokens)
+
 
 def setup_of(options: Namespace) -> Setup:
-    """Check the options of sampling and decoding, load the model, and check that it fits the decoder and the length.
+    """Check the options of sampling and decoding, and load the model.
+
+    Decoding checks whether the model fits the decoder; :meth:`Setup.check` does this earlier.
 
     Raises:
-        ValueError: If an option is impossible, or the model cannot be loaded or was not trained for the decoder.
+        ValueError: If an option is impossible, or the model cannot be loaded.
     """
     sampling = sampling_of(options)
     decoding = made_of(DecodingOptions, options)
     model = load_model(options)
     decoder = options.decoder or model.default_decoder.fitted(sampling)
-    model.check_decoder(decoder, allow_mismatch=decoding.allow_mismatch)
-    check_context(model.model_for(decoder), [(1, "0")], sampling.max_new_tokens)
     return Setup(model, decoder, sampling, decoding)
 
 
