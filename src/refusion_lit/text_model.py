@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import index
@@ -20,10 +19,10 @@ from refusion_lit.decoding import (
     Generation,
     KeptCache,
     ModelMismatchError,
-    ReFusion,
     check_model,
     decode,
     default_decoder,
+    named_decoder,
 )
 from refusion_lit.engine.checks import check_arguments
 from refusion_lit.engine.output import GenerationCallback
@@ -31,11 +30,6 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
-
-GUESSED = (
-    "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
-    "attention pattern (--attention, --block_size) or --checkpoint_format."
-)
 
 
 class TextModel:
@@ -57,17 +51,9 @@ class TextModel:
 
     @property
     def default_decoder(self) -> Decoder:
-        """The decoder of this model where none is named.
-
-        It is :class:`~refusion_lit.decoding.SelfSpeculative` for a model with a drafter, else the one that the model's
-        config or format names, or one for its traits; where they are not known, ReFusion, with a warning.
-        """
-        stored = getattr(self.backbone.config, "refusion_lit", None) or {}
-        has_drafter = self.backbone.drafter is not None
-        own = default_decoder(self.backbone.traits, stored.get("decoder"), drafts=has_drafter)
-        if self.backbone.traits.predictions is None and isinstance(own, ReFusion) and "decoder" not in stored:
-            warnings.warn(GUESSED, stacklevel=2)
-        return own
+        """The decoder of this model where none is named: see :func:`~refusion_lit.families.defaults.named_decoder`."""
+        entry = getattr(self.backbone.config, "refusion_lit", None) or {}
+        return named_decoder(self.backbone.traits, entry, has_drafter=self.backbone.drafter is not None)
 
     @cached_property
     def schemas(self) -> Schemas:

@@ -22,7 +22,7 @@ from refusion_lit.cli.chat import Chat, build_parser
 from refusion_lit.cli.parser import Setup, sampling_of
 from refusion_lit.contrib.apd import PairedModel
 from refusion_lit.decoding import APD, decode
-from refusion_lit.modeling.loading import BackboneConfig, DType
+from refusion_lit.modeling.load import BackboneConfig, DType
 from refusion_lit.tasks import Additions
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 

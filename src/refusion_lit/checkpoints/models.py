@@ -1,13 +1,9 @@
-"""Models for inference from checkpoints, Hugging Face directories and hub ids, and the metadata of checkpoints."""
+"""Models for inference from checkpoints, Hugging Face directories and hub ids."""
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -22,122 +18,22 @@ from refusion_lit.checkpoints.files import (
     model_source,
     read_checkpoint,
 )
-from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
-from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, default_decoder
-from refusion_lit.modeling.architecture import check_source, config_of_source, stored_config
+from refusion_lit.checkpoints.metadata import CheckpointMetadata
+from refusion_lit.data.tokenizers import load_tokenizer, tokenizer_from_files
+from refusion_lit.decoding import Decoder, named_decoder
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, DrafterOrigin, load_drafter
-from refusion_lit.modeling.formats import format_of
+from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, load_drafter
 from refusion_lit.modeling.fsdp import load_sharded
-from refusion_lit.modeling.loading import BackboneConfig, DType, attach, decoding_dtype, default_device
-from refusion_lit.modeling.lora import Adapters, merged
+from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_dtype, default_device
+from refusion_lit.modeling.lora import merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
-from refusion_lit.text_model import GUESSED, TextModel
-from refusion_lit.types import ModelTraits, SamplingParams
+from refusion_lit.modeling.source import ModelSource
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import AttentionKind, ModelTraits
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require, require_choice
-from refusion_lit.version import __version__
-
-METADATA_KEY = "refusion_lit"
-_FORMAT = 1
-"""Raised when an older version could not read what this one writes."""
 
 _WEIGHTS_PREFIX = "backbone."
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointMetadata:
-    """Description of a checkpoint's model in plain values, which load with ``weights_only``.
-
-    Attributes:
-        architecture: The transformers config as JSON values, with the vocabulary size of the stored weights.
-        traits: What the model was trained to do.
-        tokenizer_files: The tokenizer's files by name.
-        prompt_template: Turns a query into a prompt where the tokenizer has no chat template.
-        adapters: The low-rank adapters among the weights, ``None`` if there are none.
-        drafter: The drafter among the weights, ``None`` if there is none.
-    """
-
-    architecture: dict[str, Any]
-    traits: ModelTraits
-    tokenizer_files: dict[str, str]
-    prompt_template: str = "{query}"
-    adapters: Adapters | None = None
-    drafter: DrafterOrigin | None = None
-
-    @classmethod
-    def of(cls, model: TextModel) -> CheckpointMetadata:
-        """Return the description of a model."""
-        backbone = model.backbone
-        return cls(
-            architecture=backbone.config.to_dict(),
-            traits=backbone.traits,
-            tokenizer_files=tokenizer_files(model.tokenizer),
-            prompt_template=model.prompt_template,
-            adapters=backbone.adapters,
-            drafter=None if backbone.drafter is None else backbone.drafter.origin,
-        )
-
-    def to_checkpoint(self) -> dict[str, Any]:
-        """Return the value to store under ``METADATA_KEY``."""
-        return {
-            "version": __version__,
-            "format": _FORMAT,
-            "architecture": json.dumps(self.architecture, default=str),
-            "traits": json.dumps(self.traits.to_dict()),
-            "tokenizer_files": dict(self.tokenizer_files),
-            "prompt_template": self.prompt_template,
-            "adapters": None if self.adapters is None else json.dumps(asdict(self.adapters)),
-            "drafter": None if self.drafter is None else json.dumps(asdict(self.drafter)),
-        }
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any], path: str | Path) -> CheckpointMetadata:
-        """Read a checkpoint's metadata.
-
-        Args:
-            checkpoint: The checkpoint's values.
-            path: Its file, for messages.
-
-        Raises:
-            ValueError: If the checkpoint was not written by this package, or by a newer version.
-        """
-        stored = checkpoint.get(METADATA_KEY)
-        if not isinstance(stored, dict) or "architecture" not in stored:
-            raise ValueError(
-                f"ckpt_path: expected a checkpoint written by refusion-lit, got {path}, which says nothing of its "
-                "architecture and tokenizer. Train one with `refusion-lit fit`, or give a Hugging Face directory."
-            )
-        if stored.get("format", 1) > _FORMAT:
-            raise ValueError(
-                f"ckpt_path: expected a checkpoint that refusion-lit {__version__} can read, got {path}, which "
-                f"refusion-lit {stored.get('version')} wrote; install that version or a newer one."
-            )
-        try:
-            adapters = stored.get("adapters")
-            drafter = stored.get("drafter")
-            return cls(
-                architecture=json.loads(stored["architecture"]),
-                traits=ModelTraits.from_dict(json.loads(stored["traits"])),
-                tokenizer_files=stored["tokenizer_files"],
-                prompt_template=stored.get("prompt_template", "{query}"),
-                adapters=None if adapters is None else Adapters.from_dict(json.loads(adapters)),
-                drafter=None if drafter is None else DrafterOrigin.from_dict(json.loads(drafter)),
-            )
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"ckpt_path: the metadata in {path}, which refusion-lit {stored.get('version')} wrote, cannot be read "
-                f"({reason_of(error)}). Export it with that version."
-            ) from error
-
-    def backbone_config(self) -> BackboneConfig:
-        """Return options that rebuild the model with random weights, adapters and drafter included."""
-        architecture = {k: v for k, v in self.architecture.items() if k not in {"dtype", "torch_dtype"}}
-        return BackboneConfig(
-            config=architecture,
-            lora=None if self.adapters is None else self.adapters.options,
-            drafter=None if self.drafter is None else self.drafter.options,
-        )
 
 
 def load(
@@ -182,7 +78,7 @@ def load(
     if is_checkpoint_file(source):
         model = _from_checkpoint(source, options, device)
     else:
-        model = _from_directory(source, options, device)
+        model = _from_directory(options, device)
         stored = getattr(model.backbone.config, "refusion_lit", None) or {}
         if draft is None and stored.get(HAS_DRAFTER):
             draft = own_draft(source, revision)
@@ -218,56 +114,41 @@ def own_draft(source: str, revision: str | None) -> str:
     return str(Path(str(files[0])).parent)
 
 
-def own_decoder(options: Mapping[str, Any]) -> Decoder:
-    """Return a model's default decoder by its config alone; ReFusion where that cannot be read, which loading tells.
+def read_default_decoder(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    checkpoint_format: str | None = None,
+    attention: AttentionKind | None = None,
+    block_size: int | None = None,
+    draft: str | Path | None = None,
+) -> Decoder:
+    """Return the default decoder of a model, without loading weights.
 
     Args:
-        options: Options of a command: ``ckpt_path``, and of the others those that change which decoder it is.
-    """
-    last = Path(str(options["ckpt_path"])) / "checkpoints" / "last.ckpt"
-    source = str(last if last.exists() else options["ckpt_path"])
-    stored: dict[str, Any] = {}
-    decoder: Decoder = SelfSpeculative() if options.get("draft") else ReFusion()
-    with suppress(ValueError):
-        if is_checkpoint_file(source):
-            metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source, mmap=True), source)
-            stored = {**(metadata.architecture.get("refusion_lit") or {}), **metadata.traits.to_dict()}
-            stored[HAS_DRAFTER] = metadata.drafter is not None
-        else:
-            check_source(source, "ckpt_path")
-            values = stored_config(source, options.get("revision"))
-            published = format_of(values, options.get("checkpoint_format"))
-            stored = (published.library_options(values) if published else values).get("refusion_lit") or {}
-        given = {name: options[name] for name in ("attention", "block_size") if options.get(name)}
-        traits = ModelTraits.from_dict(stored if "attention" in stored else stored | given)
-        has_drafter = bool(options.get("draft") or stored.get(HAS_DRAFTER))
-        decoder = default_decoder(traits, stored.get("decoder"), drafts=has_drafter)
-        if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in stored:
-            warnings.warn(GUESSED, stacklevel=2)
-        if "max_new_tokens" in options:
-            decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
-    return decoder
-
-
-def load_model_of(options: Mapping[str, Any]) -> TextModel:
-    """Load the model that a command's options name, and print its size.
+        source: A checkpoint, a run's directory, a Hugging Face directory or a hub id.
+        revision: Pinned revision of a hub id.
+        checkpoint_format: Published format of the source.
+        attention: Attention pattern of a source that does not state its own.
+        block_size: Tokens per block, for block-causal attention.
+        draft: Directory of a drafter that the model will be loaded with.
 
     Raises:
-        ValueError: If it cannot be loaded.
+        ValueError: If the config or the checkpoint cannot be read.
     """
-    path, decoder = options["ckpt_path"], options["decoder"]
-    is_used = decoder is not None and "verifier" in decoder.requirements().predictions
-    got = "the model's own" if decoder is None else type(decoder).__name__
-    holds = is_used or options["verifier"] is None
-    require(holds, "verifier", "a decoder that uses it, as APD does", got, "add --decoder APD, or leave it out")
-    own = {name: options[name] for name in ("checkpoint_format", "attention", "block_size", "batch_invariant")}
-    others = {name: options[name] for name in ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")}
-    model = load(path, overrides=BackboneConfig(source=path, **own), **others)
-    size = sum(weights.numel() for weights in model.backbone.parameters())
-    number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
-    kind = str(model.backbone.head.weight.dtype).removeprefix("torch.")
-    sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}\n")
-    return model
+    source = model_source(source)
+    if is_checkpoint_file(source):
+        metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source, mmap=True), source)
+        entry = {**(metadata.architecture.get("refusion_lit") or {}), **metadata.traits.to_dict()}
+        has_drafter = metadata.drafter is not None
+    else:
+        opened = ModelSource.open(source, option="ckpt_path", checkpoint_format=checkpoint_format, revision=revision)
+        entry = opened.entry
+        has_drafter = bool(entry.get(HAS_DRAFTER))
+    traits = ModelTraits.from_dict(entry)
+    if attention is not None and "attention" not in entry:
+        traits = replace(traits, attention=attention, block_size=block_size)
+    return named_decoder(traits, entry, has_drafter=has_drafter or draft is not None)
 
 
 def _device(name: str | torch.device) -> torch.device:
@@ -298,16 +179,14 @@ def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device)
     return model
 
 
-def _from_directory(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
+def _from_directory(options: BackboneConfig, device: torch.device) -> TextModel:
     """Return the model of a Hugging Face directory or a hub id, without a drafter."""
-    check_source(source, "ckpt_path")
-    code: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    if not options.trust_remote_code or options.dtype == "auto":  # refuse an unknown architecture before its tokenizer
-        config, _ = config_of_source(source, options.config, name=options.checkpoint_format, **code)
-        if options.dtype == "auto":
-            options = replace(options, dtype=decoding_dtype(config, device))
-    tokenizer = PretrainedTokenizer(source=source, checkpoint_format=options.checkpoint_format, **code).build(None)
-    backbone = options.build(tokenizer)
+    source = options.open_source("ckpt_path")
+    config = source.config  # refuses an unknown architecture before its tokenizer
+    if options.dtype == "auto":
+        options = replace(options, dtype=decoding_dtype(config, device))
+    tokenizer = load_tokenizer(source)
+    backbone = options.build(tokenizer, source=source)
     stored = getattr(backbone.config, "refusion_lit", None) or {}
     stated = stored.get("attention")
     is_kept = None in (stated, options.attention) or stated == options.attention

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.data.examples import examples_of
+from refusion_lit.data.examples import load_examples
 from refusion_lit.evaluation.predictions import as_line, check_writable, read_json_lines
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.tasks import CodeTask, Example, Task
@@ -57,7 +57,7 @@ def run(args: list[str]) -> int:
     if isinstance(task, CodeTask):
         task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)
         _ = task.sandbox.applied  # refuses to run code, or weak isolation, before anything else
-    examples = {example.id: example for example in examples_of(task, options.split)}
+    examples = {example.id: example for example in load_examples(task, options.split)}
     lines = read_json_lines(source, "predictions", texts=("id", "response"))
     require(bool(lines), "predictions", "at least one prediction", f"an empty file {source}", "give another")
     _check(lines, examples, source)

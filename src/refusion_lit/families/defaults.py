@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,29 @@ NAMEABLE: Mapping[str, type[Decoder]] = {
     )
 }  # fmt: skip
 """Decoders that a model's config may name; nothing is imported by a name in a file."""
+
+
+GUESSED = (
+    "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
+    "attention pattern (--attention, --block_size) or --checkpoint_format."
+)
+
+
+def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
+    """Return the default decoder of a model, and warn if nothing says what the model was trained for.
+
+    Args:
+        traits: What the model was trained to do.
+        entry: The entry ``refusion_lit`` of the model's config, which may name a decoder.
+        has_drafter: Whether the model has a drafter.
+
+    Raises:
+        ValueError: If the decoder that the entry names is no class with its options.
+    """
+    decoder = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
+    if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
+        warnings.warn(GUESSED, stacklevel=3)
+    return decoder
 
 
 def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None, *, drafts: bool = False) -> Decoder:

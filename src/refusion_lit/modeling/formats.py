@@ -124,7 +124,7 @@ def register(published: CheckpointFormat) -> None:
     FORMATS[published.name] = published
 
 
-def format_of(values: Mapping[str, Any], name: str | None = None) -> CheckpointFormat | None:
+def find_format(values: Mapping[str, Any], name: str | None = None) -> CheckpointFormat | None:
     """Return the format of a published config; ``None`` if the config is transformers' own.
 
     Args:
