@@ -1,4 +1,4 @@
-"""Model cards of exported models and drafters, from the files of their training and test runs."""
+"""Model cards for exported models and drafters, written from their training and test runs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def model_card(
     """Return a model card in Markdown, with the metadata that the Hugging Face hub reads.
 
     Args:
-        name: Directory or repository of the model, used in the loading example.
+        name: The model's directory or repository, for the loading example.
         traits: The attention pattern and predictions that the weights were trained for.
-        run: Directory of the training run; its ``config.yaml`` and ``environment.json`` are included if they exist.
+        run: The training run; its ``config.yaml`` and ``environment.json`` are included if they exist.
             ``None`` if the run is unknown.
-        results: Directories of test runs with a ``results.json``.
-        weights: Digest of the weights; results of other weights are refused. ``None`` if unknown.
+        results: Test runs with a ``results.json``.
+        weights: The weights' digest; results for other weights are refused. ``None`` if unknown.
         adapters: The low-rank adapters, if the directory holds only these.
         prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
         decoder: The decoder that the directory names. By default the decoder for the model's traits, with the options
@@ -55,7 +55,7 @@ def model_card(
         has_drafter: Whether the directory holds a drafter, too.
 
     Raises:
-        ValueError: If a file is damaged, or a test run has no results or results of other weights.
+        ValueError: If a file is damaged, or a test run has no results or used other weights.
     """
     config = (run and read_config(run)) or {}
     tests = [_read_test(path, weights) for path in results]
@@ -102,13 +102,13 @@ def model_card(
 
 
 def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
-    """Return the options of a decoder that differ from its class's defaults."""
+    """Return a decoder's options that differ from the defaults."""
     values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}
 
 
 def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
-    """Return a decoder with the options of the first test with the same class."""
+    """Return a decoder with the options that were tested first for its class."""
     for test in tests:
         for options in test["decoders"].values():
             if options.get("class") == type(decoder).__name__:
@@ -117,7 +117,7 @@ def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: A
 
 
 def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -> str:
-    """Return the model card of a drafter in Markdown.
+    """Return a drafter's model card in Markdown.
 
     Args:
         name: The directory or repository.
@@ -142,7 +142,7 @@ def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> s
 
 
 def _public(source: str | None) -> str | None:
-    """Return the name of a published base model; ``None`` for a local path, which means nothing elsewhere."""
+    """Return a published base model's name; ``None`` for a local path, which means nothing elsewhere."""
     return source if source and not Path(source).exists() else None
 
 
@@ -164,7 +164,7 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 
 def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
-    """Read the ``results.json`` of a test; refuse a test of other weights."""
+    """Read a test's ``results.json``; refuse a test with other weights."""
     path = directory / RESULTS
     results = read_results(path)
     expected = f"the results of `refusion-lit test` in {path}"

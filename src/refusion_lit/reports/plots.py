@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIGURES = {"train/reward": "reward", "train/loss": "training loss", "val/loss": "validation loss"}
-"""Columns of a training's ``metrics.csv`` that are plotted, with their names."""
+"""Plotted columns in a training's ``metrics.csv``, with their names."""
 _MAX_POINTS = 60
-"""Maximum number of points of a curve; longer curves are drawn as means over neighbours."""
+"""Maximum number of points per curve; longer curves are drawn as means over neighbours."""
 _MAX_LEGEND_ENTRIES = 24
 _MAX_NAME_LENGTH = 60
 Curve = list[tuple[float, float]]
@@ -43,7 +43,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { .plot { filter: invert(0.9) hue-rotate(180deg); } }
 .plot text { pointer-events: none; }
 """
-"""Style of plots in a page. A dark page inverts the plots, which are drawn on white."""
+"""Style for plots in a page. A dark page inverts the plots, which are drawn on white."""
 
 
 def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
@@ -79,10 +79,10 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
 
 
 def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> str:
-    """Plot curves of a figure over another figure, as an SVG element.
+    """Plot curves as an SVG element.
 
     Args:
-        curves: Points by the name of the curve, in the order of its line; not empty.
+        curves: Points in line order, by curve name; not empty.
         x_name: What the horizontal axis shows, with its unit.
         y_name: What the vertical axis shows, with its unit.
     """
@@ -100,9 +100,9 @@ def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str
 
 
 def training_plots(runs: Sequence[Run]) -> list[str]:
-    """Plot the figures of the runs' trainings, as SVG elements.
+    """Plot the figures that the runs' trainings logged, as SVG elements.
 
-    The training of a tested checkpoint is in the checkpoint's directory. Tests of the same training share a curve.
+    A checkpoint's directory is inside its training's directory. Tests after the same training share a curve.
     """
     checkpoints = [run.results["config"].get("ckpt_path") for run in runs]
     directories = dict.fromkeys(Path(path).resolve().parent.parent for path in checkpoints if isinstance(path, str))
@@ -119,7 +119,7 @@ def training_plots(runs: Sequence[Run]) -> list[str]:
 
 
 def _read_curves(path: Path) -> dict[str, Curve]:
-    """Read the curves of all figures, without cells that are no finite numbers."""
+    """Read all curves, without cells that are no finite numbers."""
     curves: dict[str, Curve] = {column: [] for column in FIGURES}
     with path.open(encoding="utf-8", errors="replace", newline="") as lines:
         for row in csv.DictReader(lines):
@@ -152,7 +152,7 @@ def describe(row: ComparisonRow, comparison: Comparison) -> str:
 
 @contextmanager
 def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure with its axes, under a legend of the names in the order of their colours."""
+    """Yield a figure with its axes, under a legend with the names in colour order."""
     import matplotlib as mpl  # takes most of a second, so only where something is drawn
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -172,19 +172,19 @@ def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
 
 
 def _style(number: int, marker: str | None = None) -> dict[str, Any]:
-    """Return colour and marker of a method by its number."""
+    """Return a method's colour and marker by its number."""
     marker = _MARKERS[number % len(_MARKERS)] if marker is None else marker
     return {"color": _COLOURS[number % len(_COLOURS)], "marker": marker, "clip_on": False}
 
 
 def _save(figure: Figure, form: str, description: str, titles: Mapping[str, str]) -> bytes:
-    """Return a figure as the content of a file; an SVG element can also be put into a page.
+    """Return a figure as file content; an SVG can also be put into a page.
 
     Args:
         figure: The figure.
         form: ``svg``, ``pdf`` or ``png``.
         description: What the picture shows, for readers who do not see it.
-        titles: Titles of artists by their ids.
+        titles: Titles by artist id.
     """
     written = io.BytesIO()
     if form != "svg":

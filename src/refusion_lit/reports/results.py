@@ -22,21 +22,21 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
 _MAPPINGS = ("sampling", "fingerprints", "config", "decoders", "mismatches", "environment")
-"""Fields of ``results.json`` with mappings, which may be missing or null."""
+"""Fields in ``results.json`` that hold mappings, which may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
 NUM_CONCURRENT = "REFUSION_LIT_NUM_CONCURRENT"
-"""Environment variable with which a sweep names the number of points that share the machine."""
+"""Environment variable in which a sweep passes how many points share the machine."""
 CONCURRENT = "Speeds are left out: points ran concurrently and slowed each other down (launcher.num_workers)."
 _SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
-"""Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
+"""Longer texts in a config are cut to this many characters: a stored tokenizer's files have millions."""
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
     """Read a ``results.json``; missing fields become empty. Return ``None`` if another program wrote the file.
 
     Raises:
-        ValueError: If the file cannot be read, or a field of ours is of another type.
+        ValueError: If the file cannot be read, or a field has another type.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def read_results(path: Path) -> dict[str, Any] | None:
 
 
 def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON value
-    """Check the content of a ``results.json``, and fill in missing fields; see :func:`read_results`."""
+    """Check ``results.json`` and fill in missing fields; see :func:`read_results`."""
     figures = values.get("results") if isinstance(values, dict) else None
     is_ours = (
         isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
@@ -71,12 +71,12 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
 
 
 def ran_concurrently(results: Mapping[str, Any]) -> bool:
-    """Return whether a test, given by its ``results.json``, ran beside other points of a sweep."""
+    """Return whether a test ran beside other sweep points, by its ``results.json``."""
     return ((results.get("environment") or {}).get("num_concurrent") or 1) != 1
 
 
 def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ``results.json`` without the speeds of a test that ran beside others."""
+    """Remove speeds from ``results.json`` if the test ran beside other sweep points."""
     if not ran_concurrently(results):
         return dict(results)
     kept = {
@@ -87,7 +87,7 @@ def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """Read the resolved config of a run and cut long texts; return ``None`` without a config.
+    """Read a run's resolved config and cut long texts; return ``None`` without a config.
 
     Raises:
         ValueError: If the file is damaged.
@@ -114,13 +114,13 @@ def with_class(name: str, decoder: object) -> str:
 
 
 def short(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as text, cut to 40 characters."""
+    """Return an option's value as text, cut to 40 characters."""
     text = written(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def written(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as a text; a component is written ``Class(option=value)``."""
+    """Return an option's value as text; a component is written ``Class(option=value)``."""
     if isinstance(value, Mapping) and "class_path" in value:
         arguments = ", ".join(f"{name}={written(inner)}" for name, inner in (value.get("init_args") or {}).items())
         name = str(value["class_path"]).rpartition(".")[2]
@@ -133,7 +133,7 @@ def written(value: Any) -> str:  # noqa: ANN401 - an option's value
 
 
 def environment(seed: object, command: list[str] | None = None) -> dict[str, Any]:
-    """Return the environment of this process as JSON values.
+    """Return this process's environment as JSON values.
 
     Args:
         seed: The run's seed.

@@ -39,19 +39,19 @@ def write_report(
     """Write a report on runs and sweeps; the plot is always written, as an SVG file.
 
     Args:
-        paths: Directories of runs or sweeps, or ``results.json`` files.
-        output: Directory to write to. By default ``report`` inside the directory of a single path, and ``report``
-            in the working directory for several paths.
+        paths: Run or sweep directories, or ``results.json`` files.
+        output: Directory to write to. By default ``report`` inside a single path's directory, and ``report`` in the
+            working directory for several paths.
         baseline: Row or decoder that the others are compared with; the first row by default.
         formats: Names in :data:`FORMATS`: ``html`` is the page, ``markdown``, ``latex`` (``booktabs``) and ``csv`` are
             tables, ``pdf`` and ``png`` are plots.
 
     Returns:
-        The files written, in the order of the formats, and the SVG plot last.
+        The written files in format order, and the SVG plot last.
 
     Raises:
         ValueError: If a path has no results, the baseline or a format is unknown, or the output directory holds other
-            files of these names.
+            files with these names.
     """
     allowed = f"some of {', '.join(FORMATS)}, or all"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
@@ -79,10 +79,10 @@ def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[
 
 
 def report_results(directory: Path, run: Run | None = None) -> None:
-    """Write the report of a finished test or sweep; warn if that fails, because its results are already on disk.
+    """Write a finished test's or sweep's report; warn if that fails, because its results are already on disk.
 
     Args:
-        directory: Directory of the test or sweep.
+        directory: The test's or sweep's directory.
         run: The finished test; by default the directory is read.
     """
     try:
@@ -136,9 +136,9 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _examples(comparison: Comparison) -> tuple[list[tuple[Any, ...]], int]:
-    """Return id, prompt, reference and predictions of a few prompts, prompts with a wrong answer first.
+    """Return id, prompt, reference and predictions for a few prompts, prompts with a wrong answer first.
 
-    Only the first rows are used. The second value is the number of ids with different prompts or references there.
+    Only the first rows are used. The second value counts ids with different prompts or references there.
     """
     rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
     # Rows with another prompt or reference under the same id are another example.
@@ -160,4 +160,4 @@ FORMATS: dict[str, tuple[str, Callable[[Comparison], str | bytes]]] = {
     "pdf": ("tradeoff.pdf", lambda comparison: tradeoff_plot(comparison, "pdf")),
     "png": ("tradeoff.png", lambda comparison: tradeoff_plot(comparison, "png")),
 }
-"""Name of the file and its writer, by format."""
+"""File name and writer, by format."""
