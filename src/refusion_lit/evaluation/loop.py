@@ -312,8 +312,8 @@ class Evaluation(L.Callback):
 
     def _report(self) -> None:
         """Print the decoders' table, and write ``results.json`` and the report."""
-        shown = {name: with_class(name, type(state.decoder).__name__) for name, state in self._running.items()}
-        marked = {shown[name] for name, reasons in self.mismatches.items() if reasons}
+        titles = {name: with_class(name, type(state.decoder).__name__) for name, state in self._running.items()}
+        marked = {titles[name] for name, reasons in self.mismatches.items() if reasons}
         results = {
             "sampling": asdict(self.sampling),
             **asdict(self.options),
@@ -327,10 +327,10 @@ class Evaluation(L.Callback):
             "environment": self.environment or environment(self._seed),
             "config": self.config,
         }
-        figures = {shown[name]: values for name, values in without_speeds(results)["results"].items()}
+        figures = {titles[name]: values for name, values in without_speeds(results)["results"].items()}
         note = CONCURRENT if ran_concurrently(results) else None
         decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics, note=note)
         text = json.dumps(results, indent=2)
         write_atomically(self._directory / RESULTS, f"{text}\n")
         predictions = {name: parse_predictions(state.lines) for name, state in self._running.items()}
-        report_results(self._directory, Run.of_test(self._directory, json.loads(text), predictions))
+        report_results(self._directory, Run.from_test(self._directory, json.loads(text), predictions))

@@ -16,7 +16,7 @@ from refusion_lit.reports.intervals import (
     score_difference,
     score_interval,
 )
-from refusion_lit.reports.results import CONCURRENT, ran_concurrently, short, with_class
+from refusion_lit.reports.results import CONCURRENT, ran_concurrently, shorten_value, with_class
 from refusion_lit.reports.runs import Run, ScoredPrediction
 
 
@@ -186,7 +186,7 @@ def _make_rows(runs: Sequence[Run]) -> list[ComparisonRow]:
     sources = {run.source: _varied_options([r for r in runs if r.source == run.source]) for run in runs}
     rows = []
     for run in runs:
-        options = {name: short(run.options.get(name)) for name in sources[run.source] if run.options}
+        options = {name: shorten_value(run.options.get(name)) for name in sources[run.source] if run.options}
         for decoder in run.results["results"]:
             method = f"{run.source}: {decoder}" if len(sources) > 1 else decoder
             rows.append(ComparisonRow(name=method, decoder=decoder, method=method, run=run, options=options))
@@ -218,6 +218,9 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
     Args:
         points: Pairs to maximise, for example tokens per forward and score.
+
+    >>> pareto_front([(1, 90), (3, 80), (2, 70)])
+    [0, 1]
     """
     return [i for i, (x, y) in enumerate(points) if not any(u >= x and v >= y and (u > x or v > y) for u, v in points)]
 
@@ -269,7 +272,11 @@ def _difference(row: ComparisonRow, baseline: ComparisonRow) -> Difference:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Shorten dotted names to their last parts, as far as they stay distinct."""
+    """Shorten dotted names to their last parts, as far as they stay distinct.
+
+    >>> short_names(["model.decoders.a.slot_size", "model.decoders.b.slot_size", "data.seed"]).values()
+    dict_values(['a.slot_size', 'b.slot_size', 'seed'])
+    """
     short = {}
     for name in names:
         parts = name.split(".")

@@ -55,6 +55,10 @@ def score_interval(values: Sequence[float]) -> Interval:
 
     Args:
         values: A score from 0 to 100 per prompt; not empty.
+
+    >>> interval = score_interval([100.0] * 9 + [0.0])
+    >>> [round(value) for value in (interval.estimate, interval.low, interval.high)]
+    [90, 60, 98]
     """
     if set(values) <= {0.0, 100.0}:
         share = wilson(list(values).count(100.0), len(values))
@@ -92,6 +96,10 @@ def wilson(num_hits: int, num_trials: int) -> Interval:
     Args:
         num_hits: Number of hits; from 0 to ``num_trials``.
         num_trials: Number of trials; at least 1.
+
+    >>> interval = wilson(0, 10)
+    >>> [round(value, 2) for value in (interval.estimate, interval.low, interval.high)]
+    [0.0, 0.0, 0.28]
     """
     from scipy.stats import binomtest  # takes about a second to import
 

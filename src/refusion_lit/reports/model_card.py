@@ -16,8 +16,8 @@ from refusion_lit.families.defaults import default_decoder
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
-from refusion_lit.reports.results import ENVIRONMENT, RESULTS, described_environment, read_config, read_results
-from refusion_lit.reports.runs import with_scores
+from refusion_lit.reports.results import ENVIRONMENT, RESULTS, describe_environment, read_config, read_results
+from refusion_lit.reports.runs import read_all_scores
 from refusion_lit.reports.tables import FIGURES, MISMATCH, cells, escape_markdown, with_metrics
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import check_fingerprint, read_object
@@ -59,28 +59,28 @@ def model_card(
     """
     config = (run and read_config(run)) or {}
     tests = [_read_test(path, weights) for path in results]
-    made = decoder or _tested(default_decoder(traits, drafts=has_drafter), tests)
+    chosen = decoder or _with_tested_options(default_decoder(traits, drafts=has_drafter), tests)
     evaluated = [result for test in tests for result in _eval_results(test)]
     data = ModelCardData(
         library_name="refusion-lit",
         pipeline_tag="text-generation",
         tags=[
             "refusion-lit",
-            *([] if made.is_left_to_right else ["diffusion-language-model"]),
+            *([] if chosen.is_left_to_right else ["diffusion-language-model"]),
             "parallel-decoding",
         ],
         base_model=_public(_lookup(config, "model", "backbone", "source")),
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
-    options = changed_options(made)
-    return _rendered(
+    options = changed_options(chosen)
+    return _render(
         "model_card.md.jinja",
         data,
         name,
         traits=traits,
         adapters=adapters,
-        decoder=type(made).__name__,
+        decoder=type(chosen).__name__,
         options=options,
         lacking=[f"`{name}`" for name in options if name not in (*PROGRAM_OPTIONS, "fused", "infill_layout")],
         own_options={"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}
@@ -96,7 +96,7 @@ def model_card(
         with_metrics=with_metrics,
         escape=escape_markdown,
         mismatch=MISMATCH,
-        environment=described_environment(read_object(run / ENVIRONMENT)) if run else {},
+        environment=describe_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
 
@@ -107,7 +107,7 @@ def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a datacla
     return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}
 
 
-def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
+def _with_tested_options(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
     """Return a decoder with the options that were tested first for its class."""
     for test in tests:
         for options in test["decoders"].values():
@@ -131,10 +131,10 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
         tags=["speculative-decoding"],
         base_model=_public(origin.base),
     )
-    return _rendered("drafter_card.md.jinja", data, name, base=base, options=origin.options, prompt=prompt)
+    return _render("drafter_card.md.jinja", data, name, base=base, options=origin.options, prompt=prompt)
 
 
-def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
+def _render(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401
     path = str(Path(__file__).with_name(template))
     values |= {"name": name, "title": Path(name).absolute().name, "version": __version__}
     values |= {"quoted": repr, "word": shlex.quote}
@@ -173,7 +173,7 @@ def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
     for fingerprint in results["fingerprints"].values():
         check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
                           fix="Give the directory of a test of this checkpoint")  # fmt: skip
-    with_scores(directory, results, [])
+    read_all_scores(directory, results, [])
     task = str(_lookup(results, "config", "data", "task", "class_path") or "")
     return {"tested": "test split", "task": task.rpartition(".")[2], **results}
 

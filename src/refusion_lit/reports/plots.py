@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIGURES = {"train/reward": "reward", "train/loss": "training loss", "val/loss": "validation loss"}
+_TRAINING_COLUMNS = {"train/reward": "reward", "train/loss": "training loss", "val/loss": "validation loss"}
 """Plotted columns in a training's ``metrics.csv``, with their names."""
 _MAX_POINTS = 60
 """Maximum number of points per curve; longer curves are drawn as means over neighbours."""
@@ -52,7 +52,7 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
     for row in comparison.rows:
         methods.setdefault(row.method, []).append(row)
     names = [f"{method}{' *' * any(row.mismatches for row in rows)}" for method, rows in methods.items()]
-    front = sorted(_point(row) for row in comparison.rows if row.on_front)
+    front = sorted(_coordinates(row) for row in comparison.rows if row.on_front)
     with _figure(names) as (figure, ax):
         ax.set_xlabel("tokens per forward (more is faster)")
         ax.set_ylabel("score in %")
@@ -61,16 +61,18 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
                     markerfacecolor="none", markeredgewidth=3, clip_on=False)  # fmt: skip
         for number, rows in enumerate(methods.values()):
             if len(rows) > 1 and len(rows[0].options) < 2:  # points over two options do not form a curve
-                ax.plot(*zip(*sorted(map(_point, rows)), strict=True), **_style(number, ""), alpha=0.6, linewidth=1)
+                ax.plot(
+                    *zip(*sorted(map(_coordinates, rows)), strict=True), **_style(number, ""), alpha=0.6, linewidth=1
+                )
             for row in rows:
-                x, y = _point(row)
+                x, y = _coordinates(row)
                 ax.plot([row.tokens_per_forward.low, row.tokens_per_forward.high], [y, y], **_style(number, ""))
                 ax.plot([x, x], [row.score.low, row.score.high], **_style(number, ""))
                 inside = "white" if row.mismatches or row.has_other_prompts else _COLOURS[number % len(_COLOURS)]
                 ax.plot(x, y, **_style(number), markersize=9, markerfacecolor=inside, gid="marker")
-        titles = {f"point-{i}": describe(row, comparison) for i, row in enumerate(comparison.rows)}
+        titles = {f"point-{i}": describe_point(row, comparison) for i, row in enumerate(comparison.rows)}
         for gid, row in zip(titles, comparison.rows, strict=True):  # larger than the markers, for the mouse
-            ax.plot(*_point(row), "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
+            ax.plot(*_coordinates(row), "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
         ax.set_xlim(left=max(ax.get_xlim()[0], 0))
         low, high = ax.get_ylim()
         ax.set_ylim(max(low, -2), min(high, 102))
@@ -112,7 +114,7 @@ def training_plots(runs: Sequence[Run]) -> list[str]:
         names = {directory: str(directory) for directory in files}
     trainings = {names[directory]: _read_curves(path) for directory, path in files.items() if path.is_file()}
     plots = []
-    for column, label in FIGURES.items():
+    for column, label in _TRAINING_COLUMNS.items():
         curves = {name: columns[column] for name, columns in trainings.items() if len(columns[column]) > 1}
         plots += [curves_plot(curves, "step", label)] if curves else []
     return plots
@@ -120,7 +122,7 @@ def training_plots(runs: Sequence[Run]) -> list[str]:
 
 def _read_curves(path: Path) -> dict[str, Curve]:
     """Read all curves, without cells that are no finite numbers."""
-    curves: dict[str, Curve] = {column: [] for column in FIGURES}
+    curves: dict[str, Curve] = {column: [] for column in _TRAINING_COLUMNS}
     with path.open(encoding="utf-8", errors="replace", newline="") as lines:
         for row in csv.DictReader(lines):
             for column, curve in curves.items():
@@ -139,7 +141,7 @@ def _thin_out(curve: Curve) -> Curve:
     return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
 
 
-def describe(row: ComparisonRow, comparison: Comparison) -> str:
+def describe_point(row: ComparisonRow, comparison: Comparison) -> str:
     """Describe a point in a line."""
     options = ", ".join(f"{comparison.option_names[name]} {value}" for name, value in row.options.items())
     name = f"{row.name} ({options})" if options else row.name
@@ -213,7 +215,7 @@ def _save(figure: Figure, form: str, description: str, titles: Mapping[str, str]
     return ElementTree.tostring(root)
 
 
-def _point(row: ComparisonRow) -> tuple[float, float]:
+def _coordinates(row: ComparisonRow) -> tuple[float, float]:
     return row.tokens_per_forward.estimate, row.score.estimate
 
 

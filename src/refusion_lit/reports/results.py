@@ -93,15 +93,15 @@ def read_config(directory: Path) -> dict[str, Any] | None:
         ValueError: If the file is damaged.
     """
     path = directory / CONFIG
-    return _shortened(read_yaml(path, "config")) if path.is_file() else None
+    return _shorten(read_yaml(path, "config")) if path.is_file() else None
 
 
-def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
+def _shorten(value: Any) -> Any:  # noqa: ANN401 - YAML
     """Return a config with its long texts cut."""
     if isinstance(value, dict):
-        return {name: _shortened(inner) for name, inner in value.items()}
+        return {name: _shorten(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_shortened(inner) for inner in value]
+        return [_shorten(inner) for inner in value]
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value
@@ -113,20 +113,24 @@ def with_class(name: str, decoder: object) -> str:
     return f"{name} ({decoder})" if is_other else name
 
 
-def short(value: Any) -> str:  # noqa: ANN401 - an option's value
+def shorten_value(value: Any) -> str:  # noqa: ANN401 - an option's value
     """Return an option's value as text, cut to 40 characters."""
-    text = written(value)
+    text = format_value(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def written(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return an option's value as text; a component is written ``Class(option=value)``."""
+def format_value(value: Any) -> str:  # noqa: ANN401 - an option's value
+    """Return an option's value as text; a component is written ``Class(option=value)``.
+
+    >>> format_value({"class_path": "refusion_lit.decoding.ReFusion", "init_args": {"slot_size": 4}})
+    'ReFusion(slot_size=4)'
+    """
     if isinstance(value, Mapping) and "class_path" in value:
-        arguments = ", ".join(f"{name}={written(inner)}" for name, inner in (value.get("init_args") or {}).items())
+        arguments = ", ".join(f"{name}={format_value(inner)}" for name, inner in (value.get("init_args") or {}).items())
         name = str(value["class_path"]).rpartition(".")[2]
         return f"{name}({arguments})" if arguments else name
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {written(inner)}' for name, inner in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {format_value(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, default=str)
@@ -160,7 +164,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
     }
 
 
-def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
+def describe_environment(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return an environment as short texts by name, without the entries that were not recorded."""
     hardware = environment.get("hardware") or {}
     git = environment.get("git") or {}

@@ -51,7 +51,7 @@ class Run:
     predictions: dict[str, dict[str, ScoredPrediction]]
 
     @classmethod
-    def of_test(cls, directory: Path, results: Any, predictions: dict[str, dict[str, ScoredPrediction]]) -> Run:  # noqa: ANN401 - JSON
+    def from_test(cls, directory: Path, results: Any, predictions: dict[str, dict[str, ScoredPrediction]]) -> Run:  # noqa: ANN401 - JSON
         """Create the run for a test that has just ended.
 
         Args:
@@ -127,7 +127,7 @@ def _list_files(folder: Path, name: str) -> list[Path]:
 
 def _read_run(folder: Path, argument: Path, source: str, results: dict[str, Any], notes: list[str]) -> Run:
     name = str(folder.relative_to(argument)) if folder != argument else argument.resolve().name
-    predictions = with_scores(folder, results, notes)
+    predictions = read_all_scores(folder, results, notes)
     for decoder, answers in predictions.items():
         expected = results["results"][decoder].get("num_prompts", 0)
         if not answers:
@@ -166,7 +166,7 @@ def _note_failed_points(directory: Path) -> list[str]:
     return notes
 
 
-def with_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict[str, dict[str, ScoredPrediction]]:
+def read_all_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict[str, dict[str, ScoredPrediction]]:
     """Return a run's predictions by decoder, and replace the scores in its results if all predictions are there.
 
     Args:

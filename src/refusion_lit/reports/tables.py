@@ -202,6 +202,10 @@ def escape_markdown(text: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Escape the characters that LaTeX interprets."""
+    r"""Escape the characters that LaTeX interprets.
+
+    >>> escape_latex("slot_size at 90 %")
+    'slot\\_size at 90 \\%'
+    """
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "Δ": r"$\Delta$"}
     return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in " ".join(text.split()))

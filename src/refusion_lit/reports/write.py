@@ -17,7 +17,7 @@ from markupsafe import Markup
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
 from refusion_lit.reports.intervals import NUM_RESAMPLES
 from refusion_lit.reports.plots import STYLE, tradeoff_plot, training_plots
-from refusion_lit.reports.results import described_environment
+from refusion_lit.reports.results import describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import csv_table, latex_table, markdown_table
 from refusion_lit.utils.files import write_atomically
@@ -130,7 +130,7 @@ def _facts(run: Run) -> dict[str, str]:
         "seed": environment.get("seed"),
         "sampling": ", ".join(f"{name}={value}" for name, value in run.results["sampling"].items()),
         "batch size": run.results["batch_size"],
-        **described_environment(environment),
+        **describe_environment(environment),
     }
     return {name: str(value) for name, value in facts.items() if value is not None and value != ""}
 
@@ -148,8 +148,8 @@ def _examples(comparison: Comparison) -> tuple[list[tuple[Any, ...]], int]:
             answers.setdefault((identity, prediction.example), []).append((row, prediction))
     wrong = [(i, p.example) for row in rows for i, p in row.predictions.items() if p.score < 1]
     first = list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
-    shown = [(identity, *example, answers[identity, example]) for identity, example in first]
-    return shown, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
+    examples = [(identity, *example, answers[identity, example]) for identity, example in first]
+    return examples, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
 
 
 FORMATS: dict[str, tuple[str, Callable[[Comparison], str | bytes]]] = {

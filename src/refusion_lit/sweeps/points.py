@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.reports.results import short
+from refusion_lit.reports.results import shorten_value
 from refusion_lit.sweeps.launchers import Launcher, Local
 from refusion_lit.utils.files import digest, read_yaml
 from refusion_lit.utils.require import require
@@ -40,6 +40,10 @@ class Sweep:
         entries: Options that change together, a mapping per entry.
         launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
         directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
+
+    >>> sweep = Sweep(grid={"slot_size": [4, 8]}, entries=[{"seed": 0}, {"seed": 1}])
+    >>> list(sweep.combinations())[:2]
+    [{'seed': 0, 'slot_size': 4}, {'seed': 0, 'slot_size': 8}]
     """
 
     base: list[str] = field(default_factory=list)
@@ -205,4 +209,4 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
 
 def _format(options: Config, separator: str) -> str:
     """Return options as ``name=value``; without options, the word ``base``."""
-    return separator.join(f"{name}={short(value)}" for name, value in options.items()) or "base"
+    return separator.join(f"{name}={shorten_value(value)}" for name, value in options.items()) or "base"

@@ -125,7 +125,7 @@ def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) ->
     }
 
 
-def describe(directory: Path, points: Sequence[Point], command: Sequence[str] = COMMAND) -> str:
+def list_points(directory: Path, points: Sequence[Point], command: Sequence[str] = COMMAND) -> str:
     """List the points with their states and command lines."""
     lines = []
     for number, point in enumerate(points, start=1):
