@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.data.schema_templates import Filling, Span
+from refusion_lit.data.schema_templates import Span, TemplateState
 from refusion_lit.decoding import (
     APD,
     CARD,
@@ -51,7 +51,7 @@ REFUSES = {APD, Autoregressive, SelfSpeculative, CARD}
 
 
 def filling(size: int, spans: dict[int, Span]) -> Constraint:
-    return Constraint(begin=lambda _: Filling(size, spans), left_to_right=False)
+    return Constraint(begin=lambda _: TemplateState(size, spans), left_to_right=False)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Tokenizers from a pretrained model, trained on the task's data, of single characters, or from a checkpoint."""
+"""Tokenizers: pretrained, trained on the task's data, of single characters, or stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,33 +27,39 @@ _PAD = "<|pad|>"
 _EOS = "<|eos|>"
 _MASK = "<|mask|>"
 _MAX_BPE_EXAMPLES = 100_000
-"""BPE is trained on this many examples at most."""
+"""Maximum number of examples to train BPE on."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class TokenizerSource(ABC):
-    """Builds a tokenizer with padding, end-of-sequence and mask tokens."""
+    """Builds a tokenizer with padding, EOS and mask tokens."""
 
     @abstractmethod
     def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
         Args:
-            task: The task that it encodes; sources that learn from data need it.
-            prompt_template: How a query becomes a prompt; its characters are text to encode, too.
+            task: The task to encode; sources that learn from data need it.
+            prompt_template: How a query becomes a prompt; its characters must be encoded, too.
 
         Raises:
-            ValueError: If it cannot be built.
+            ValueError: If the tokenizer cannot be built.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterTokenizer(TokenizerSource):
-    """One token per character: ids 0, 1 and 2 are padding, EOS token and mask, then the characters in order.
+    """A token per character: ids 0, 1 and 2 are padding, EOS and mask, followed by the characters in order.
 
     Attributes:
-        characters: The alphabet; ``None`` takes the task's own, or the sorted characters of the training examples and
-            the prompt template where the task names none.
+        characters: The alphabet; ``None`` takes the task's alphabet or, if the task has none, the sorted characters of
+            the training examples and the prompt template.
+
+    >>> tokenizer = CharacterTokenizer(characters="01+").build(None)
+    >>> tokenizer.encode("1+0")
+    [4, 5, 3]
+    >>> tokenizer.convert_ids_to_tokens([0, 1, 2])
+    ['<|pad|>', '<|eos|>', '<|mask|>']
     """
 
     characters: str | None = None
@@ -66,8 +72,8 @@ class CharacterTokenizer(TokenizerSource):
         """
         characters = self.characters if self.characters is not None else task and task.characters()
         if characters is None and task is not None:
-            found = set(prompt_template.replace("{query}", "")).union(*_texts(task.examples("train")))
-            characters = "".join(sorted(found))
+            alphabet = set(prompt_template.replace("{query}", "")).union(*_texts(task.examples("train")))
+            characters = "".join(sorted(alphabet))
         if not characters:
             raise ValueError(
                 "tokenizer.characters: expected an alphabet, got none, and there are no training examples to take it "
@@ -82,10 +88,10 @@ class CharacterTokenizer(TokenizerSource):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBPE(TokenizerSource):
-    """Byte-level BPE trained on the task's training split; it encodes every text without loss.
+    """Byte-level BPE trained on the task's training split; encodes every text without loss.
 
     Attributes:
-        vocab_size: Maximum number of tokens, special ones included; at least 260.
+        vocab_size: Maximum number of tokens, including special tokens; at least 260.
     """
 
     vocab_size: int = 4096
@@ -111,19 +117,19 @@ class TrainedBPE(TokenizerSource):
 
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
-"""Classes of tokenizers that are all in ``tokenizer.json``, by the names of transformers 5 and 4."""
+"""Tokenizer classes that ``tokenizer.json`` describes completely, by the names of transformers 5 and 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTokenizer(TokenizerSource):
-    """The tokenizer of a Hugging Face directory or hub id; it gets a mask token if it has none.
+    """The tokenizer of a Hugging Face directory or hub id; a mask token is added if there is none.
 
     Attributes:
         source: Directory or hub id.
         revision: Pinned revision of a hub id.
-        checkpoint_format: Published format of the source, where its config does not tell; see
+        checkpoint_format: Published format of the source, if its config does not name it; see
             :class:`~refusion_lit.BackboneConfig`.
-        trust_remote_code: Let a source of no known format run Python code of its own on this machine.
+        trust_remote_code: Let a source of unknown format run its Python code on this machine.
     """
 
     source: str
@@ -135,7 +141,7 @@ class PretrainedTokenizer(TokenizerSource):
         """Load the tokenizer.
 
         Raises:
-            ValueError: If it cannot be loaded, has no end-of-sequence token or no ``tokenizer.json``, or if its mask
+            ValueError: If the tokenizer cannot be loaded, has no EOS token or no ``tokenizer.json``, or if its mask
                 token is not the ``mask_token_id`` of the source's config.
         """
         is_pinned = self.revision is not None and Path(self.source).exists()
@@ -160,7 +166,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         source: The directory or hub id.
 
     Raises:
-        ValueError: If the tokenizer cannot be loaded, has no end-of-sequence token or no ``tokenizer.json``, or if its
+        ValueError: If the tokenizer cannot be loaded, has no EOS token or no ``tokenizer.json``, or if its
             mask token is not the ``mask_token_id`` of the source's config.
     """
     published = source.published
@@ -176,7 +182,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
             f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
             f"{source.name!r}. Convert it to a tokenizer.json, or take another one."
         )
-    has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # transformers makes one without files, too
+    has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # without files, transformers makes an empty one
     fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
     require(has_tokens, "tokenizer.source", f"a tokenizer's files in {source.name}", None, fix)
     expected = f"an end-of-sequence token in {source.name}"
@@ -207,7 +213,7 @@ def _read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         config = source.config if source.values else None
         return AutoTokenizer.from_pretrained(source.name, config=config, **options)
     if published is not None and "auto_map" in values and published.slow_tokenizer is not None:
-        # The same files (vocabulary and merges) under the class that the authors' one was derived from.
+        # The authors' class is derived from this class, and reads the same files (vocabulary and merges).
         tokenizer_class: Any = getattr(transformers, published.slow_tokenizer)
         return tokenizer_class.from_pretrained(source.name, revision=source.revision)
     tokenizer = _read_generic(Path(source.name), values)
@@ -220,8 +226,8 @@ def _read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 def _read_generic(folder: Path, values: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
     """Read a directory's ``tokenizer.json``; ``None`` if the tokenizer is not in a directory with this file.
 
-    ``from_pretrained`` opens ``tokenizer_config.json`` twice and takes no parsed file, the method that it ends with
-    does. It reads ``config.json`` again for vocabularies above 100 000 tokens, to find Mistral's models.
+    ``from_pretrained`` opens ``tokenizer_config.json`` twice and does not accept a parsed file; the method that it
+    calls last does. For vocabularies above 100 000 tokens, it reads ``config.json`` again to recognise Mistral models.
 
     Args:
         folder: The directory, or a hub id.
@@ -247,7 +253,7 @@ class StoredTokenizer(TokenizerSource):
     """The tokenizer stored in a checkpoint.
 
     Attributes:
-        files: Contents of its files by name.
+        files: Contents of the tokenizer's files by name.
     """
 
     files: dict[str, str]
@@ -274,7 +280,7 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
 
     Args:
         files: Contents by name.
-        source: The checkpoint that holds them, for messages.
+        source: The checkpoint with the files, for messages.
 
     Raises:
         ValueError: If the files are not a tokenizer's.
@@ -290,9 +296,10 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfig) -> None:
-    """Refuse a tokenizer whose ids mean something else to the weights that a training starts from.
+    """Refuse a tokenizer whose ids differ from the ids that the initial weights were trained with.
 
-    The tokenizer may have more tokens than the source's. A source without a tokenizer is warned about.
+    The tokenizer may have more tokens than the tokenizer of the weights. If the weights come without a tokenizer, the
+    check warns.
 
     Args:
         tokenizer: The tokenizer that encodes the data.
@@ -310,25 +317,25 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
         trust_remote_code=backbone.trust_remote_code,
     )
     try:
-        own = source.build(None)
+        original = source.build(None)
     except ValueError as error:
-        warnings.warn(f"data.tokenizer cannot be compared with that of the weights: {error}", stacklevel=2)
+        warnings.warn(f"data.tokenizer cannot be compared with the weights' tokenizer: {error}", stacklevel=2)
         return
-    expected = own.get_vocab()
-    found = tokenizer.get_vocab()
-    if mask_is_new(own) and own.mask_token is not None:
-        del expected[str(own.mask_token)]  # unknown to the weights
+    expected = original.get_vocab()
+    vocabulary = tokenizer.get_vocab()
+    if mask_is_new(original) and original.mask_token is not None:
+        del expected[str(original.mask_token)]  # unknown to the weights
     for token, identity in sorted(expected.items(), key=lambda pair: pair[1]):
-        if found.get(token) != identity:
+        if vocabulary.get(token) != identity:
             raise ValueError(
                 f"data.tokenizer: expected the {len(expected)} tokens of {source.source!r}, which its weights are for, "
-                f"got {len(found)} tokens in which {token!r} has the id {found.get(token)}, not {identity}. Set "
-                f"data.tokenizer to PretrainedTokenizer with source: {source.source}."
+                f"got {len(vocabulary)} tokens in which {token!r} has the id {vocabulary.get(token)}, not {identity}. "
+                f"Set data.tokenizer to PretrainedTokenizer with source: {source.source}."
             )
 
 
 def unknown_text(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
-    """Return the error for a text in which the tokenizer encodes something as a special token."""
+    """Return the error for a text that cannot be encoded without a special token."""
     if type(backend.model).__name__ == "WordLevel":
         pieces = (
             [text] if backend.pre_tokenizer is None else [p for p, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
@@ -362,7 +369,7 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Switch off truncation and padding, which a ``tokenizer.json`` may store as switched on."""
+    """Switch off truncation and padding, which a ``tokenizer.json`` may switch on."""
     tokenizer.backend_tokenizer.no_truncation()  # type: ignore[attr-defined]
     tokenizer.backend_tokenizer.no_padding()  # type: ignore[attr-defined]
     return tokenizer
