@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from refusion_lit.reports.results import short
+from refusion_lit.reports.results import shorten_value
 from refusion_lit.sweeps.points import Sweep, overlay, plan, set_option
 from sweeps.conftest import resolve
 
@@ -133,7 +133,7 @@ def test_wrong_points_are_refused_by_name(options: dict[str, Any], message: str,
     ],
 )
 def test_values_in_short(value: Any, text: str) -> None:
-    assert short(value) == text
+    assert shorten_value(value) == text
 
 
 def test_a_swept_seed_goes_before_those_of_the_base(tmp_path: Path) -> None:

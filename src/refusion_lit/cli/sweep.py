@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.reports.results import short, with_class
+from refusion_lit.reports.results import shorten_value, with_class
 from refusion_lit.sweeps.launchers import Launcher
 from refusion_lit.sweeps.points import Sweep, plan
-from refusion_lit.sweeps.running import TableRow, describe
+from refusion_lit.sweeps.running import TableRow, list_points
 from refusion_lit.sweeps.running import run as run_sweep
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
@@ -52,7 +52,7 @@ def run(args: list[str]) -> int:
     directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
     if options.dry_run:
         points = plan(sweep, file.parent.resolve(), make_resolver())
-        print(describe(directory, points))
+        print(list_points(directory, points))
         print("dry run: the sweep writes these configs when it runs")
         return 0
     again = shlex.join([*args, *([] if "--resume" in args else ["--resume"])])
@@ -121,7 +121,7 @@ def _print_results(name: str, table: Sequence[TableRow], option_names: Sequence[
     for row in table:
         text = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
         decoder = f"{text}{' *' if row['mismatch'] else ''}"
-        rows.append([*(short(row[option]) for option in option_names), decoder, *cells(row, PRINTED)])
+        rows.append([*(shorten_value(row[option]) for option in option_names), decoder, *cells(row, PRINTED)])
     is_slowed = any(row["status"] == "finished" and row.get("tokens_per_second") is None for row in table)
     notes = [f"* {MISMATCH}"] * any(row["mismatch"] for row in table) + [CONCURRENT] * is_slowed
     print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(option_names) + 1, notes=notes)
@@ -188,8 +188,8 @@ def make_resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         source = str(resolved.get("ckpt_path") or "")
         is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())
         require(is_here, "ckpt_path", "a checkpoint or directory that exists, or a hub id", source, "correct the path")
-        made: Any = strategies.parse([f"--{name}={json.dumps(resolved['model'][name])}" for name in kinds])
-        Evaluation(made.decoders or {}, made.sampling, made.decoding)  # refuses options that do not fit together
+        model: Any = strategies.parse([f"--{name}={json.dumps(resolved['model'][name])}" for name in kinds])
+        Evaluation(model.decoders or {}, model.sampling, model.decoding)  # refuses options that do not fit together
         return resolved
 
     return resolve

@@ -1,4 +1,4 @@
-"""Log-likelihood of texts: exact for autoregressive models, estimated for masked models."""
+"""Text log-likelihood: exact for autoregressive models, estimated for masked models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = 
 
     Args:
         backbone: The model.
-        likelihood: Name of the estimate.
+        likelihood: The estimate.
         allow_mismatch: Only warn if the model was trained for other predictions.
 
     Raises:
@@ -55,12 +55,12 @@ def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = 
 
 @torch.no_grad()
 def autoregressive(backbone: Backbone, context: Sequence[int], text: Sequence[int]) -> tuple[float, bool]:
-    """Return the exact log-probability of a text after a context, in nats.
+    """Return a text's exact log-probability after a context, in nats.
 
     Args:
         backbone: A causal model that predicts the next token.
         context: Tokens before the text; not empty.
-        text: Tokens of the text.
+        text: The text's tokens.
 
     Returns:
         The sum over the text's tokens, and whether greedy decoding would give the text.
@@ -75,7 +75,7 @@ def autoregressive(backbone: Backbone, context: Sequence[int], text: Sequence[in
 def monte_carlo_masked(
     backbone: Backbone, context: Sequence[int], text: Sequence[int], *, num_draws: int, batch_size: int, seed: int = 0
 ) -> float:
-    """Estimate the log-likelihood bound of a masked model, in nats (LLaDA, arXiv 2502.09992, equation 6).
+    """Estimate a masked model's log-likelihood bound, in nats (LLaDA, arXiv 2502.09992, equation 6).
 
     A draw masks ``l`` of the ``n`` tokens and adds ``n / l`` times the log-probability of the masked tokens. The counts
     ``l`` are stratified over 1 to ``n`` as in LLaDA's program: the first count is random, the other counts follow at
@@ -90,7 +90,7 @@ def monte_carlo_masked(
     Args:
         backbone: A model that predicts its masks.
         context: Tokens before the text.
-        text: Tokens of the text; not empty.
+        text: The text's tokens; not empty.
         num_draws: Number of masked states, at least 1.
         batch_size: Number of masked states per forward pass.
         seed: Seeds the draws.
@@ -126,7 +126,7 @@ def is_greedy_text(backbone: Backbone, context: Sequence[int], text: Sequence[in
     Args:
         backbone: A model that predicts its masks.
         context: Tokens before the text.
-        text: Tokens of the text; not empty.
+        text: The text's tokens; not empty.
     """
     tokens = torch.tensor([*context, *text])
     start = len(context)
@@ -148,7 +148,7 @@ def is_greedy_text(backbone: Backbone, context: Sequence[int], text: Sequence[in
 def _masked_states(
     backbone: Backbone, tokens: Int[Tensor, " token"], is_masked: Bool[Tensor, "row token"]
 ) -> list[Float[Tensor, "masked hidden"]]:
-    """Return the hidden states that predict the masked tokens of every row, in text order."""
+    """Return per row the hidden states that predict the masked tokens, in text order."""
     traits = backbone.traits
     mask_token_id = backbone.special_tokens.mask_token_id
     length = len(tokens)
@@ -180,7 +180,7 @@ def _masked_states(
 
 
 def _score(backbone: Backbone, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:
-    """Return the log-probability of the targets, and whether all targets are the most probable tokens."""
+    """Return the targets' log-probability, and whether all targets are the most probable tokens."""
     logits = backbone.logits(hidden)[..., : backbone.special_tokens.vocab_size].double()
     chosen = logits.log_softmax(-1).gather(-1, targets[:, None])
     return float(chosen.sum()), bool((logits.argmax(-1) == targets).all())

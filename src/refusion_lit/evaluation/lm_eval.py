@@ -22,11 +22,11 @@ from refusion_lit.utils.require import require_at_least, require_choice
 
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 _MAX_TOKENS = 256
-"""Maximum number of tokens of a response if the task sets none."""
+"""Maximum response length in tokens if the task sets none."""
 
 
 class RefusionLitModel(LM):
-    """A model for the lm-evaluation-harness, with a decoder and an estimate of likelihoods.
+    """A model for the lm-evaluation-harness, with a decoder and a likelihood estimate.
 
     Args:
         model: The model.
@@ -35,7 +35,7 @@ class RefusionLitModel(LM):
             next token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
         num_draws: Number of masked states for ``monte_carlo_masked``.
         batch_size: Number of prompts (or masked states) per forward pass. Changes no token.
-        seed: Seed of sampling and of the masked states.
+        seed: Seed for sampling and masked states.
         allow_mismatch: Only warn if the model was not trained for the decoder or the estimate.
 
     Attributes:
@@ -75,7 +75,7 @@ class RefusionLitModel(LM):
         return self.decoder or self.model.default_decoder.fitted(sampling)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
-        """Answer prompts; prompts of a task with equal options share forward passes.
+        """Answer prompts; a task's prompts with equal options share forward passes.
 
         Raises:
             ValueError: If no decoder here has an option, or a prompt is too long. Nothing has been decoded then.
@@ -150,7 +150,7 @@ class RefusionLitModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, under which the harness caches rendered requests."""
+        """The tokenizer's name, under which the harness caches rendered requests."""
         return str(self.model.tokenizer.name_or_path).replace("/", "__")
 
     def throughput(self) -> dict[str, dict[str, float]]:
@@ -188,7 +188,7 @@ class RefusionLitModel(LM):
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Encode a prompt; names of special tokens become tokens only in a rendered chat template."""
+        """Encode a prompt; special tokens are recognised only in a rendered chat template."""
         if self._has_template:
             tokenizer = self.model.tokenizer
             ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ class RefusionLitModel(LM):
         return encode_plain_prompt(self.model.tokenizer, text)
 
     def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a context, which is never empty, and the tokens of the text after it."""
+        """Return context tokens, never empty, and the tokens of the text after the context."""
         moved = context[len(context.rstrip()) :]  # spaces belong to the word that they stand before
         context = context[: len(context) - len(moved)]
         text = moved + text
@@ -225,16 +225,16 @@ class RefusionLitModel(LM):
 
 
 def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Run tasks of the harness, and add throughput to their scores.
+    """Run the harness's tasks, and add throughput to their scores.
 
     Args:
         model: The adapter.
-        tasks: Names of tasks or their configs.
+        tasks: Task names or configs.
         options: Further options of ``lm_eval.simple_evaluate``.
 
     Returns:
         The harness's results, ``throughput`` by task (see :meth:`RefusionLitModel.throughput`), and ``refusion_lit``
-        with the decoders that generated and the options of likelihoods.
+        with the decoders that generated and the likelihood options.
     """
     model._has_template = bool(options.get("apply_chat_template"))  # also where the harness has rendered before
     results = simple_evaluate(model=model, tasks=list(tasks), **options)

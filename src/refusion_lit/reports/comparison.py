@@ -1,4 +1,4 @@
-"""Compares the decoders of runs: rows with intervals, paired differences and the Pareto front."""
+"""Compares decoders: rows with intervals, paired differences and the Pareto front."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from refusion_lit.reports.intervals import (
     score_difference,
     score_interval,
 )
-from refusion_lit.reports.results import CONCURRENT, ran_concurrently, short, with_class
+from refusion_lit.reports.results import CONCURRENT, ran_concurrently, shorten_value, with_class
 from refusion_lit.reports.runs import Run, ScoredPrediction
 
 
 @dataclass(kw_only=True)
 class ComparisonRow:
-    """A row of the comparison: a decoder of a run.
+    """A row of the comparison: a decoder and the run that measured it.
 
     Attributes:
-        name: Name of the row without its options.
+        name: The row's name without options.
         decoder: The decoder's name in the config.
         method: Rows with the same method form a trade-off curve.
         run: The run that measured the decoder.
-        options: Values of the options that the sweep varies, as texts by full name; empty outside a sweep.
+        options: The options that the sweep varies: texts by full name; empty outside a sweep.
         on_front: Whether the row is on the Pareto front.
-        has_other_prompts: Whether the row's prompts differ from the prompts of the front.
+        has_other_prompts: Whether the row's prompts differ from the front's prompts.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ComparisonRow:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Aggregate figures of the test; see :class:`~refusion_lit.metrics.DecodingMetrics`."""
+        """Aggregate figures; see :class:`~refusion_lit.metrics.DecodingMetrics`."""
         return self.run.results["results"][self.decoder]
 
     @property
@@ -65,7 +65,7 @@ class ComparisonRow:
 
     @property
     def title(self) -> str:
-        """The row's name, followed by the class of its decoder if that is another word."""
+        """The row's name, followed by the decoder's class if that is another word."""
         options = self.run.results["decoders"].get(self.decoder) or {}
         return self.name + with_class(self.decoder, options.get("class")).removeprefix(self.decoder)
 
@@ -76,7 +76,7 @@ class ComparisonRow:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts of the test; 0 if it is unknown."""
+        """Number of tested prompts; 0 if unknown."""
         return len(self.predictions) if self.has_intervals else int(self.figures.get("num_prompts", 0))
 
     @property
@@ -109,11 +109,11 @@ class Difference:
         row: The row.
         baseline: The row that it is compared with.
         num_shared: Number of shared prompts.
-        num_differing: Number of ids with another prompt or reference in the baseline.
-        num_only_row: Number of prompts that only the row has.
-        num_only_baseline: Number of prompts that only the baseline has.
-        score: Difference of the scores in percentage points; ``None`` without shared prompts.
-        tokens_per_forward: Difference of the tokens per forward; ``None`` without shared prompts.
+        num_differing: Number of shared ids whose prompts or references differ.
+        num_only_row: Number of prompts missing in the baseline.
+        num_only_baseline: Number of prompts missing in the row.
+        score: Score difference in percentage points; ``None`` without shared prompts.
+        tokens_per_forward: Difference in tokens per forward; ``None`` without shared prompts.
     """
 
     row: ComparisonRow
@@ -132,12 +132,12 @@ class Comparison:
 
     Attributes:
         runs: The runs.
-        rows: The decoders of all runs.
+        rows: All decoders.
         notes: Remarks for the reader.
-        baseline: Name of the baseline.
-        differences: Paired differences of the other rows from their baseline.
-        option_names: Short names of the options that sweeps vary, by full name.
-        metrics: Names of the tasks' further metrics.
+        baseline: The baseline's name.
+        differences: Paired differences between the other rows and their baseline.
+        option_names: Short names for options that sweeps vary, by full name.
+        metrics: The tasks' further metrics.
     """
 
     runs: list[Run]
@@ -149,19 +149,19 @@ class Comparison:
     metrics: list[str]
 
     def count_prompts(self, row: ComparisonRow) -> str:
-        """Return a row's number of prompts as text, with the largest number of all rows if that is larger."""
+        """Format a row's prompt count, with the largest count in the table if that is larger."""
         most = max(max(len(other.predictions), int(other.figures.get("num_prompts", 0))) for other in self.rows)
         return f"{row.num_prompts or 'unknown'}" + (f" of {most}" if 0 < row.num_prompts < most else "")
 
 
 def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> Comparison:
-    """Compare all decoders of some runs.
+    """Compare all decoders in some runs.
 
     Args:
         runs: The runs.
         notes: Remarks for the reader.
-        baseline: Name of a row, of a decoder (rows are then compared with that decoder of their own run), or of an
-            argument (rows are then compared with its decoder of the same name). The first row by default.
+        baseline: A row, a decoder (rows are then compared with that decoder in their own run), or an argument (rows
+            are then compared with the argument's decoder with the same name). The first row by default.
 
     Raises:
         ValueError: If no row, decoder or argument has the baseline's name.
@@ -182,11 +182,11 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
 
 
 def _make_rows(runs: Sequence[Run]) -> list[ComparisonRow]:
-    """Return rows for the decoders of all runs; rows with the same label get the run's name."""
+    """Return a row for every decoder; rows with the same label get the run's name."""
     sources = {run.source: _varied_options([r for r in runs if r.source == run.source]) for run in runs}
     rows = []
     for run in runs:
-        options = {name: short(run.options.get(name)) for name in sources[run.source] if run.options}
+        options = {name: shorten_value(run.options.get(name)) for name in sources[run.source] if run.options}
         for decoder in run.results["results"]:
             method = f"{run.source}: {decoder}" if len(sources) > 1 else decoder
             rows.append(ComparisonRow(name=method, decoder=decoder, method=method, run=run, options=options))
@@ -212,18 +212,21 @@ def _mark_front(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the indices of the points that no other point dominates.
+    """Return indices: the points that no other point dominates.
 
     A point dominates another if it is at least as good in both coordinates and better in at least one coordinate.
 
     Args:
-        points: Pairs of values to maximise, for example tokens per forward and score.
+        points: Pairs to maximise, for example tokens per forward and score.
+
+    >>> pareto_front([(1, 90), (3, 80), (2, 70)])
+    [0, 1]
     """
     return [i for i, (x, y) in enumerate(points) if not any(u >= x and v >= y and (u > x or v > y) for u, v in points)]
 
 
 def _varied_options(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the options that differ between the points of a sweep."""
+    """Return the names of options that differ between a sweep's points."""
     runs = [run for run in runs if run.options]
     names = dict.fromkeys(name for run in runs for name in run.options)
     return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
@@ -235,7 +238,7 @@ def _scores(predictions: Iterable[ScoredPrediction]) -> list[float]:
 
 
 def _counts(predictions: Collection[ScoredPrediction]) -> tuple[list[float], list[float]]:
-    """Return numbers of tokens and forwards, by prompt."""
+    """Return token and forward counts, by prompt."""
     return [float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions]
 
 
@@ -269,7 +272,11 @@ def _difference(row: ComparisonRow, baseline: ComparisonRow) -> Difference:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Shorten dotted names to their last parts, as far as they stay distinct."""
+    """Shorten dotted names to their last parts, as far as they stay distinct.
+
+    >>> short_names(["model.decoders.a.slot_size", "model.decoders.b.slot_size", "data.seed"]).values()
+    dict_values(['a.slot_size', 'b.slot_size', 'seed'])
+    """
     short = {}
     for name in names:
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""Confidence intervals of scores and ratios over prompts, by scipy: percentile bootstrap, Wilson's and Newcombe's."""
+"""Confidence intervals over prompts, by scipy: percentile bootstrap, Wilson's and Newcombe's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_RESAMPLES = 2000
-"""Number of resamples of the percentile bootstrap over prompts, drawn with seed 0. All intervals are of 95 %."""
+"""Number of bootstrap resamples, drawn with seed 0. All intervals are 95 % intervals."""
 _LEVEL = 0.95
 _MAX_DRAWN = 1 << 22
-"""Maximum number of drawn prompts in memory (32 MB per column of values)."""
+"""Maximum number of drawn prompts in memory (32 MB per column)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Interval:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
-    """Return the ratio of totals over prompts, with its interval; with denominators of 1 the ratio is the mean.
+    """Return a ratio between totals with its interval; if all denominators are 1, the ratio is the mean.
 
     Args:
         numerators: A value per prompt.
@@ -39,22 +39,26 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
 def ratio_difference(
     first: tuple[Sequence[float], Sequence[float]], second: tuple[Sequence[float], Sequence[float]]
 ) -> Interval:
-    """Return the first ratio of totals minus the second; resamples draw the same prompts for both.
+    """Return the first ratio minus the second; resamples draw the same prompts for both.
 
     Args:
         first: Numerators and denominators, a value per prompt.
-        second: Numerators and denominators of the other row, with the prompts in the same order.
+        second: The other row's numerators and denominators, with the prompts in the same order.
     """
     return _bootstrap(lambda a, b, c, d, axis: _ratio(a, b, axis) - _ratio(c, d, axis), *first, *second)
 
 
 def score_interval(values: Sequence[float]) -> Interval:
-    """Return the mean of scores in percent, with Wilson's interval if every score is 0 or 100, else the bootstrap's.
+    """Return the mean score in percent, with Wilson's interval if every score is 0 or 100, else the bootstrap's.
 
     The bootstrap is too narrow where few prompts are right or wrong; Wilson's interval (1927) is not.
 
     Args:
         values: A score from 0 to 100 per prompt; not empty.
+
+    >>> interval = score_interval([100.0] * 9 + [0.0])
+    >>> [round(value) for value in (interval.estimate, interval.low, interval.high)]
+    [90, 60, 98]
     """
     if set(values) <= {0.0, 100.0}:
         share = wilson(list(values).count(100.0), len(values))
@@ -65,13 +69,13 @@ def score_interval(values: Sequence[float]) -> Interval:
 def score_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
     """Return the first mean score in percent minus the second, paired by prompt.
 
-    Rows with equal scores may still differ on other prompts. The share of these prompts is at most the limit of
-    Wilson's interval for 0. If the means are 0 and 100, the two Wilson intervals give the interval (Newcombe
+    Rows with equal scores may still differ on other prompts. Their share is at most Wilson's limit for
+    0 hits. If the means are 0 and 100, the two Wilson intervals give the interval (Newcombe
     1998, method 10, where the correlation is 0 at the edges).
 
     Args:
         first: A score from 0 to 100 per prompt.
-        second: The scores of the other row, with the prompts in the same order.
+        second: The other row's scores, with the prompts in the same order.
     """
     if list(first) == list(second):
         limit = 100 * wilson(0, len(first)).high
@@ -87,11 +91,15 @@ def score_difference(first: Sequence[float], second: Sequence[float]) -> Interva
 
 
 def wilson(num_hits: int, num_trials: int) -> Interval:
-    """Return the share of hits, from 0 to 1, with Wilson's score interval (1927), which also holds for few trials.
+    """Return a share from 0 to 1 with Wilson's score interval (1927), which also holds for few trials.
 
     Args:
         num_hits: Number of hits; from 0 to ``num_trials``.
         num_trials: Number of trials; at least 1.
+
+    >>> interval = wilson(0, 10)
+    >>> [round(value, 2) for value in (interval.estimate, interval.low, interval.high)]
+    [0.0, 0.0, 0.28]
     """
     from scipy.stats import binomtest  # takes about a second to import
 
@@ -125,7 +133,7 @@ def _bootstrap(statistic: Callable[..., NDArray[np.float64]], *columns: Sequence
 
 
 def _ratio(numerators: NDArray[np.float64], denominators: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Return the ratio of totals along an axis; NaN where the denominators' total is 0."""
+    """Divide totals along an axis; NaN where the denominators' total is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         total = denominators.sum(axis=axis)
         return np.where(total == 0, np.nan, numerators.sum(axis=axis) / total)

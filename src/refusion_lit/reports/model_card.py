@@ -1,4 +1,4 @@
-"""Model cards of exported models and drafters, from the files of their training and test runs."""
+"""Model cards for exported models and drafters, written from their training and test runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from refusion_lit.families.defaults import default_decoder
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
-from refusion_lit.reports.results import ENVIRONMENT, RESULTS, described_environment, read_config, read_results
-from refusion_lit.reports.runs import with_scores
+from refusion_lit.reports.results import ENVIRONMENT, RESULTS, describe_environment, read_config, read_results
+from refusion_lit.reports.runs import read_all_scores
 from refusion_lit.reports.tables import FIGURES, MISMATCH, cells, escape_markdown, with_metrics
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import check_fingerprint, read_object
@@ -42,12 +42,12 @@ def model_card(
     """Return a model card in Markdown, with the metadata that the Hugging Face hub reads.
 
     Args:
-        name: Directory or repository of the model, used in the loading example.
+        name: The model's directory or repository, for the loading example.
         traits: The attention pattern and predictions that the weights were trained for.
-        run: Directory of the training run; its ``config.yaml`` and ``environment.json`` are included if they exist.
+        run: The training run; its ``config.yaml`` and ``environment.json`` are included if they exist.
             ``None`` if the run is unknown.
-        results: Directories of test runs with a ``results.json``.
-        weights: Digest of the weights; results of other weights are refused. ``None`` if unknown.
+        results: Test runs with a ``results.json``.
+        weights: The weights' digest; results for other weights are refused. ``None`` if unknown.
         adapters: The low-rank adapters, if the directory holds only these.
         prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
         decoder: The decoder that the directory names. By default the decoder for the model's traits, with the options
@@ -55,32 +55,32 @@ def model_card(
         has_drafter: Whether the directory holds a drafter, too.
 
     Raises:
-        ValueError: If a file is damaged, or a test run has no results or results of other weights.
+        ValueError: If a file is damaged, or a test run has no results or used other weights.
     """
     config = (run and read_config(run)) or {}
     tests = [_read_test(path, weights) for path in results]
-    made = decoder or _tested(default_decoder(traits, drafts=has_drafter), tests)
+    chosen = decoder or _with_tested_options(default_decoder(traits, drafts=has_drafter), tests)
     evaluated = [result for test in tests for result in _eval_results(test)]
     data = ModelCardData(
         library_name="refusion-lit",
         pipeline_tag="text-generation",
         tags=[
             "refusion-lit",
-            *([] if made.is_left_to_right else ["diffusion-language-model"]),
+            *([] if chosen.is_left_to_right else ["diffusion-language-model"]),
             "parallel-decoding",
         ],
         base_model=_public(_lookup(config, "model", "backbone", "source")),
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
-    options = changed_options(made)
-    return _rendered(
+    options = changed_options(chosen)
+    return _render(
         "model_card.md.jinja",
         data,
         name,
         traits=traits,
         adapters=adapters,
-        decoder=type(made).__name__,
+        decoder=type(chosen).__name__,
         options=options,
         lacking=[f"`{name}`" for name in options if name not in (*PROGRAM_OPTIONS, "fused", "infill_layout")],
         own_options={"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}
@@ -96,19 +96,19 @@ def model_card(
         with_metrics=with_metrics,
         escape=escape_markdown,
         mismatch=MISMATCH,
-        environment=described_environment(read_object(run / ENVIRONMENT)) if run else {},
+        environment=describe_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
 
 
 def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
-    """Return the options of a decoder that differ from its class's defaults."""
+    """Return a decoder's options that differ from the defaults."""
     values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}
 
 
-def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
-    """Return a decoder with the options of the first test with the same class."""
+def _with_tested_options(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
+    """Return a decoder with the options that were tested first for its class."""
     for test in tests:
         for options in test["decoders"].values():
             if options.get("class") == type(decoder).__name__:
@@ -117,7 +117,7 @@ def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: A
 
 
 def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -> str:
-    """Return the model card of a drafter in Markdown.
+    """Return a drafter's model card in Markdown.
 
     Args:
         name: The directory or repository.
@@ -131,10 +131,10 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
         tags=["speculative-decoding"],
         base_model=_public(origin.base),
     )
-    return _rendered("drafter_card.md.jinja", data, name, base=base, options=origin.options, prompt=prompt)
+    return _render("drafter_card.md.jinja", data, name, base=base, options=origin.options, prompt=prompt)
 
 
-def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
+def _render(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401
     path = str(Path(__file__).with_name(template))
     values |= {"name": name, "title": Path(name).absolute().name, "version": __version__}
     values |= {"quoted": repr, "word": shlex.quote}
@@ -142,7 +142,7 @@ def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> s
 
 
 def _public(source: str | None) -> str | None:
-    """Return the name of a published base model; ``None`` for a local path, which means nothing elsewhere."""
+    """Return a published base model's name; ``None`` for a local path, which means nothing elsewhere."""
     return source if source and not Path(source).exists() else None
 
 
@@ -164,7 +164,7 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 
 def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
-    """Read the ``results.json`` of a test; refuse a test of other weights."""
+    """Read a test's ``results.json``; refuse a test with other weights."""
     path = directory / RESULTS
     results = read_results(path)
     expected = f"the results of `refusion-lit test` in {path}"
@@ -173,7 +173,7 @@ def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
     for fingerprint in results["fingerprints"].values():
         check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
                           fix="Give the directory of a test of this checkpoint")  # fmt: skip
-    with_scores(directory, results, [])
+    read_all_scores(directory, results, [])
     task = str(_lookup(results, "config", "data", "task", "class_path") or "")
     return {"tested": "test split", "task": task.rpartition(".")[2], **results}
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIGURES = {"train/reward": "reward", "train/loss": "training loss", "val/loss": "validation loss"}
-"""Columns of a training's ``metrics.csv`` that are plotted, with their names."""
+_TRAINING_COLUMNS = {"train/reward": "reward", "train/loss": "training loss", "val/loss": "validation loss"}
+"""Plotted columns in a training's ``metrics.csv``, with their names."""
 _MAX_POINTS = 60
-"""Maximum number of points of a curve; longer curves are drawn as means over neighbours."""
+"""Maximum number of points per curve; longer curves are drawn as means over neighbours."""
 _MAX_LEGEND_ENTRIES = 24
 _MAX_NAME_LENGTH = 60
 Curve = list[tuple[float, float]]
@@ -43,7 +43,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { .plot { filter: invert(0.9) hue-rotate(180deg); } }
 .plot text { pointer-events: none; }
 """
-"""Style of plots in a page. A dark page inverts the plots, which are drawn on white."""
+"""Style for plots in a page. A dark page inverts the plots, which are drawn on white."""
 
 
 def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
@@ -52,7 +52,7 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
     for row in comparison.rows:
         methods.setdefault(row.method, []).append(row)
     names = [f"{method}{' *' * any(row.mismatches for row in rows)}" for method, rows in methods.items()]
-    front = sorted(_point(row) for row in comparison.rows if row.on_front)
+    front = sorted(_coordinates(row) for row in comparison.rows if row.on_front)
     with _figure(names) as (figure, ax):
         ax.set_xlabel("tokens per forward (more is faster)")
         ax.set_ylabel("score in %")
@@ -61,16 +61,18 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
                     markerfacecolor="none", markeredgewidth=3, clip_on=False)  # fmt: skip
         for number, rows in enumerate(methods.values()):
             if len(rows) > 1 and len(rows[0].options) < 2:  # points over two options do not form a curve
-                ax.plot(*zip(*sorted(map(_point, rows)), strict=True), **_style(number, ""), alpha=0.6, linewidth=1)
+                ax.plot(
+                    *zip(*sorted(map(_coordinates, rows)), strict=True), **_style(number, ""), alpha=0.6, linewidth=1
+                )
             for row in rows:
-                x, y = _point(row)
+                x, y = _coordinates(row)
                 ax.plot([row.tokens_per_forward.low, row.tokens_per_forward.high], [y, y], **_style(number, ""))
                 ax.plot([x, x], [row.score.low, row.score.high], **_style(number, ""))
                 inside = "white" if row.mismatches or row.has_other_prompts else _COLOURS[number % len(_COLOURS)]
                 ax.plot(x, y, **_style(number), markersize=9, markerfacecolor=inside, gid="marker")
-        titles = {f"point-{i}": describe(row, comparison) for i, row in enumerate(comparison.rows)}
+        titles = {f"point-{i}": describe_point(row, comparison) for i, row in enumerate(comparison.rows)}
         for gid, row in zip(titles, comparison.rows, strict=True):  # larger than the markers, for the mouse
-            ax.plot(*_point(row), "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
+            ax.plot(*_coordinates(row), "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
         ax.set_xlim(left=max(ax.get_xlim()[0], 0))
         low, high = ax.get_ylim()
         ax.set_ylim(max(low, -2), min(high, 102))
@@ -79,10 +81,10 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
 
 
 def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> str:
-    """Plot curves of a figure over another figure, as an SVG element.
+    """Plot curves as an SVG element.
 
     Args:
-        curves: Points by the name of the curve, in the order of its line; not empty.
+        curves: Points in line order, by curve name; not empty.
         x_name: What the horizontal axis shows, with its unit.
         y_name: What the vertical axis shows, with its unit.
     """
@@ -100,9 +102,9 @@ def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str
 
 
 def training_plots(runs: Sequence[Run]) -> list[str]:
-    """Plot the figures of the runs' trainings, as SVG elements.
+    """Plot the figures that the runs' trainings logged, as SVG elements.
 
-    The training of a tested checkpoint is in the checkpoint's directory. Tests of the same training share a curve.
+    A checkpoint's directory is inside its training's directory. Tests after the same training share a curve.
     """
     checkpoints = [run.results["config"].get("ckpt_path") for run in runs]
     directories = dict.fromkeys(Path(path).resolve().parent.parent for path in checkpoints if isinstance(path, str))
@@ -112,15 +114,15 @@ def training_plots(runs: Sequence[Run]) -> list[str]:
         names = {directory: str(directory) for directory in files}
     trainings = {names[directory]: _read_curves(path) for directory, path in files.items() if path.is_file()}
     plots = []
-    for column, label in FIGURES.items():
+    for column, label in _TRAINING_COLUMNS.items():
         curves = {name: columns[column] for name, columns in trainings.items() if len(columns[column]) > 1}
         plots += [curves_plot(curves, "step", label)] if curves else []
     return plots
 
 
 def _read_curves(path: Path) -> dict[str, Curve]:
-    """Read the curves of all figures, without cells that are no finite numbers."""
-    curves: dict[str, Curve] = {column: [] for column in FIGURES}
+    """Read all curves, without cells that are no finite numbers."""
+    curves: dict[str, Curve] = {column: [] for column in _TRAINING_COLUMNS}
     with path.open(encoding="utf-8", errors="replace", newline="") as lines:
         for row in csv.DictReader(lines):
             for column, curve in curves.items():
@@ -139,7 +141,7 @@ def _thin_out(curve: Curve) -> Curve:
     return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
 
 
-def describe(row: ComparisonRow, comparison: Comparison) -> str:
+def describe_point(row: ComparisonRow, comparison: Comparison) -> str:
     """Describe a point in a line."""
     options = ", ".join(f"{comparison.option_names[name]} {value}" for name, value in row.options.items())
     name = f"{row.name} ({options})" if options else row.name
@@ -152,7 +154,7 @@ def describe(row: ComparisonRow, comparison: Comparison) -> str:
 
 @contextmanager
 def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure with its axes, under a legend of the names in the order of their colours."""
+    """Yield a figure with its axes, under a legend with the names in colour order."""
     import matplotlib as mpl  # takes most of a second, so only where something is drawn
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -172,19 +174,19 @@ def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
 
 
 def _style(number: int, marker: str | None = None) -> dict[str, Any]:
-    """Return colour and marker of a method by its number."""
+    """Return a method's colour and marker by its number."""
     marker = _MARKERS[number % len(_MARKERS)] if marker is None else marker
     return {"color": _COLOURS[number % len(_COLOURS)], "marker": marker, "clip_on": False}
 
 
 def _save(figure: Figure, form: str, description: str, titles: Mapping[str, str]) -> bytes:
-    """Return a figure as the content of a file; an SVG element can also be put into a page.
+    """Return a figure as file content; an SVG can also be put into a page.
 
     Args:
         figure: The figure.
         form: ``svg``, ``pdf`` or ``png``.
         description: What the picture shows, for readers who do not see it.
-        titles: Titles of artists by their ids.
+        titles: Titles by artist id.
     """
     written = io.BytesIO()
     if form != "svg":
@@ -213,7 +215,7 @@ def _save(figure: Figure, form: str, description: str, titles: Mapping[str, str]
     return ElementTree.tostring(root)
 
 
-def _point(row: ComparisonRow) -> tuple[float, float]:
+def _coordinates(row: ComparisonRow) -> tuple[float, float]:
     return row.tokens_per_forward.estimate, row.score.estimate
 
 

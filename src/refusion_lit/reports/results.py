@@ -22,21 +22,21 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
 _MAPPINGS = ("sampling", "fingerprints", "config", "decoders", "mismatches", "environment")
-"""Fields of ``results.json`` with mappings, which may be missing or null."""
+"""Fields in ``results.json`` that hold mappings, which may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
 NUM_CONCURRENT = "REFUSION_LIT_NUM_CONCURRENT"
-"""Environment variable with which a sweep names the number of points that share the machine."""
+"""Environment variable in which a sweep passes how many points share the machine."""
 CONCURRENT = "Speeds are left out: points ran concurrently and slowed each other down (launcher.num_workers)."
 _SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
-"""Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
+"""Longer texts in a config are cut to this many characters: a stored tokenizer's files have millions."""
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
     """Read a ``results.json``; missing fields become empty. Return ``None`` if another program wrote the file.
 
     Raises:
-        ValueError: If the file cannot be read, or a field of ours is of another type.
+        ValueError: If the file cannot be read, or a field has another type.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def read_results(path: Path) -> dict[str, Any] | None:
 
 
 def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON value
-    """Check the content of a ``results.json``, and fill in missing fields; see :func:`read_results`."""
+    """Check ``results.json`` and fill in missing fields; see :func:`read_results`."""
     figures = values.get("results") if isinstance(values, dict) else None
     is_ours = (
         isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
@@ -71,12 +71,12 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
 
 
 def ran_concurrently(results: Mapping[str, Any]) -> bool:
-    """Return whether a test, given by its ``results.json``, ran beside other points of a sweep."""
+    """Return whether a test ran beside other sweep points, by its ``results.json``."""
     return ((results.get("environment") or {}).get("num_concurrent") or 1) != 1
 
 
 def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ``results.json`` without the speeds of a test that ran beside others."""
+    """Remove speeds from ``results.json`` if the test ran beside other sweep points."""
     if not ran_concurrently(results):
         return dict(results)
     kept = {
@@ -87,21 +87,21 @@ def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """Read the resolved config of a run and cut long texts; return ``None`` without a config.
+    """Read a run's resolved config and cut long texts; return ``None`` without a config.
 
     Raises:
         ValueError: If the file is damaged.
     """
     path = directory / CONFIG
-    return _shortened(read_yaml(path, "config")) if path.is_file() else None
+    return _shorten(read_yaml(path, "config")) if path.is_file() else None
 
 
-def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
+def _shorten(value: Any) -> Any:  # noqa: ANN401 - YAML
     """Return a config with its long texts cut."""
     if isinstance(value, dict):
-        return {name: _shortened(inner) for name, inner in value.items()}
+        return {name: _shorten(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_shortened(inner) for inner in value]
+        return [_shorten(inner) for inner in value]
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value
@@ -113,27 +113,31 @@ def with_class(name: str, decoder: object) -> str:
     return f"{name} ({decoder})" if is_other else name
 
 
-def short(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as text, cut to 40 characters."""
-    text = written(value)
+def shorten_value(value: Any) -> str:  # noqa: ANN401 - an option's value
+    """Return an option's value as text, cut to 40 characters."""
+    text = format_value(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def written(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as a text; a component is written ``Class(option=value)``."""
+def format_value(value: Any) -> str:  # noqa: ANN401 - an option's value
+    """Return an option's value as text; a component is written ``Class(option=value)``.
+
+    >>> format_value({"class_path": "refusion_lit.decoding.ReFusion", "init_args": {"slot_size": 4}})
+    'ReFusion(slot_size=4)'
+    """
     if isinstance(value, Mapping) and "class_path" in value:
-        arguments = ", ".join(f"{name}={written(inner)}" for name, inner in (value.get("init_args") or {}).items())
+        arguments = ", ".join(f"{name}={format_value(inner)}" for name, inner in (value.get("init_args") or {}).items())
         name = str(value["class_path"]).rpartition(".")[2]
         return f"{name}({arguments})" if arguments else name
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {written(inner)}' for name, inner in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {format_value(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def environment(seed: object, command: list[str] | None = None) -> dict[str, Any]:
-    """Return the environment of this process as JSON values.
+    """Return this process's environment as JSON values.
 
     Args:
         seed: The run's seed.
@@ -160,7 +164,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
     }
 
 
-def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
+def describe_environment(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return an environment as short texts by name, without the entries that were not recorded."""
     hardware = environment.get("hardware") or {}
     git = environment.get("git") or {}

@@ -1,4 +1,4 @@
-"""Reads the results and predictions of ``test`` and ``sweep`` from their directories."""
+"""Reads results and predictions that ``test`` and ``sweep`` wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPrediction:
-    """The parts of a prediction that a report shows; ``score`` is in [0, 1]."""
+    """A prediction, reduced to what a report shows; ``score`` is in [0, 1]."""
 
     prompt: str
     response: str
@@ -34,12 +34,12 @@ class ScoredPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Results and predictions of a ``test``.
+    """A test's results and predictions.
 
     Attributes:
-        name: The run's directory, relative to the argument of the report.
-        source: Unique name of the argument.
-        results: Content of ``results.json``.
+        name: The run's directory, relative to the report's argument.
+        source: The argument's unique name.
+        results: ``results.json``.
         options: The point's options that its sweep varies; empty outside a sweep.
         predictions: Predictions by decoder and prompt id; a decoder without a predictions file has an empty mapping.
     """
@@ -51,12 +51,12 @@ class Run:
     predictions: dict[str, dict[str, ScoredPrediction]]
 
     @classmethod
-    def of_test(cls, directory: Path, results: Any, predictions: dict[str, dict[str, ScoredPrediction]]) -> Run:  # noqa: ANN401 - JSON
-        """Create the run of a test that has just ended.
+    def from_test(cls, directory: Path, results: Any, predictions: dict[str, dict[str, ScoredPrediction]]) -> Run:  # noqa: ANN401 - JSON
+        """Create the run for a test that has just ended.
 
         Args:
             directory: The run's directory.
-            results: Content of its ``results.json``.
+            results: Its ``results.json``.
             predictions: Predictions by decoder and prompt id.
         """
         results = parse_results(results, directory / RESULTS) or {}
@@ -68,11 +68,11 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     """Read all runs in directories and below.
 
     Args:
-        paths: Directories of runs or sweeps, or ``results.json`` files.
+        paths: Run or sweep directories, or ``results.json`` files.
 
     Returns:
-        Runs and notes for the reader. The runs of a sweep are in the order of its points, other runs in the order of
-        their paths. Notes name unreadable files, missing predictions and failed points.
+        Runs and notes for the reader. A sweep's runs are in point order, other runs in path order. Notes name
+        unreadable files, missing predictions and failed points.
 
     Raises:
         ValueError: If a path does not exist or has no readable results.
@@ -107,7 +107,7 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
 
 
 def _list_files(folder: Path, name: str) -> list[Path]:
-    """Return all files with a name below a directory, ordered by path; files of a sweep in the order of its points.
+    """Return all files with a name below a directory in path order, within a sweep in point order.
 
     Points that the sweep no longer has are left out.
     """
@@ -127,7 +127,7 @@ def _list_files(folder: Path, name: str) -> list[Path]:
 
 def _read_run(folder: Path, argument: Path, source: str, results: dict[str, Any], notes: list[str]) -> Run:
     name = str(folder.relative_to(argument)) if folder != argument else argument.resolve().name
-    predictions = with_scores(folder, results, notes)
+    predictions = read_all_scores(folder, results, notes)
     for decoder, answers in predictions.items():
         expected = results["results"][decoder].get("num_prompts", 0)
         if not answers:
@@ -142,13 +142,13 @@ def _read_run(folder: Path, argument: Path, source: str, results: dict[str, Any]
 
 
 def _source_name(directory: Path) -> str:
-    """Return a directory's name, with the name of its parent for ``runs/NAME/version_0``."""
+    """Return a directory's name, with its parent's name for ``runs/NAME/version_0``."""
     path = directory.resolve()
     return f"{path.parent.name}/{path.name}" if re.fullmatch(r"version_\d+", path.name) else path.name
 
 
 def _read_options(point: Path) -> dict[str, Any]:
-    """Return the options of a sweep's point, given its directory."""
+    """Return a point's options, given its directory."""
     options = read_object(point / "point.json").get("options")
     return options if isinstance(options, dict) else {}
 
@@ -166,12 +166,12 @@ def _note_failed_points(directory: Path) -> list[str]:
     return notes
 
 
-def with_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict[str, dict[str, ScoredPrediction]]:
+def read_all_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict[str, dict[str, ScoredPrediction]]:
     """Return a run's predictions by decoder, and replace the scores in its results if all predictions are there.
 
     Args:
         folder: The run's directory.
-        results: The content of its ``results.json``, which is changed.
+        results: Its ``results.json``, which is changed.
         notes: Notes for the reader are appended here.
     """
     predictions = {}
@@ -187,7 +187,7 @@ def with_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict
 def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:
     """Return a decoder's predictions by prompt id.
 
-    Scores that ``refusion-lit score`` wrote for the same predictions replace the scores of the test.
+    Scores that ``refusion-lit score`` wrote for the same predictions replace the test's scores.
 
     Args:
         folder: The run's directory.
@@ -208,7 +208,7 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
 
 
 def _read_predictions(path: Path, notes: list[str]) -> dict[str, ScoredPrediction]:
-    """Return the predictions of a file by prompt id; the first prediction of an id counts."""
+    """Read predictions by prompt id; the first prediction per id counts."""
     predictions: dict[str, ScoredPrediction] = {}
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -222,7 +222,7 @@ def _read_predictions(path: Path, notes: list[str]) -> dict[str, ScoredPredictio
 
 
 def parse_predictions(lines: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
-    """Return the predictions of a test by prompt id."""
+    """Return a test's predictions by prompt id."""
     return dict(map(_parse, lines))
 
 

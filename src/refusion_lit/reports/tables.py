@@ -1,4 +1,4 @@
-"""Tables of figures: in the terminal, as Markdown, LaTeX and CSV."""
+"""Tables in the terminal, as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIGURES = (
     ("latency_median", "latency p50 s", "{:.3f}"),
     ("latency_p95", "p95 s", "{:.3f}"),
 )
-"""Figures of a test: name, title and format."""
+"""A test's figures: name, title and format."""
 
 _PRINTED_KEYS = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
 PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
@@ -47,13 +47,13 @@ def decoder_table(
     metrics: Sequence[str] = (),
     note: str | None = None,
 ) -> None:
-    """Print the figures of a test, a decoder per line.
+    """Print a test's figures, a decoder per line.
 
     Args:
-        results: Figures of :class:`~refusion_lit.metrics.DecodingMetrics` by decoder.
-        batch_size: Maximum number of prompts per call of the model.
-        marked: Names of the decoders that the model was not trained for.
-        metrics: Names of the task's further metrics.
+        results: Figures by decoder; see :class:`~refusion_lit.metrics.DecodingMetrics`.
+        batch_size: Maximum number of prompts per model call.
+        marked: Decoders that the model was not trained for.
+        metrics: The task's further metrics.
         note: A line below the table.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
@@ -71,8 +71,8 @@ def print_table(
 
     Args:
         title: Line above the table.
-        head: Names of the columns.
-        rows: Cells of the rows.
+        head: Column names.
+        rows: Cells by row.
         num_texts: The first columns hold text, the others numbers.
         notes: Lines below the table.
     """
@@ -157,7 +157,7 @@ def markdown_table(comparison: Comparison) -> str:
 
 
 def latex_table(comparison: Comparison) -> str:
-    """Return a comparison as a LaTeX table with the rules of ``booktabs``."""
+    """Return a comparison as a LaTeX table with ``booktabs`` rules."""
     head, rows = comparison_table(comparison)
     lines = [" & ".join(map(escape_latex, row)) + r" \\" for row in [head, *rows]]
     return "\n".join([
@@ -202,6 +202,10 @@ def escape_markdown(text: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Escape the characters that LaTeX interprets."""
+    r"""Escape the characters that LaTeX interprets.
+
+    >>> escape_latex("slot_size at 90 %")
+    'slot\\_size at 90 \\%'
+    """
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "Δ": r"$\Delta$"}
     return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in " ".join(text.split()))

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
 from refusion_lit.reports.intervals import NUM_RESAMPLES
 from refusion_lit.reports.plots import STYLE, tradeoff_plot, training_plots
-from refusion_lit.reports.results import described_environment
+from refusion_lit.reports.results import describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import csv_table, latex_table, markdown_table
 from refusion_lit.utils.files import write_atomically
@@ -39,19 +39,19 @@ def write_report(
     """Write a report on runs and sweeps; the plot is always written, as an SVG file.
 
     Args:
-        paths: Directories of runs or sweeps, or ``results.json`` files.
-        output: Directory to write to. By default ``report`` inside the directory of a single path, and ``report``
-            in the working directory for several paths.
+        paths: Run or sweep directories, or ``results.json`` files.
+        output: Directory to write to. By default ``report`` inside a single path's directory, and ``report`` in the
+            working directory for several paths.
         baseline: Row or decoder that the others are compared with; the first row by default.
         formats: Names in :data:`FORMATS`: ``html`` is the page, ``markdown``, ``latex`` (``booktabs``) and ``csv`` are
             tables, ``pdf`` and ``png`` are plots.
 
     Returns:
-        The files written, in the order of the formats, and the SVG plot last.
+        The written files in format order, and the SVG plot last.
 
     Raises:
         ValueError: If a path has no results, the baseline or a format is unknown, or the output directory holds other
-            files of these names.
+            files with these names.
     """
     allowed = f"some of {', '.join(FORMATS)}, or all"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
@@ -79,10 +79,10 @@ def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[
 
 
 def report_results(directory: Path, run: Run | None = None) -> None:
-    """Write the report of a finished test or sweep; warn if that fails, because its results are already on disk.
+    """Write a finished test's or sweep's report; warn if that fails, because its results are already on disk.
 
     Args:
-        directory: Directory of the test or sweep.
+        directory: The test's or sweep's directory.
         run: The finished test; by default the directory is read.
     """
     try:
@@ -130,15 +130,15 @@ def _facts(run: Run) -> dict[str, str]:
         "seed": environment.get("seed"),
         "sampling": ", ".join(f"{name}={value}" for name, value in run.results["sampling"].items()),
         "batch size": run.results["batch_size"],
-        **described_environment(environment),
+        **describe_environment(environment),
     }
     return {name: str(value) for name, value in facts.items() if value is not None and value != ""}
 
 
 def _examples(comparison: Comparison) -> tuple[list[tuple[Any, ...]], int]:
-    """Return id, prompt, reference and predictions of a few prompts, prompts with a wrong answer first.
+    """Return id, prompt, reference and predictions for a few prompts, prompts with a wrong answer first.
 
-    Only the first rows are used. The second value is the number of ids with different prompts or references there.
+    Only the first rows are used. The second value counts ids with different prompts or references there.
     """
     rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
     # Rows with another prompt or reference under the same id are another example.
@@ -148,8 +148,8 @@ def _examples(comparison: Comparison) -> tuple[list[tuple[Any, ...]], int]:
             answers.setdefault((identity, prediction.example), []).append((row, prediction))
     wrong = [(i, p.example) for row in rows for i, p in row.predictions.items() if p.score < 1]
     first = list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
-    shown = [(identity, *example, answers[identity, example]) for identity, example in first]
-    return shown, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
+    examples = [(identity, *example, answers[identity, example]) for identity, example in first]
+    return examples, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
 
 
 FORMATS: dict[str, tuple[str, Callable[[Comparison], str | bytes]]] = {
@@ -160,4 +160,4 @@ FORMATS: dict[str, tuple[str, Callable[[Comparison], str | bytes]]] = {
     "pdf": ("tradeoff.pdf", lambda comparison: tradeoff_plot(comparison, "pdf")),
     "png": ("tradeoff.png", lambda comparison: tradeoff_plot(comparison, "png")),
 }
-"""Name of the file and its writer, by format."""
+"""File name and writer, by format."""

@@ -1,1 +1,1 @@
-"""Sweeps: runs over combinations of options, in separate processes and directories, and a table of results."""
+"""Sweeps: runs over option combinations, in separate processes and directories, and a results table."""

@@ -1,6 +1,6 @@
-"""Launchers run the points of a sweep: as processes of this machine, or as jobs of a SLURM cluster.
+"""Launchers run a sweep's points: as local processes, or as jobs on a SLURM cluster.
 
-The process of a point runs the point's subcommands in order and writes ``outcome.json`` last.
+A point's process runs the point's subcommands in order and writes ``outcome.json`` last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Launcher(ABC):
         """Run the points in some directories; closing the generator stops all running points.
 
         Yields:
-            The directory of a point that has ended, and how its process or job ended, in words.
+            A point's directory, and how its process or job ended, in words.
         """
 
     def check(self) -> None:  # noqa: B027 - optional
@@ -53,7 +53,7 @@ class Launcher(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Launcher):
-    """Runs points as processes of this machine.
+    """Runs points as processes on this machine.
 
     Attributes:
         num_workers: Number of points that run concurrently, at least 1. Concurrent points slow down one another, so
@@ -99,16 +99,16 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Launcher):
-    """Runs points as a job array of a SLURM cluster, through submitit (``pip install submitit``).
+    """Runs points as a job array on a SLURM cluster, through submitit (``pip install submitit``).
 
     The sweep's directory must be on a file system that all nodes share.
 
     Attributes:
         num_workers: Maximum number of jobs that run concurrently.
-        minutes: Time limit of a job.
-        parameters: Further submitit parameters of a job, for example ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``,
+        minutes: Time limit per job.
+        parameters: Further submitit parameters, for example ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``,
             ``slurm_partition`` and ``slurm_account``; the cluster's defaults without them.
-        cluster: ``slurm``, or ``local`` to try the same jobs as processes of this machine, all at once.
+        cluster: ``slurm``, or ``local`` to try the same jobs as local processes, all at once.
     """
 
     num_workers: int = 16
@@ -163,7 +163,7 @@ def run_point(folder: str, num_concurrent: int | str = 1) -> bool:
     """Run a point and write ``outcome.json``; hold the point's lock meanwhile.
 
     Args:
-        folder: Directory of the point, with its ``point.json``.
+        folder: The point's directory, with its ``point.json``.
         num_concurrent: Number of points that share the machine.
 
     Returns:
@@ -196,7 +196,7 @@ def run_point(folder: str, num_concurrent: int | str = 1) -> bool:
 
 
 def tail(path: Path) -> str:
-    """Return the last 2000 characters of a text file; an empty text if the file is missing."""
+    """Return a file's last 2000 characters; an empty text if the file is missing."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")[-2000:].strip()
     except FileNotFoundError:

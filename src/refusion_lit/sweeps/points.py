@@ -1,4 +1,4 @@
-"""The definition of a sweep, and its points with resolved configs, named by a hash."""
+"""A sweep's definition, and its points with resolved configs, named by a hash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.reports.results import short
+from refusion_lit.reports.results import shorten_value
 from refusion_lit.sweeps.launchers import Launcher, Local
 from refusion_lit.utils.files import digest, read_yaml
 from refusion_lit.utils.require import require
@@ -24,22 +24,26 @@ _LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A set of runs that differ in some options.
+    """Runs that differ in some options.
 
-    The points are the product of ``entries`` and the cells of ``grid``; an empty list or grid counts as a single empty
-    set of options. Options are dotted as on the command line (``model.sampling.temperature``,
+    The points combine every entry in ``entries`` with every cell in ``grid``. An empty list or grid adds no options.
+    Options are dotted as on the command line (``model.sampling.temperature``,
     ``model.decoders.refusion.slot_size``). An option that starts with ``fit.`` or ``test.`` applies to that subcommand
     only. A value that starts with ``./`` or ``../`` is a path relative to the sweep file.
 
     Attributes:
-        base: Config files, relative to the sweep file, merged in order. The named decoders of all files are kept,
-            unlike with repeated ``--config`` options of the command line.
-        subcommands: ``[test]``, or ``[fit, test]`` to test the last checkpoints of the fits.
+        base: Config files, relative to the sweep file, merged in order. Named decoders in all files are kept,
+            unlike with repeated ``--config`` options on the command line.
+        subcommands: ``[test]``, or ``[fit, test]`` to test the fits' last checkpoints.
         options: Options that all points share.
-        grid: Lists of values by option; all combinations are run.
-        entries: A list of sets of options that change together.
+        grid: Value lists by option; all combinations are run.
+        entries: Options that change together, a mapping per entry.
         launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
         directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
+
+    >>> sweep = Sweep(grid={"slot_size": [4, 8]}, entries=[{"seed": 0}, {"seed": 1}])
+    >>> list(sweep.combinations())[:2]
+    [{'seed': 0, 'slot_size': 4}, {'seed': 0, 'slot_size': 8}]
     """
 
     base: list[str] = field(default_factory=list)
@@ -71,7 +75,7 @@ class Sweep:
                 )
 
     def override(self, options: Config) -> Sweep:
-        """Return the sweep with other options; a list of values goes to the grid."""
+        """Return the sweep with other options; a list goes to the grid."""
 
         def without(values: Config) -> Config:
             return {name: value for name, value in values.items() if name not in options}
@@ -84,11 +88,11 @@ class Sweep:
 
     @property
     def option_names(self) -> tuple[str, ...]:
-        """Names of the options that vary."""
+        """Names of varying options."""
         return tuple(dict.fromkeys([*self.grid, *(name for entry in self.entries for name in entry)]))
 
     def combinations(self) -> Iterator[Config]:
-        """Yield the options of the points that vary, in a fixed order."""
+        """Yield the varying options per point, in a fixed order."""
         for entry in self.entries or [{}]:
             for values in itertools.product(*self.grid.values()):
                 yield {**entry, **dict(zip(self.grid, values, strict=True))}
@@ -96,11 +100,11 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A combination of options.
+    """A point in a sweep.
 
     Attributes:
-        id: First 12 hexadecimal digits of the SHA-256 of the resolved configs.
-        options: The options that vary, as written in the sweep.
+        id: First 12 hexadecimal digits of the resolved configs' SHA-256.
+        options: The varying options, as written in the sweep.
         configs: The resolved configs by subcommand.
     """
 
@@ -110,21 +114,21 @@ class Point:
 
     @property
     def seed(self) -> Any:  # noqa: ANN401 - an int, or None
-        """Seed of the runs."""
+        """The runs' seed."""
         return next(iter(self.configs.values())).get("seed_everything")
 
     @property
     def label(self) -> str:
-        """The options that vary in short, without their groups."""
+        """The varying options in short, without their groups."""
         return _format({name.rsplit(".", 1)[-1]: value for name, value in self.options.items()}, " ")
 
 
 def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
-    """Return the points of a sweep in order, without repetitions.
+    """Return a sweep's points in order, without repetitions.
 
     Args:
         sweep: The sweep.
-        directory: Directory of the sweep file, which the sweep's paths are relative to.
+        directory: The sweep file's directory, which the sweep's paths are relative to.
         resolve: See :data:`Resolve`.
 
     Raises:
@@ -145,7 +149,7 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
 
 
 def _resolve(sweep: Sweep, subcommand: str, base: Config, options: Config, directory: Path, resolve: Resolve) -> Config:
-    """Resolve the config of a subcommand at a point."""
+    """Resolve a subcommand's config at a point."""
     config = copy.deepcopy(base)
     for name, value in sorted({**sweep.options, **options}.items(), key=lambda item: _depth(item[0])):
         scope, _, rest = name.partition(".")
@@ -172,7 +176,7 @@ def _depth(name: str) -> int:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
-    """Merge two configs; ``above`` takes precedence, and replaces a component of another class as a whole."""
+    """Merge two configs; ``above`` takes precedence, and replaces a component with another class as a whole."""
     if above.get("class_path", below.get("class_path")) != below.get("class_path"):
         return dict(above)
     merged = dict(below)
@@ -186,7 +190,7 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
     """Set a dotted option in place; inside a component (``class_path``) a plain name belongs to its ``init_args``.
 
     Raises:
-        ValueError: If a part of the name is no group of options.
+        ValueError: If a part before the last is no group.
     """
     *groups, last = name.split(".")
     for number, part in enumerate([*groups, last]):
@@ -205,4 +209,4 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
 
 def _format(options: Config, separator: str) -> str:
     """Return options as ``name=value``; without options, the word ``base``."""
-    return separator.join(f"{name}={short(value)}" for name, value in options.items()) or "base"
+    return separator.join(f"{name}={shorten_value(value)}" for name, value in options.items()) or "base"

@@ -25,7 +25,7 @@ from refusion_lit.utils.files import acquire_lock, digest, read_object, write_at
 TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 _WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
-"""Suffixes of weights. Other files beside them, such as a report or a model card, change no result."""
+"""Suffixes of weight files. Other files beside them, such as a report or a model card, change no result."""
 
 
 def run(
@@ -38,22 +38,22 @@ def run(
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
 ) -> list[TableRow]:
-    """Run the points of a sweep in separate processes and directories (``DIRECTORY/points/ID``).
+    """Run a sweep's points in separate processes and directories (``DIRECTORY/points/ID``).
 
     Finished points are never run again. With ``resume``, failed and interrupted points start again.
 
     Args:
         sweep: The sweep.
         directory: The sweep's directory; replaces ``sweep.directory``.
-        resolve: Validates and completes the config of a point without building anything, as
-            :func:`refusion_lit.cli.sweep.make_resolver` does with the parser of the command line.
+        resolve: Validates and completes a config without building anything;
+            :func:`refusion_lit.cli.sweep.make_resolver` does it with the command line's parser.
         relative_to: Directory that the sweep's paths are relative to.
         resume: Whether the directory may exist already.
         command: Command that takes a subcommand and its options.
         console: Where to show progress; standard error by default.
 
     Returns:
-        The rows of the table, ``results.csv``; see :func:`collect_rows`.
+        The rows in ``results.csv``; see :func:`collect_rows`.
 
     Raises:
         ValueError: If the sweep or a point is invalid or the directory is in use; nothing has run then.
@@ -97,7 +97,7 @@ def is_finished(directory: Path, point: Point) -> bool:
 
 
 def _checkpoint_state(point: Point) -> str:
-    """Return a digest of names, sizes and times of the weights that a point starts from."""
+    """Hash names, sizes and times of a point's initial weights."""
     files = set()
     for config in point.configs.values():
         model = config.get("model") or {}
@@ -109,7 +109,7 @@ def _checkpoint_state(point: Point) -> str:
 
 
 def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
-    """Return the command lines of a point by subcommand."""
+    """Return a point's command lines by subcommand."""
     folder = _folder(directory, point)
     return {
         subcommand: [
@@ -125,8 +125,8 @@ def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) ->
     }
 
 
-def describe(directory: Path, points: Sequence[Point], command: Sequence[str] = COMMAND) -> str:
-    """Return a list of the points with their states and command lines."""
+def list_points(directory: Path, points: Sequence[Point], command: Sequence[str] = COMMAND) -> str:
+    """List the points with their states and command lines."""
     lines = []
     for number, point in enumerate(points, start=1):
         state = "finished" if is_finished(directory, point) else "to run"
@@ -140,7 +140,7 @@ def _folder(directory: Path, point: Point) -> Path:
 
 
 def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) -> None:
-    """Remove the results of an earlier run of the point, and write the files that its process reads."""
+    """Remove a point's earlier results, and write the files that its process reads."""
     if folder.exists():
         fix = "wait for its end or kill it (or cancel its SLURM job), then resume"
         acquire_lock(folder / LOCK, "resume", f"process of an earlier sweep in {folder}", fix).release()
@@ -177,18 +177,18 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequence[str]) -> list[TableRow]:
-    """Return the rows of the table: a point, its status and options, and the figures of a decoder.
+    """Return table rows: a point, its status and options, and a decoder's figures.
 
     Args:
         directory: The sweep's directory.
         points: The sweep's points. A point without an outcome has the status ``pending``.
-        option_names: Names of the options that vary, which are columns.
+        option_names: The varying options, which are columns.
 
     Returns:
         Rows with the same keys in the same order. ``class`` is the decoder's class. ``mismatch`` holds the reasons why
-        the model was not trained for the decoder, and is empty if it was. ``point_seconds`` is the duration of the
-        point's processes, ``seconds`` the duration of decoding. Speeds are ``None`` if points ran concurrently. The
-        figures of an unfinished point are ``None``.
+        the model was not trained for the decoder, and is empty if it was. ``point_seconds`` is how long
+        the point's processes took, ``seconds`` how long decoding took. Speeds are ``None`` if points ran concurrently.
+        All figures are ``None`` for an unfinished point.
     """
     rows = []
     for point in points:
