@@ -28,6 +28,7 @@ from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_d
 from refusion_lit.modeling.lora import merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
 from refusion_lit.modeling.source import ModelSource
+from refusion_lit.modeling.vocabulary import AddBos, set_add_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import AttentionKind, ModelTraits
 from refusion_lit.utils.errors import reason_of
@@ -46,6 +47,7 @@ def load(
     overrides: BackboneConfig | None = None,
     draft: str | Path | None = None,
     verifier: str | Path | None = None,
+    add_bos: AddBos | None = None,
 ) -> TextModel:
     """Load a model for inference; a checkpoint's adapters are merged into its weights.
 
@@ -62,6 +64,8 @@ def load(
             source's own, if it has one.
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for
             :class:`~refusion_lit.decoding.APD`.
+        add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does.
+            ``None``: as stored with the model, else ``auto``.
 
     Raises:
         ValueError: If it cannot be loaded.
@@ -82,6 +86,8 @@ def load(
         stored = getattr(model.backbone.config, "refusion_lit", None) or {}
         if draft is None and stored.get(HAS_DRAFTER):
             draft = own_draft(source, revision)
+    if add_bos is not None:
+        set_add_bos(model.tokenizer, add_bos)
     if draft is not None:
         attach(model.backbone, load_drafter(model.backbone.body, draft))
     model.backbone.to(device).eval()

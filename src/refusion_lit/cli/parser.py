@@ -166,6 +166,8 @@ def add_loading_options(parser: OneLineParser) -> None:
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens per block, with block_causal")
+    bos = "prompts begin with BOS: true, false, or auto, as the tokenizer itself does; by default as stored"
+    parser.add_argument("--add_bos", type=bool | Literal["auto"] | None, default=None, help=bos)
     parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
     parser.add_argument("--trust_remote_code", type=bool, default=False, help="run Python code that the source brings")
 
@@ -193,6 +195,7 @@ def load_model(options: Namespace) -> TextModel:
     """
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.load import BackboneConfig
+    from refusion_lit.modeling.vocabulary import describe_bos
 
     path, decoder = options.ckpt_path, options.decoder
     is_used = decoder is not None and "verifier" in decoder.requirements().predictions
@@ -201,12 +204,13 @@ def load_model(options: Namespace) -> TextModel:
     require(is_used or options.verifier is None, "verifier", "a decoder that uses it, as APD does", got, fix)
     names = ("checkpoint_format", "attention", "block_size", "batch_invariant")
     overrides = BackboneConfig(source=path, **{name: options[name] for name in names})
-    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
+    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier", "add_bos")
     model = load(path, overrides=overrides, **{name: options[name] for name in names})
     size = sum(weights.numel() for weights in model.backbone.parameters())
     number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
     kind = str(model.backbone.head.weight.dtype).removeprefix("torch.")
-    sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}\n")
+    bos = describe_bos(model.tokenizer)
+    sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}{', ' * bool(bos)}{bos}\n")
     return model
 
 
