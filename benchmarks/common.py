@@ -205,7 +205,7 @@ def golden_model(name: str, *, attention: AttentionKind = "causal") -> Backbone:
     """Load one of the small models that the reference outputs were made with."""
     from transformers import AutoTokenizer
 
-    from refusion_lit.modeling.loading import BackboneConfig
+    from refusion_lit.modeling.load import BackboneConfig
 
     directory = str(GOLDENS / "models" / f"additions-{name}")
     return BackboneConfig(source=directory, attention=attention).build(AutoTokenizer.from_pretrained(directory)).eval()

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import refusion_lit
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 
 _SIZES = {
     "hidden_size": 2048,

@@ -18,7 +18,7 @@ from jsonargparse import auto_cli
 
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import decoding_dtype
+from refusion_lit.modeling.load import decoding_dtype
 from refusion_lit.objectives import Hybrid
 from refusion_lit.types import Prompt
 

@@ -16,7 +16,7 @@ import torch
 
 from refusion_lit import TextModel
 from refusion_lit.decoding import Decoder, GenerationCallback
-from refusion_lit.modeling.loading import DType, decoding_dtype
+from refusion_lit.modeling.load import DType, decoding_dtype
 from refusion_lit.tasks import Example
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.files import write_atomically

@@ -23,7 +23,7 @@ from experiments.real_conversion import table as conversion
 from experiments.refusion_pays import curve as conversions
 from experiments.refusion_pays import solved
 
-from refusion_lit.reports.comparison import Interval, wilson
+from refusion_lit.reports.intervals import Interval, wilson
 
 Result = dict[str, Any]
 

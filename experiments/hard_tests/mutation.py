@@ -286,7 +286,7 @@ def judge(
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return counts and the 95 % interval of the share of killed mutants, in total and for each package."""
     # Imported here, after all runs: a forked run must import the package from the mutated tree, not inherit this one.
-    from refusion_lit.reports.comparison import wilson
+    from refusion_lit.reports.intervals import wilson
 
     def counted(chosen: list[dict[str, Any]]) -> dict[str, Any]:
         num_killed = sum(result["status"] != "survived" for result in chosen)

@@ -24,7 +24,7 @@ import torch
 
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
-from refusion_lit.modeling.loading import DType
+from refusion_lit.modeling.load import DType
 from refusion_lit.reports.results import environment
 from refusion_lit.types import Prompt, SamplingParams
 

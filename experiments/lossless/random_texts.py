@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
-from refusion_lit.modeling.loading import attach
+from refusion_lit.modeling.load import attach
 from refusion_lit.reports.results import environment
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 

@@ -29,7 +29,7 @@ from scipy.stats import bootstrap
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
 from refusion_lit.evaluation.predictions import read_json_lines
-from refusion_lit.modeling.loading import BackboneConfig, DType
+from refusion_lit.modeling.load import BackboneConfig, DType
 from refusion_lit.reports.results import environment
 from refusion_lit.types import Prompt, SamplingParams
 

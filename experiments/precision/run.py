@@ -23,7 +23,7 @@ import torch
 from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.reports.results import environment
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine

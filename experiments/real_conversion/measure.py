@@ -21,7 +21,7 @@ from experiments.real_conversion.annotations import count_annotations
 import refusion_lit
 from refusion_lit import decoding
 from refusion_lit.evaluation.likelihood import autoregressive
-from refusion_lit.reports.comparison import Interval, ratio_interval, score_interval
+from refusion_lit.reports.intervals import Interval, ratio_interval, score_interval
 from refusion_lit.tasks.gsm8k import extract_answer
 from refusion_lit.types import Prompt, SamplingParams
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.reports.comparison import wilson
-from refusion_lit.reports.plots import curves_plot, standalone
+from refusion_lit.reports.intervals import wilson
+from refusion_lit.reports.plots import curves_plot
 
 HEAD = (
     "training", "decoder", "problems", "score in %", "annotations right in %", "annotations/answer",
@@ -126,4 +126,4 @@ def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[float, flo
 def draw(name: str, found: dict[str, list[tuple[float, float]]], path: Path) -> None:
     """Draw the curves of a picture, ``losses`` or one of :data:`FIGURES`."""
     label = FIGURES.get(name, "loss in nats")
-    path.write_text(standalone(curves_plot(found, "thousands of positions computed", label)), encoding="utf-8")
+    path.write_text(curves_plot(found, "thousands of positions computed", label), encoding="utf-8")

@@ -22,7 +22,7 @@ import refusion_lit
 from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.evaluation.predictions import read_json_lines
-from refusion_lit.modeling.loading import DType
+from refusion_lit.modeling.load import DType
 from refusion_lit.types import Prompt, SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))

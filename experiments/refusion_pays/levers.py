@@ -21,7 +21,7 @@ import torch
 
 import refusion_lit
 from refusion_lit.evaluation.predictions import read_json_lines
-from refusion_lit.modeling.loading import DType
+from refusion_lit.modeling.load import DType
 from refusion_lit.reports.results import environment
 
 sys.path.append(str(Path(__file__).parents[2]))

@@ -18,7 +18,7 @@ from typing import Any
 import refusion_lit
 from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder, TrajectoryWriter
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
-from refusion_lit.reports.comparison import score_difference
+from refusion_lit.reports.intervals import score_difference
 from refusion_lit.reports.results import environment
 from refusion_lit.tasks import Task
 from refusion_lit.types import Prompt, SamplingParams

@@ -22,7 +22,7 @@ import torch
 
 import refusion_lit
 from refusion_lit.decoding import Generation, GenerationCallback
-from refusion_lit.reports.comparison import Interval, ratio_difference, ratio_interval
+from refusion_lit.reports.intervals import Interval, ratio_difference, ratio_interval
 from refusion_lit.reports.results import environment
 from refusion_lit.tasks import Example
 from refusion_lit.tasks.gsm8k import Gsm8k, extract_answer

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from refusion_lit.data.module import InstructionDataModule
     from refusion_lit.data.tokenizers import CharacterTokenizer
     from refusion_lit.engine.output import Generation
-    from refusion_lit.modeling.loading import BackboneConfig
+    from refusion_lit.modeling.load import BackboneConfig
     from refusion_lit.text_model import TextModel
     from refusion_lit.training.module import SlotDiffusionModule
     from refusion_lit.types import Prompt, SamplingParams
 
 _LAZY = {
-    "BackboneConfig": "refusion_lit.modeling.loading",
+    "BackboneConfig": "refusion_lit.modeling.load",
     "CharacterTokenizer": "refusion_lit.data.tokenizers",
     "Generation": "refusion_lit.engine.output",
     "InstructionDataModule": "refusion_lit.data.module",

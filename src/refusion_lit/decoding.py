@@ -14,7 +14,7 @@ from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Read
 from refusion_lit.engine.stopping import cut_at_stop
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
-from refusion_lit.families.defaults import default_decoder
+from refusion_lit.families.defaults import default_decoder, named_decoder
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
@@ -58,6 +58,7 @@ __all__ = [
     "default_decoder",
     "masked_in",
     "most_certain",
+    "named_decoder",
     "rounds_since",
     "text_between",
     "text_branch",

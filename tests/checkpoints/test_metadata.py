@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata
+from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata
 from refusion_lit.modeling.lora import Adapters, LoraOptions
 from refusion_lit.types import ModelTraits
 

@@ -14,7 +14,7 @@ import torch
 
 import refusion_lit
 from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
-from refusion_lit.checkpoints.models import METADATA_KEY
+from refusion_lit.checkpoints.metadata import METADATA_KEY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import _use_source, parse_only
 from refusion_lit.decoding import ReFusion
@@ -82,11 +82,11 @@ def test_a_checkpoint_or_a_directory_brings_the_model(
 
 def test_a_directorys_tokenizer_is_read_as_its_weights_are() -> None:
     cli = parse_only("test")
-    read_as = ["--model.backbone.revision=v1.0", "--model.backbone.checkpoint_format=refusion"]
+    read_as = ["--model.backbone.revision=v1.0", "--model.backbone.checkpoint_format=sdar"]
     config = cli.parse(cli.parser, ["test", "--config", QUICKSTART, *read_as]).test
     _use_source(config, str(MODEL))
     options = config.data.tokenizer.init_args
-    assert (options.source, options.revision, options.checkpoint_format) == (str(MODEL), "v1.0", "refusion")
+    assert (options.source, options.revision, options.checkpoint_format) == (str(MODEL), "v1.0", "sdar")
 
 
 @pytest.mark.parametrize("given", [None, "{query},", "{query}"])

@@ -20,7 +20,7 @@ import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, SelfSpeculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import save_drafter
 from support.forks import printed_without_us
 from support.tiny import make_base, make_sampling

@@ -13,7 +13,7 @@ import torch
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
-from refusion_lit.checkpoints.models import own_decoder
+from refusion_lit.checkpoints.models import read_default_decoder
 from refusion_lit.cli import main
 from refusion_lit.decoding import LLaDA, ReFusion, SelfSpeculative
 from refusion_lit.evaluation.predictions import class_and_options
@@ -228,12 +228,13 @@ def test_an_option_alone_changes_an_own_decoder_of_another_class(tmp_path: Path)
     assert refusion_lit.load(second).default_decoder == SelfSpeculative(slot_size=8, num_drafts=2)
 
 
-def test_the_own_decoder_is_read_without_the_weights(trained: Path) -> None:
+def test_the_default_decoder_is_read_without_the_weights(trained: Path) -> None:
     masked = MODEL.parent / "additions-bidirectional"
-    assert isinstance(own_decoder({"ckpt_path": masked, "attention": "bidirectional"}), LLaDA)
-    assert own_decoder({"ckpt_path": MODEL, "draft": "any"}) == SelfSpeculative()
-    assert own_decoder({"ckpt_path": trained}) == refusion_lit.load(trained).default_decoder
-    assert own_decoder({"ckpt_path": "no/ne"}) == ReFusion(), "loading tells what is wrong"
+    assert isinstance(read_default_decoder(masked, attention="bidirectional"), LLaDA)
+    assert read_default_decoder(MODEL, draft="any") == SelfSpeculative()
+    assert read_default_decoder(trained) == refusion_lit.load(trained).default_decoder
+    with pytest.raises(ValueError, match=r"^ckpt_path: expected a directory or a hub id"):
+        read_default_decoder("no/ne")
 
 
 def test_an_exported_directory_states_its_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

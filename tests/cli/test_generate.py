@@ -224,3 +224,22 @@ def test_a_missing_schema_is_told_before_the_model_is_loaded(
     (tmp_path / "prompts.txt").write_text("12+34>\n")
     assert main(["generate", "--ckpt_path=no_such_model", prompt, "--json_schema=missing.json"]) == 2
     assert capsys.readouterr().err.startswith("refusion-lit: error: json_schema: ")
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_a_model_is_checked_once(tmp_path: Path, to_file: bool) -> None:
+    options = [f"--ckpt_path={MODEL}", "--prompt=1+2>", "--max_new_tokens=2", "--decoder=LLaDA", "--allow_mismatch"]
+    output = [f"--output={tmp_path / 'answers.jsonl'}"] if to_file else []
+    with pytest.warns(UserWarning, match="LLaDA does not fit") as warned:
+        assert main(["generate", *options, *output]) == 0
+    assert sum("LLaDA does not fit" in str(warning.message) for warning in warned) == 1
+
+
+def test_a_refused_schema_keeps_the_answers_of_another_run(tmp_path: Path) -> None:
+    output, schema = tmp_path / "answers.jsonl", tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}}')
+    options = ["generate", f"--ckpt_path={MODEL}", "--prompt=1+2>", f"--output={output}"]
+    assert main([*options, "--max_new_tokens=2"]) == 0
+    before = output.read_text()
+    assert main([*options, "--overwrite", f"--json_schema={schema}", "--max_new_tokens=2"]) == 2
+    assert output.read_text() == before

@@ -15,7 +15,7 @@ import pytest
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
-from refusion_lit.data.examples import examples_of
+from refusion_lit.data.examples import load_examples
 from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, ReFusion, RowState
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.tasks import Additions, Example, Task
@@ -145,7 +145,7 @@ def generated() -> Iterator[Example]:
 )
 def test_examples_that_are_none_are_refused(given: Any, got: str) -> None:
     with pytest.raises(ValueError, match=rf"^Own\.examples: expected a sequence of .* got {got}; return a list of Ex"):
-        examples_of(Own(given=given), "test")
+        load_examples(Own(given=given), "test")
 
 
 def test_a_tests_score_out_of_range_is_one_line(

@@ -48,7 +48,7 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     ("options", "expected"),
     [
         (["missing"], "RUN: expected the directory"),
-        ([".", "--format=pdf"], "format: expected some of html, markdown, got 'pdf'"),
+        ([".", "--format=docx"], "format: expected some of html, markdown"),
         (
             [".", "--num_resamples=10"],
             "unknown option 'num_resamples': it was removed",

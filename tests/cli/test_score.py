@@ -71,7 +71,7 @@ def test_predictions_for_other_prompts_are_refused_with_both(
     assert "were made with." in error
     (tmp_path / "config.yaml").touch()  # a run's, whose predictions lie beside it
     assert main(["score", str(tmp_path / "q.jsonl"), *gsm8k[2:]]) == 2
-    assert f"were made with; {tmp_path / 'config.yaml'} has them under data.task." in capsys.readouterr().err
+    assert f"data.task in {tmp_path / 'config.yaml'}" in capsys.readouterr().err
     assert not (tmp_path / "q.scored.jsonl").exists()
     rows[1]["prompt"] = "q1"
     assert main(["score", _lines(tmp_path / "q.jsonl", rows), *gsm8k[2:]]) == 0
@@ -123,7 +123,7 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
         "packed": "output: expected a name without .gz, as it is not compressed, got",
         "a directory": "predictions: expected a file, got '.'; name a file in that directory.",
         "folder": "output: expected a file in a directory that exists",
-        "twice": "expected each id once, got 'test:test.jsonl:1 2 times in",
+        "twice": "predictions: expected different ids, got 'test:test.jsonl:1 2 times in",
         "unknown": "1 of 1 ids",
         "fields": "fields.jsonl:1: expected a field 'response'; it has 'id'; correct the line",
         "empty": "empty.jsonl'; give another",

@@ -12,7 +12,7 @@ import yaml
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import parse_only
-from refusion_lit.cli.sweep import read_sweep, resolver
+from refusion_lit.cli.sweep import make_resolver, read_sweep, split_overrides
 from refusion_lit.sweeps.points import plan
 from refusion_lit.sweeps.running import run
 from support.forks import forking_command
@@ -136,7 +136,7 @@ def test_decoders_from_files_and_linked_options_resolve(tmp_path: Path) -> None:
     ]
     file = Path(_write(tmp_path, entries=entries, launcher="Local"))
     sweep = read_sweep(file)
-    llada, autoregressive = (point.configs["test"]["model"] for point in plan(sweep, tmp_path, resolver()))
+    llada, autoregressive = (point.configs["test"]["model"] for point in plan(sweep, tmp_path, make_resolver()))
     assert llada["decoders"]["main"]["class_path"].endswith("LLaDA")
     assert llada["decoders"]["main"]["init_args"]["block_length"] == 32
     assert (llada["sampling"]["max_new_tokens"], autoregressive["sampling"]["max_new_tokens"]) == (32, 16)
@@ -151,7 +151,7 @@ def test_options_of_a_decoder_of_ones_own_are_swept(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     options = {"model.decoders": {"mine": {"class_path": "swept.Own"}}}
     file = Path(_write(tmp_path, options=options, grid={"model.decoders.mine.window": [4, 16]}, launcher="Local"))
-    points = plan(read_sweep(file), tmp_path, resolver())
+    points = plan(read_sweep(file), tmp_path, make_resolver())
     found = [point.configs["test"]["model"]["decoders"]["mine"] for point in points]
     assert [(each["class_path"], each["init_args"]["window"]) for each in found] == [
         ("swept.Own", 4),
@@ -206,3 +206,24 @@ def test_an_interrupt_says_how_to_resume(
     file = _write(tmp_path)
     assert main(["sweep", "--config", file]) == 130
     assert f"refusion-lit sweep --config {file} --resume" in capsys.readouterr().err
+
+
+def test_options_of_the_command_line_replace_those_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = _write(tmp_path, options={"data.task.num_test": 200}, grid={"model.sampling.max_new_tokens": [4, 8, 16]})
+    args = ["sweep", "--config", file, "--directory", str(tmp_path / "out"), "--dry_run"]
+    options = ["--data.task.num_test", "60", "--model.sampling.max_new_tokens=[32, 64]", "--seed_everything=3"]
+    assert main([*args, *options]) == 0
+    text = capsys.readouterr().out
+    assert "[2/2]" in text
+    assert "max_new_tokens=64" in text
+    rest, overrides = split_overrides([*args[1:], *options])
+    assert rest == args[1:]
+    (first, _) = plan(read_sweep(Path(file)).override(overrides), tmp_path, make_resolver())
+    config = first.configs["test"]
+    assert (config["data"]["task"]["init_args"]["num_test"], config["seed_everything"]) == (60, 3)
+    assert main([*args, "--data.task.num_tst=60"]) == 2
+    assert "num_test" in capsys.readouterr().err
+    assert main([*args, "--data.task.num_test"]) == 2
+    assert "data.task.num_test: expected a value" in capsys.readouterr().err

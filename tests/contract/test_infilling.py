@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from refusion_lit.contrib import APD, CARD, D2F, Convolutional, SetDiffusion, SlotSearch
-from refusion_lit.data.schema_templates import Filling, Span
+from refusion_lit.data.schema_templates import Span, TemplateState
 from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,
@@ -41,13 +41,13 @@ from support.decoder_cases import (
 from support.effort import examples
 from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 
-KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion, SlotSearch,
-         TokenEditing, WeDLM}  # fmt: skip
+KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,
+         SlotSearch, TokenEditing, WeDLM}  # fmt: skip
 REFUSES = {APD, Autoregressive, SelfSpeculative, CARD}
 
 
 def filling(size: int, spans: dict[int, Span]) -> Constraint:
-    return Constraint(begin=lambda _: Filling(size, spans), left_to_right=False)
+    return Constraint(begin=lambda _: TemplateState(size, spans), left_to_right=False)
 
 
 @st.composite

@@ -69,5 +69,5 @@ def test_the_data_module_packs_training_batches_alone(num_train: int) -> None:
 
 def test_a_row_shorter_than_a_sample_may_be_is_refused() -> None:
     task = Additions(num_train=4, num_validation=2, num_test=2)
-    with pytest.raises(ValueError, match=r"data\.pack_length: expected at least max_length, which is 512, got 100"):
+    with pytest.raises(ValueError, match=r"data\.pack_length: .*512, got 100"):
         InstructionDataModule(task, CharacterTokenizer(), pack_length=100)

@@ -90,10 +90,10 @@ def test_a_template_that_refuses_the_turns_is_named() -> None:
     strict = TrainedBPE(vocab_size=260).build(Words())
     strict.chat_template = "{{ raise_exception('no system turn') }}"
     turns = ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
-    with pytest.raises(ValueError, match=r"example 7: messages: .* turns of system, user \(no system turn\)"):
+    with pytest.raises(ValueError, match=r"example 7: messages: .*system, user \(no system turn\)"):
         encode_example(strict, Example(id="7", query="", response="c", messages=turns))
     strict.chat_template = "{{ messages[0]['content'] + 1 }}"
-    with pytest.raises(ValueError, match=r"^messages: the chat template refuses turns of user \(.*; reorder them"):
+    with pytest.raises(ValueError, match=r"^messages: .*chat template.* user \("):
         encode_prompt(strict, "a")
 
 
@@ -107,13 +107,13 @@ def test_what_cannot_be_encoded_names_the_example(query: str) -> None:
 
 
 def test_half_a_surrogate_pair_is_refused(chat: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ValueError, match=r"a lone surrogate .*; remove"):
+    with pytest.raises(ValueError, match="lone surrogate"):
         encode_text(chat, "a\ud800")
 
 
 def test_turns_without_a_chat_template_are_not_dropped(plain: PreTrainedTokenizerBase) -> None:
     turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "the cat"}]
-    with pytest.raises(ValueError, match=r"messages: expected one turn, .* got 'turns of system, user'; leave out"):
+    with pytest.raises(ValueError, match=r"messages: .*one turn.* got '.*system, user'"):
         encode_prompt(plain, "the cat", messages=turns)
     assert encode_prompt(plain, "the cat", messages=turns[1:]) == encode_prompt(plain, "the cat")
 

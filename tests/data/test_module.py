@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_epochs_and_seeds_differ_and_lengths_are_grouped() -> None:
 
 
 def test_more_ranks_than_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size: expected at most"):
+    with pytest.raises(ValueError, match=r"batch_size: .*at most"):
         LengthGroupedBatches(3, 2, None, seed=0, num_ranks=2)
 
 
@@ -76,7 +77,7 @@ def test_collation_pads_on_the_right() -> None:
 def test_sizes_below_one_are_refused(option: str) -> None:
     task = Additions(num_train=4, num_validation=1, num_test=1)
     for value in (0, -1):
-        with pytest.raises(ValueError, match=f"^data.{option}: expected an integer of at least 1, got {value}"):
+        with pytest.raises(ValueError, match=rf"^data\.{option}: .*at least 1, got {value}"):
             InstructionDataModule(task, CharacterTokenizer(), **{option: value})
 
 
@@ -121,13 +122,13 @@ def test_files_with_too_long_and_malformed_samples(tmp_path: Path, caplog: pytes
     task = InstructionFiles(train=str(path), validation=str(path))
     data = InstructionDataModule(task, TrainedBPE(vocab_size=260), batch_size=1, max_length=40)
     assert len(data.train_dataloader()) == 2
-    assert "train: 1 of 3 samples dropped as longer than 40 tokens, 0 skipped as malformed" in caplog.text
-    with pytest.raises(ValueError, match="max_length: expected at least one train sample"):
+    assert re.search("train: 1 of 3 .*longer than 40 tokens, 0 .*malformed", caplog.text)
+    with pytest.raises(ValueError, match=r"max_length: .*train"):
         InstructionDataModule(task, TrainedBPE(vocab_size=260), max_length=1).train_dataloader()
     skipping = replace(task, malformed="skip")
     unknown = InstructionDataModule(skipping, CharacterTokenizer(characters="ab cqr"), batch_size=1)
     assert len(unknown.train_dataloader()) == 2
-    assert "longer than 512 tokens, 1 skipped as malformed" in caplog.text
+    assert re.search("longer than 512 tokens, 1 .*malformed", caplog.text)
     with pytest.raises(ValueError, match="no token for 'x'"):
         InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1).train_dataloader()
 

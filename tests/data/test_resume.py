@@ -98,9 +98,7 @@ def test_another_order_is_refused_in_the_middle_of_an_epoch_alone(
 ) -> None:
     folder, _ = unbroken
     options = {option: value, **({"max_length": value} if option == "pack_length" else {})}
-    with pytest.raises(
-        ValueError, match=rf"data.{option}: expected (\d|None), as the epoch was begun with, got {value}; "
-    ):
+    with pytest.raises(ValueError, match=rf"data\.{option}: .*(\d|None).* got {value}; "):
         fit(tmp_path, folder / "step=3.ckpt", data_module(**options))
     seen = fit(tmp_path, folder / f"step={NUM_BATCHES}.ckpt", data_module(**options))
     assert len(seen) == NUM_STEPS - NUM_BATCHES

@@ -99,7 +99,9 @@ def golden(name: str) -> TextModel:
     return load(GOLDENS / name, device="cpu")
 
 
-def judged(model: TextModel, schema: Any, decoder: Decoder, sampling: SamplingParams, size: int = 2) -> list[str]:
+def generate_checked(
+    model: TextModel, schema: Any, decoder: Decoder, sampling: SamplingParams, size: int = 2
+) -> list[str]:
     """Return the texts of answers, all of which keep the schema."""
     options: dict[str, Any] = {"decoder": decoder, "sampling": sampling, "allow_mismatch": True}
     rows = model.generate(["1", "2", "3"], json_schema=schema, batch_size=size, **options)
@@ -109,7 +111,7 @@ def judged(model: TextModel, schema: Any, decoder: Decoder, sampling: SamplingPa
     return [row.text for row in rows]
 
 
-def refused(schema: dict[str, Any]) -> bool:
+def is_impossible(schema: dict[str, Any]) -> bool:
     """Whether bounds of a value leave nothing that a template has: integers, and tokens of a quarter of a string."""
     if schema.get("type") in ("integer", "number"):
         low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
@@ -117,7 +119,7 @@ def refused(schema: dict[str, Any]) -> bool:
     if schema.get("type") == "string" and "enum" not in schema:
         most = schema.get("maxLength", math.inf)
         return most < math.inf and schema.get("minLength", 0) > most // max(1, most // 4)
-    return any(map(refused, schema.get("properties", {}).values()))
+    return any(map(is_impossible, schema.get("properties", {}).values()))
 
 
 @pytest.mark.filterwarnings("ignore:.*does not fit this model")
@@ -125,12 +127,12 @@ def refused(schema: dict[str, Any]) -> bool:
 @given(schema=SCHEMAS, decoder=st.sampled_from(DECODERS), temperature=st.sampled_from([0.0, 1.0, 5.0]))
 def test_answers_keep_what_is_accepted(model: TextModel, schema: Any, decoder: Decoder, temperature: float) -> None:
     sampling = SamplingParams(max_new_tokens=160, temperature=temperature)
-    if refused(schema):
+    if is_impossible(schema):
         with pytest.raises(ValueError, match=r"no integer within its bounds|minLength"):
-            judged(model, schema, decoder, sampling)
+            generate_checked(model, schema, decoder, sampling)
     else:
-        texts = judged(model, schema, decoder, sampling)
-        assert judged(model, schema, decoder, sampling, size=1) == texts
+        texts = generate_checked(model, schema, decoder, sampling)
+        assert generate_checked(model, schema, decoder, sampling, size=1) == texts
 
 
 NATURAL = st.tuples(st.integers(0, 999), st.integers(0, 99_999)).map(sorted)
@@ -144,11 +146,11 @@ OF_DIGITS = st.lists(st.integers(0, 999), min_size=1).map(lambda values: {"enum"
 @given(schema=OF_DIGITS)
 def test_a_trained_model_keeps_numbers(name: str, schema: Any) -> None:
     trained = golden(name)
-    judged(trained, schema, trained.default_decoder, SamplingParams(max_new_tokens=16))
+    generate_checked(trained, schema, trained.default_decoder, SamplingParams(max_new_tokens=16))
 
 
 def test_a_tokenizer_without_a_character_is_refused() -> None:
-    with pytest.raises(ValueError, match="json_schema: this tokenizer has no token for any of '-'; change the"):
+    with pytest.raises(ValueError, match=r"json_schema: .*no token.*'-'"):
         golden("additions-clean").generate(["1"], json_schema={"type": "integer"})
 
 
@@ -173,22 +175,22 @@ REFUSED = [
 def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextModel, schema: Any, what: str) -> None:
     with pytest.raises(ValueError, match="json_schema: ") as caught:
         model.generate(["1"], decoder=ReFusion(), json_schema=schema)
-    assert str(caught.value).startswith(f"json_schema: a decoder that draws in any order cannot keep {what}; change ")
+    assert what in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": "object", "properties": [1]}, "this schema is wrong: "),
-        ({"enum": 1}, "this schema is wrong: "),
-        ({"enum": ["a" * 1000, *range(1000)]}, "a decoder that draws in any order cannot keep more than 100000 tokens"),
+        ({"type": "object", "properties": [1]}, ".*wrong: "),
+        ({"enum": 1}, ".*wrong: "),
+        ({"enum": ["a" * 1000, *range(1000)]}, ".*more than 100000 tokens"),
         (
             {
                 "type": "object",
                 "properties": dict.fromkeys(map(str, range(999)), STRING),
                 "required": [*map(str, range(999))],
             },
-            "a decoder that draws in any order cannot keep more than 1000000 tokens of possible values in the schema",
+            ".*more than 1000000 tokens.*the schema",
         ),
     ],
     ids=lambda value: str(value)[:30],
@@ -213,13 +215,13 @@ def test_a_huge_range_is_refused_before_it_is_laid_out(
 
     monkeypatch.setattr(schema_templates, "_blocks", counted)
     schema = {"type": kind, "minimum": -(10**308) + 1, "maximum": 10**308 - 1}
-    with pytest.raises(ValueError, match="cannot keep more than 100000 tokens of possible values in the schema"):
+    with pytest.raises(ValueError, match="more than 100000 tokens"):
         model.generate(["1"], decoder=ReFusion(), json_schema=schema)
     assert num_made <= 100_000
 
 
 def test_limits_and_decoders_without_templates_are_refused(model: TextModel) -> None:
-    with pytest.raises(ValueError, match="max_new_tokens: expected at least 33, the number of tokens to fill in"):
+    with pytest.raises(ValueError, match=r"max_new_tokens: .*at least 33"):
         model.generate(["1"], decoder=ReFusion(), max_new_tokens=32, json_schema=STRING)
-    with pytest.raises(ValueError, match="decoder: CARD cannot keep the template"):
+    with pytest.raises(ValueError, match="decoder: CARD"):
         model.generate(["1"], decoder=CARD(), json_schema=STRING, allow_mismatch=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -68,7 +67,7 @@ def test_responses_keep_a_schema(model: TextModel, name: str, temperature: float
 
 
 def test_the_shortest_limit_is_found_and_suffices(model: TextModel) -> None:
-    with pytest.raises(ValueError, match=r"max_new_tokens: expected at least \d+, the length of an answer") as caught:
+    with pytest.raises(ValueError, match=r"max_new_tokens: .*at least \d+, ") as caught:
         model.generate(["a"], max_new_tokens=1, json_schema=PERSON)
     fewest = int(str(caught.value).split("at least ")[1].split(",")[0])
     [row] = model.generate(["a"], max_new_tokens=fewest, json_schema=PERSON)
@@ -93,32 +92,32 @@ def test_an_end_is_found_where_one_byte_again_and_again_leads_to_none(model: Tex
 
 
 REFUSED = [
-    ({"type": "nothing"}, {}, "json_schema: this schema cannot be kept: "),
-    ({"type": "string", "pattern": "(?=a)b"}, {}, "json_schema: this schema cannot be kept: "),
-    (False, {}, "json_schema: this schema cannot be kept: "),
+    ({"type": "nothing"}, {}, "json_schema: .*cannot be kept"),
+    ({"type": "string", "pattern": "(?=a)b"}, {}, "json_schema: .*cannot be kept"),
+    (False, {}, "json_schema: .*cannot be kept"),
     (
         {"enum": [1, 2**53 + 1]},
         {},
-        "json_schema: expected numbers below 2**53, fractions of up to 15 digits, got ['9007199254740993']",
+        r"json_schema: .*2\*\*53.* got \['9007199254740993'\]",
     ),
     (
         {"type": "integer", "minimum": 10**30, "maximum": 10**30},
         {},
-        "json_schema: expected numbers below 2**53, fractions of up to 15 digits, got",
+        r"json_schema: .*2\*\*53.* got",
     ),
-    ("text", {}, "json_schema: expected an object or a boolean, got 'text'"),
-    (PERSON, {"sampling": SamplingParams(stop=("x",))}, "json_schema: expected neither stop strings nor min_entropy"),
-    (PERSON, {"templates": ["{{1}}"]}, "json_schema: expected prompts without templates"),
+    ("text", {}, "json_schema: .*object.*, got 'text'"),
+    (PERSON, {"sampling": SamplingParams(stop=("x",))}, "json_schema: .*stop strings"),
+    (PERSON, {"templates": ["{{1}}"]}, "json_schema: .*templates"),
 ]
 
 
 @pytest.mark.parametrize(("schema", "options", "message"), REFUSED)
 def test_what_cannot_be_guaranteed_is_refused(model: TextModel, schema: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         model.generate(["a"], json_schema=schema, **options)
 
 
-def constraint_of(model: TextModel, schema: Any, max_new_tokens: int = 400) -> Constraint:
+def make_constraint(model: TextModel, schema: Any, max_new_tokens: int = 400) -> Constraint:
     schemas = Schemas(model.tokenizer, model.backbone.special_tokens)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     [prompt] = schemas.constrain([Prompt(token_ids=(3,), id="0")], schema, Autoregressive(), sampling)
@@ -126,7 +125,7 @@ def constraint_of(model: TextModel, schema: Any, max_new_tokens: int = 400) -> C
     return prompt.constraint
 
 
-def drawn(
+def sample_text(
     model: TextModel, constraint: Constraint, random: Random, wanted: str, max_length: int, eos_weight: float = 1e2
 ) -> str:
     """Return a text whose tokens are drawn from those that a constraint allows, mostly those of wanted characters."""
@@ -148,7 +147,7 @@ def drawn(
 def test_a_draft_after_which_no_end_is_found_settles_as_it_is(model: TextModel) -> None:
     """It is rejected: the place before it settles as another token."""
     quote, a, b, c = (model.encode(character)[0] for character in '"abc')
-    state = constraint_of(model, {"type": "string", "pattern": "^(a|b+c)$"}).begin(40)
+    state = make_constraint(model, {"type": "string", "pattern": "^(a|b+c)$"}).begin(40)
     assert state.settle(1, [quote], b) == a
     assert state.settle(2, [quote, b], b) == b
     assert state.settle(1, [quote], a) == a
@@ -183,34 +182,34 @@ EVADING: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("schema", "wrong", "right"), EVADING, ids=str)
 def test_no_spelling_evades_a_schema(model: TextModel, schema: Any, wrong: str, right: str) -> None:
-    constraint = constraint_of(model, schema)
+    constraint = make_constraint(model, schema)
     assert not is_accepted(model, constraint, wrong)
     assert is_accepted(model, constraint, right)
     jsonschema.validators.validator_for(schema)(schema).validate(json.loads(right))
 
 
 UNKEPT: list[tuple[dict[str, Any], str]] = [
-    ({"x-guidance": {"lenient": True}, "not": {"type": "integer"}}, "x-guidance: expected draft 4 or later, without"),
-    ({"$schema": "http://json-schema.org/draft-03/schema#", "disallow": "null"}, "$schema: expected draft 4 or later"),
-    ({"multipleOf": 0.01}, "multipleOf: expected an integer, as floats are rounded, got 0.01"),
-    ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "multipleOf: expected smaller or fewer numbers"),
-    ({"type": "object", "minProperties": 2}, "minProperties: expected at most 1: required names and one more, got 2"),
-    ({"minProperties": 1, "required": True}, "this schema cannot be kept: Expected array for 'required'"),
-    ({"pattern": "^[[:alpha:]]$"}, "pattern: expected patterns without"),
-    ({"pattern": "^[a-z&&[^b]]$"}, "pattern: expected patterns without"),
-    ({"pattern": r"^[^\w\s]$"}, "pattern: expected patterns without"),
-    ({"patternProperties": {r"\W": True}}, "patternProperties: expected patterns without"),
-    ({"const": 0.12345678901234567}, "expected numbers below 2**53, fractions of up to 15 digits, got ['0.1234"),
-    ({"minimum": 0.30000000000000004}, "expected numbers below 2**53, fractions of up to 15 digits, got ['0.3000"),
-    ({"const": "\x01"}, "expected an answer of at most 2048 tokens, got 'none that was found'"),
+    ({"x-guidance": {"lenient": True}, "not": {"type": "integer"}}, "x-guidance: expected draft 4"),
+    ({"$schema": "http://json-schema.org/draft-03/schema#", "disallow": "null"}, r"\$schema: expected draft 4"),
+    ({"multipleOf": 0.01}, "multipleOf: expected an integer.* got 0.01"),
+    ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "multipleOf: .*smaller"),
+    ({"type": "object", "minProperties": 2}, "minProperties: .*at most 1.* got 2"),
+    ({"minProperties": 1, "required": True}, "this schema cannot be kept: .*'required'"),
+    ({"pattern": "^[[:alpha:]]$"}, "pattern: "),
+    ({"pattern": "^[a-z&&[^b]]$"}, "pattern: "),
+    ({"pattern": r"^[^\w\s]$"}, "pattern: "),
+    ({"patternProperties": {r"\W": True}}, "patternProperties: "),
+    ({"const": 0.12345678901234567}, r".*15 digits, got \['0.1234"),
+    ({"minimum": 0.30000000000000004}, r".*15 digits, got \['0.3000"),
+    ({"const": "\x01"}, ".*2048 tokens, got 'none"),
     ({"enum": [-13, -13.0]}, "this schema cannot be kept: panic"),
 ]
 
 
 @pytest.mark.parametrize(("schema", "message"), UNKEPT, ids=str)
 def test_what_llguidance_would_not_keep_is_refused(model: TextModel, schema: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"json_schema: {message}")):
-        constraint_of(model, schema)
+    with pytest.raises(ValueError, match=f"json_schema: {message}"):
+        make_constraint(model, schema)
 
 
 COMMON: list[dict[str, Any]] = [
@@ -224,7 +223,7 @@ COMMON: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", COMMON, ids=str)
 def test_common_schemas_are_kept(model: TextModel, schema: Any) -> None:
-    text = drawn(model, constraint_of(model, schema), Random(0), "0123456789", 100)
+    text = sample_text(model, make_constraint(model, schema), Random(0), "0123456789", 100)
     jsonschema.validate(json.loads(text), schema)
 
 
@@ -243,7 +242,7 @@ def test_a_long_number_or_a_deep_text_ends_before_a_parser_refuses_it(
     model: TextModel, schema: Any, wanted: str
 ) -> None:
     max_length = 500 if wanted == "[" else 5000
-    text = drawn(model, constraint_of(model, schema, 5000), Random(0), wanted, max_length, 1e-9)
+    text = sample_text(model, make_constraint(model, schema, 5000), Random(0), wanted, max_length, 1e-9)
     jsonschema.validate(json.loads(text, parse_constant=pytest.fail), schema)
     assert "Infinity" not in json.dumps(json.loads(text))
 
@@ -254,8 +253,8 @@ def test_a_name_whose_value_cannot_be_written_is_not_drawn(model: TextModel) -> 
         "properties": {"a": {"const": "\x01"}, "b": {"type": "null"}},
         "additionalProperties": False,
     }
-    constraint = constraint_of(model, schema)
-    assert {drawn(model, constraint, Random(seed), '"ab', 40) for seed in range(8)} <= {"{}", '{"b": null}'}
+    constraint = make_constraint(model, schema)
+    assert {sample_text(model, constraint, Random(seed), '"ab', 40) for seed in range(8)} <= {"{}", '{"b": null}'}
 
 
 NAMES = st.sampled_from(["a", "b", "ab", 'a"', "\u00e9", "1", "u"])
@@ -278,7 +277,7 @@ LEAVES: st.SearchStrategy[Any] = st.one_of(
 )
 
 
-def holders(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     several = st.lists(inner, min_size=1, max_size=2)
     keywords = {
         "type": st.sampled_from(["object", "array"]),
@@ -302,33 +301,33 @@ def holders(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @settings(max_examples=examples(400), deadline=None)
-@given(holders(st.recursive(LEAVES, holders, max_leaves=4)), LEAVES, st.randoms(use_true_random=False))
+@given(nest(st.recursive(LEAVES, nest, max_leaves=4)), LEAVES, st.randoms(use_true_random=False))
 def test_whatever_is_drawn_keeps_a_schema(model: TextModel, schema: Any, shared: Any, random: Random) -> None:
     schema = {**schema, "$defs": {"a": shared}}
     try:
-        constraint = constraint_of(model, schema, 60)
+        constraint = make_constraint(model, schema, 60)
     except ValueError:
         return
     for _ in range(3):
-        text = drawn(model, constraint, random, '0123456789"\\{}[]:,.eE-uab', 60)
+        text = sample_text(model, constraint, random, '0123456789"\\{}[]:,.eE-uab', 60)
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
 INFINITE, NO_NUMBER = float("inf"), float("nan")
 WRONG_BOUNDS = [
-    ({"type": "integer", "minimum": INFINITE}, "minimum: expected a finite number of 64 bits, got inf; correct it"),
-    ({"type": "number", "maximum": NO_NUMBER}, "maximum: expected a finite number of 64 bits, got nan"),
-    ({"type": "integer", "minimum": -(10**5000)}, "minimum: expected a finite number of 64 bits, got -inf"),
-    ({"type": "integer", "maximum": True}, "maximum: expected a number, got True; correct it, or leave it out."),
-    ({"type": "number", "exclusiveMinimum": "1"}, "exclusiveMinimum: expected a number, got '1'"),
-    ({"type": "string", "minLength": -1}, "minLength: expected an integer of at least 0, got -1; correct it"),
-    ({"type": "string", "maxLength": 4.5}, "maxLength: expected an integer of at least 0, got 4.5"),
-    ({"type": "string", "maxLength": False}, "maxLength: expected an integer of at least 0, got False"),
-    ({"type": "array", "minItems": -1}, "minItems: expected an integer of at least 0, got -1"),
-    ({"type": "array", "maxItems": 10**5000}, "maxItems: expected an integer of at least 0, got inf"),
-    ({"const": [INFINITE]}, "const: expected values that JSON has, got another"),
-    ({"enum": [1, NO_NUMBER]}, "enum: expected values that JSON has, got another"),
-    ({"anyOf": [{"type": "object", "properties": {"minimum": {"minimum": INFINITE}}}]}, "minimum: expected a finite"),
+    ({"type": "integer", "minimum": INFINITE}, "minimum: .*finite.*, got inf"),
+    ({"type": "number", "maximum": NO_NUMBER}, "maximum: .*finite.*, got nan"),
+    ({"type": "integer", "minimum": -(10**5000)}, "minimum: .*finite.*, got -inf"),
+    ({"type": "integer", "maximum": True}, "maximum: .*number, got True"),
+    ({"type": "number", "exclusiveMinimum": "1"}, "exclusiveMinimum: .*number, got '1'"),
+    ({"type": "string", "minLength": -1}, "minLength: .*integer of at least 0, got -1"),
+    ({"type": "string", "maxLength": 4.5}, "maxLength: .*integer of at least 0, got 4.5"),
+    ({"type": "string", "maxLength": False}, "maxLength: .*integer of at least 0, got False"),
+    ({"type": "array", "minItems": -1}, "minItems: .*integer of at least 0, got -1"),
+    ({"type": "array", "maxItems": 10**5000}, "maxItems: .*integer of at least 0, got inf"),
+    ({"const": [INFINITE]}, "const: .*JSON"),
+    ({"enum": [1, NO_NUMBER]}, "enum: .*JSON"),
+    ({"anyOf": [{"type": "object", "properties": {"minimum": {"minimum": INFINITE}}}]}, "minimum: .*finite"),
 ]
 
 
@@ -357,12 +356,12 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(model: TextModel) -> None
     schema: Any = True
     for _ in range(5000):
         schema = {"not": schema}
-    with pytest.raises(ValueError, match="json_schema: this schema is nested too deeply; simplify it"):
+    with pytest.raises(ValueError, match=r"json_schema: .*nested too deeply"):
         model.generate(["a"], json_schema=schema)
 
 
 def test_a_tokenizer_of_whole_words_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="json_schema: this tokenizer cannot keep a schema"):
+    with pytest.raises(ValueError, match=r"json_schema: .*tokenizer"):
         load(make_base(tmp_path, "ab"), device="cpu").generate(["a"], json_schema=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def test_malformed_examples_are_raised_or_counted(tmp_path: Path, caplog: pytest
     rows = [*ROWS, {"query": "unknown", "response": "r"}]
     data = files(tmp_path, rows, malformed="skip")
     assert len(data.train_dataloader()) == len(ROWS)
-    assert "1 skipped as malformed" in caplog.text
+    assert re.search("1 .*malformed", caplog.text)
     with pytest.raises(ValueError, match="no token for"):
         files(tmp_path, rows).train_dataloader()
 
@@ -60,15 +61,13 @@ def test_large_files_are_encoded_beforehand_and_too_long_samples_dropped(
     task = InstructionFiles(train=path, validation_fraction=0)
     data = InstructionDataModule(task, CharacterTokenizer(characters="qr0123456789"), batch_size=1, max_length=6)
     assert len(data.train_dataloader()) == 3
-    assert "3 of 6 samples dropped as longer than 6 tokens" in caplog.text
+    assert re.search("3 of 6 .*longer than 6 tokens", caplog.text)
 
 
 def test_a_lazy_task_with_too_long_samples_is_refused() -> None:
     task = Additions(num_train=20_001, num_validation=2, num_test=2)
     data = InstructionDataModule(task, CharacterTokenizer(), max_length=10)
-    with pytest.raises(
-        ValueError, match=r"data\.max_length: expected at most 10 tokens in the sample train-\d+, got \d+"
-    ):
+    with pytest.raises(ValueError, match=r"data\.max_length: .*10 tokens.* train-\d+, got \d+"):
         next(iter(data.train_dataloader()))
 
 
@@ -76,7 +75,7 @@ def test_the_context_of_one_model_does_not_limit_the_samples_of_the_next(monkeyp
     monkeypatch.setattr(module_file, "_LAZY_ABOVE", 3)
     data = InstructionDataModule(Additions(num_train=8, num_validation=8, num_test=2), CharacterTokenizer())
     data.check_context(4)
-    with pytest.raises(ValueError, match=r"data.max_length: expected at most 4 tokens in the sample"):
-        data._encoded("train")[0]
+    with pytest.raises(ValueError, match=r"data.max_length: .*at most 4 tokens"):
+        data._load_split("train")[0]
     data.check_context(256)
-    assert len(data._encoded("train")[0]) > 4
+    assert len(data._load_split("train")[0]) > 4

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from jsonargparse import Namespace
 
 from refusion_lit.cli.answers import template_of
-from refusion_lit.data.evaluation import given_tokens
+from refusion_lit.data.evaluation import encode_given
 from refusion_lit.data.templates import Template
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.tasks import Example
@@ -15,7 +14,7 @@ from refusion_lit.tasks import Example
 TOKENIZER = CharacterTokenizer(characters="abcdefgh{}.-0123456789 ").build(None)
 
 
-def shown(tokens: tuple[int | None, ...]) -> str:
+def render(tokens: tuple[int | None, ...]) -> str:
     """Return tokens as text, gaps as underscores and the end as a bar."""
     names = {None: "_", TOKENIZER.eos_token_id: "|"}
     return "".join(names[t] if t in names else TOKENIZER.decode([t]) for t in tokens)
@@ -39,17 +38,17 @@ def test_gaps_are_numbers_in_double_braces(text: str, parts: tuple[object, ...],
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "template: expected some text or a span"),
-        ("{{...}}", "template: expected some text or a span"),
-        ("a{{0}}", "expected spans of 1 to 1000000 tokens, the lesser number first, got '{{0}}'"),
-        ("a{{5-2}}", "expected spans of 1 to 1000000 tokens, the lesser number first, got '{{5-2}}'"),
-        ("a{{99999999999}}", "expected spans of 1 to 1000000 tokens, the lesser number first, got '{{99999999999}}'"),
-        ("a{{...}}b", "{{...}} at its end only"),
-        ("{{1-9}}a{{1-9}}", "at most 64 combinations of span lengths, got 81"),
+        ("", "template: .*span"),
+        ("{{...}}", "template: .*span"),
+        ("a{{0}}", "template: .*1000000 tokens.* got '{{0}}'"),
+        ("a{{5-2}}", "template: .*1000000 tokens.* got '{{5-2}}'"),
+        ("a{{99999999999}}", "template: .*1000000 tokens.* got '{{99999999999}}'"),
+        ("a{{...}}b", r"template: .*\.\.\.}} at its end"),
+        ("{{1-9}}a{{1-9}}", "template: .*at most 64 .*got 81"),
     ],
 )
 def test_impossible_templates_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message.replace("{{", r"\{\{")):
         Template.parse(text)
 
 
@@ -63,20 +62,20 @@ def test_impossible_templates_are_refused(text: str, message: str) -> None:
     ],
 )
 def test_encodes_each_combination_of_lengths(text: str, expected: list[str]) -> None:
-    assert [shown(tokens) for tokens in Template.parse(text).encode(TOKENIZER)] == expected
+    assert [render(tokens) for tokens in Template.parse(text).encode(TOKENIZER)] == expected
 
 
 def test_holes_of_an_example_are_as_long_as_its_text() -> None:
     example = Example(id="x", query="a", response="ab12cd", spans=((0, 1), (2, 4)))
-    assert shown(given_tokens(TOKENIZER, example)) == "_b__cd|"
-    assert given_tokens(TOKENIZER, Example(id="x", query="a", response="ab")) == ()
+    assert render(encode_given(TOKENIZER, example)) == "_b__cd|"
+    assert encode_given(TOKENIZER, Example(id="x", query="a", response="ab")) == ()
 
 
 @pytest.mark.parametrize("spans", [((2, 4), (0, 1)), ((0, 3), (2, 4)), ((4, 7),), ((-1, 2),), ((3, 2),)])
 def test_holes_out_of_order_or_outside_the_text_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
     """They would give or leave out text twice."""
-    with pytest.raises(ValueError, match="example x: spans: expected character ranges in text order within its 6 char"):
-        given_tokens(TOKENIZER, Example(id="x", query="a", response="ab12cd", spans=spans))
+    with pytest.raises(ValueError, match=r"example x: spans: .*text order"):
+        encode_given(TOKENIZER, Example(id="x", query="a", response="ab12cd", spans=spans))
 
 
 def test_a_file_loses_one_line_break_at_its_end(tmp_path: Path) -> None:
@@ -86,5 +85,5 @@ def test_a_file_loses_one_line_break_at_its_end(tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="is not UTF-8 text"):
         template_of(Namespace(template=str(path)))
-    with pytest.raises(ValueError, match="template: expected a file"):
+    with pytest.raises(ValueError, match=r"template: .*file"):
         template_of(Namespace(template=str(tmp_path / "none")))

@@ -111,7 +111,7 @@ def test_an_unknown_word_is_named_in_texts_prompts_and_examples() -> None:
         encode_text(words, "dogs sleep")
     with pytest.raises(ValueError, match="no token for 'dogs'"):
         encode_prompt(words, "dogs", "cats {query}")
-    with pytest.raises(ValueError, match="example 7: text: the tokenizer has no token for 'dogs'"):
+    with pytest.raises(ValueError, match=r"example 7: .*no token for 'dogs'"):
         encode_example(words, Example(id="7", query="cats", response="dogs sleep"))
 
 
@@ -132,7 +132,7 @@ def test_an_example_ends_with_its_end_of_sequence(characters) -> None:
     sample = encode_example(characters, Example(id="1", query="ab", response="c"))
     assert characters.decode(list(sample.prompt_ids)) == "ab"
     assert list(sample.response_ids) == [*encode_text(characters, "c"), characters.eos_token_id]
-    with pytest.raises(ValueError, match="example 1: expected a response"):
+    with pytest.raises(ValueError, match=r"example 1: .*response"):
         encode_example(characters, Example(id="1", query="ab", response=""))
     with pytest.raises(ValueError, match="empty prompt"):
         encode_prompt(characters, "")
@@ -158,13 +158,13 @@ def test_a_directory_without_mask_token_gets_one(tmp_path, bpe) -> None:
 
 
 def test_errors_name_the_option(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.characters: expected an alphabet"):
+    with pytest.raises(ValueError, match=r"tokenizer\.characters: .*alphabet"):
         CharacterTokenizer().build(None)
-    with pytest.raises(ValueError, match="vocab_size: expected at least 260"):
+    with pytest.raises(ValueError, match=r"vocab_size: .*at least 260"):
         TrainedBPE(vocab_size=100)
     with pytest.raises(ValueError, match=r"tokenizer\.source"):
         PretrainedTokenizer(source=str(tmp_path)).build(None)
-    with pytest.raises(ValueError, match="expected a task for TrainedBPE"):
+    with pytest.raises(ValueError, match=r"tokenizer: .*task"):
         TrainedBPE().build(None)
 
 
@@ -202,7 +202,7 @@ def test_a_directory_without_end_of_sequence_is_refused(tmp_path, bpe) -> None:
     tokenizer = StoredTokenizer(files=tokenizer_files(bpe)).build(None)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="expected an end-of-sequence token"):
+    with pytest.raises(ValueError, match=r"tokenizer\.source: .*end-of-sequence token"):
         PretrainedTokenizer(source=str(tmp_path)).build(None)
 
 
@@ -215,7 +215,7 @@ def test_a_generation_config_without_an_object_names_no_end(tmp_path, bpe) -> No
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
-    with pytest.raises(ValueError, match=r"^tokenizer\.source: expected a tokenizer's files in .*, got None; copy"):
+    with pytest.raises(ValueError, match=r"^tokenizer\.source: .*files in .*, got None"):
         PretrainedTokenizer(source=str(tmp_path)).build(None)
 
 
@@ -248,7 +248,7 @@ def test_files_of_a_newer_library_are_refused(tmp_path, bpe) -> None:
     bpe.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "model": {"type": "New"}}))
-    with pytest.raises(ValueError, match=r"^tokenizer\.source: no tokenizer can be loaded from .* did not match any"):
+    with pytest.raises(ValueError, match=r"^tokenizer\.source: .*did not match any"):
         PretrainedTokenizer(source=str(tmp_path)).build(None)
     with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read"):
         StoredTokenizer(files={path.name: path.read_text() for path in tmp_path.iterdir()}).build(None)
@@ -256,7 +256,7 @@ def test_files_of_a_newer_library_are_refused(tmp_path, bpe) -> None:
 
 def test_damaged_files_of_a_checkpoint_are_refused() -> None:
     for files in ({"tokenizer.json": "{"}, {}):
-        with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read; fetch them again"):
+        with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read"):
             StoredTokenizer(files=files).build(None)
     with pytest.raises(ValueError, match=r"tokenizer files in a/last\.ckpt cannot be read"):
         tokenizer_from_files({}, "a/last.ckpt")

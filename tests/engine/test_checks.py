@@ -20,7 +20,7 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.tasks import Additions
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits, SamplingParams

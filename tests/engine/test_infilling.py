@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from refusion_lit.contrib import D2F, SlotSearch
-from refusion_lit.data.templates import choose_lengths, most_probable, probe
+from refusion_lit.data.templates import choose_lengths, choose_most_probable, make_probe
 from refusion_lit.decoding import (
     BlockDiffusion,
     Decoder,
@@ -205,10 +205,10 @@ def test_a_probe_hides_the_given_tokens_right_of_holes_but_no_end() -> None:
     prompt, row = generation("a__bc_d_.", [5, 6, 7, 8], [0.5] * 4, 1)
     expected = [*row.token_ids]
     expected[3] = expected[6] = None  # type: ignore[call-overload]
-    assert probe(prompt, row, [EOS]).given == tuple(expected)
+    assert make_probe(prompt, row, [EOS]).given == tuple(expected)
     prompt, row = generation("__ab", [5, 6], [0.5] * 2, 1)
     row.token_ids += [4, 4, EOS]
-    assert probe(prompt, row, [EOS]).given == (5, 6, None, row.token_ids[3])
+    assert make_probe(prompt, row, [EOS]).given == (5, 6, None, row.token_ids[3])
 
 
 @pytest.mark.parametrize("decoder", [ReFusion(), LLaDA(block_length=4)], ids=lambda decoder: type(decoder).__name__)
@@ -229,7 +229,7 @@ def test_prompts_that_fill_the_cache_with_several_lengths_are_decoded_to_the_end
 def test_the_length_that_fits_wins_and_pays_for_all() -> None:
     found = [generation("_a.", [5], [0.9], 2), generation("__a.", [5, 6], [0.9, 0.5], 3)]
     (prompts, rows) = zip(*found, strict=True)
-    probes = [probe(prompt, row, [EOS]) for prompt, row in found]
+    probes = [make_probe(prompt, row, [EOS]) for prompt, row in found]
 
     def seams(first: tuple[int, float], second: tuple[int, float]) -> list[Generation]:
         """Return what was drafted at the seams of both."""
@@ -240,7 +240,8 @@ def test_the_length_that_fits_wins_and_pays_for_all() -> None:
 
     right = [rows[0].token_ids[1], rows[1].token_ids[2]]
     # Alike at the seam, so that what is in the hole decides; then the other hole fits better.
-    assert most_probable(prompts, rows, probes, seams((right[0], 0.8), (right[1], 0.8))).token_ids == rows[0].token_ids
-    best = most_probable(prompts, rows, probes, seams((right[0] + 1, 0.9), (right[1], 0.8)))
+    best = choose_most_probable(prompts, rows, probes, seams((right[0], 0.8), (right[1], 0.8)))
+    assert best.token_ids == rows[0].token_ids
+    best = choose_most_probable(prompts, rows, probes, seams((right[0] + 1, 0.9), (right[1], 0.8)))
     assert best.token_ids == rows[1].token_ids
     assert (best.num_forwards, best.num_positions) == (2 + 3 + 1 + 1, 20)

@@ -16,7 +16,7 @@ from refusion_lit import load
 from refusion_lit.decoding import Autoregressive, Decoder, Generation, ReFusion, decode
 from refusion_lit.engine.engine import Engine
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import Constraint, ConstraintState, DecodingOptions, Prompt, SamplingParams
 from support.decoder_cases import DECODERS, hash_models, is_accepted, setups, traits_for
 from support.effort import examples

@@ -14,7 +14,7 @@ from refusion_lit.contrib import SoftTail
 from refusion_lit.decoding import LLaDA
 from refusion_lit.evaluation.likelihood import is_greedy_text, monte_carlo_masked
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from support.fakes import tiny_backbone
 from support.orders import order_mask
 from support.published import MODELS, published_model

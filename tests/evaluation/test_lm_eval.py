@@ -29,7 +29,7 @@ from refusion_lit.decoding import Autoregressive, Generation, LLaDA, ReFusion  #
 from refusion_lit.evaluation.likelihood import autoregressive, check, monte_carlo_masked  # noqa: E402
 from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
 from refusion_lit.evaluation.lm_eval import evaluate as evaluate_all  # noqa: E402
-from refusion_lit.modeling.loading import BackboneConfig  # noqa: E402
+from refusion_lit.modeling.load import BackboneConfig  # noqa: E402
 from refusion_lit.modeling.saving import save_model  # noqa: E402
 from refusion_lit.types import ModelTraits, SamplingParams  # noqa: E402
 

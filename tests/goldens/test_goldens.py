@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from refusion_lit.decoding import DecodingOutput, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams
 from support.slow_decoding import cut
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_replaced_values
 from refusion_lit.reports.comparison import compare
-from refusion_lit.reports.plots import tradeoff_plot
 from refusion_lit.reports.runs import read_runs
-from refusion_lit.reports.write import html_report, markdown_table
+from refusion_lit.reports.tables import csv_table, latex_table, markdown_table
+from refusion_lit.reports.write import html_report
 from reports.samples import prediction, write_run
 from support.parsed_page import ParsedPage
 
@@ -24,7 +24,7 @@ FUZZ = settings(max_examples=NUM_EXAMPLES, phases=PHASES, deadline=None, suppres
 @pytest.fixture(autouse=True, scope="module")
 def _few_resamples() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as context:
-        context.setattr("refusion_lit.reports.comparison.NUM_RESAMPLES", 10)
+        context.setattr("refusion_lit.reports.intervals.NUM_RESAMPLES", 10)
         yield
 
 
@@ -47,7 +47,7 @@ def test_predictions(run: Path, data: st.DataObject) -> None:
         content = data.draw(damaged("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
         (run / f"predictions_{name}.jsonl").write_bytes(content)
     comparison = compare(*read_runs([run]), None)
-    page = html_report(comparison, tradeoff_plot(comparison))
-    for text in (page, markdown_table(comparison)):
+    page = html_report(comparison)
+    for text in (page, markdown_table(comparison), latex_table(comparison), csv_table(comparison)):
         text.encode()
     assert ParsedPage(page).unsafe == []

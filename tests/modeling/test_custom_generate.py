@@ -21,7 +21,7 @@ from refusion_lit.cli.export import name_decoder
 from refusion_lit.decoding import ReFusion, SelfSpeculative
 from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
-from refusion_lit.modeling.loading import attach
+from refusion_lit.modeling.load import attach
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, prompt_code, save_drafter, save_model
 from refusion_lit.refusion import export as refusion
 from refusion_lit.reports.model_card import model_card

@@ -18,7 +18,7 @@ import refusion_lit
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import BlockDiffusion, Decoder, LLaDA, ReFusion, WeDLM
 from refusion_lit.modeling.formats import FORMATS
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits

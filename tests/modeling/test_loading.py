@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import refusion_lit
 from refusion_lit.cli import chat, generate, serve, trace
-from refusion_lit.modeling.architecture import check_source
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import DrafterOptions
-from refusion_lit.modeling.loading import BackboneConfig, decoding_dtype, default_device
+from refusion_lit.modeling.load import BackboneConfig, decoding_dtype, default_device
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
+from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import ensure_mask_token, special_tokens_of
 from refusion_lit.types import ModelTraits
 from support.tiny import TINY_QWEN, make_base
@@ -512,9 +512,9 @@ def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, found=cached: found)
         if cached is None:
             with pytest.raises(ValueError, match=r"the hub cannot be asked .*no network"):
-                check_source("me/model", "ckpt_path")
+                ModelSource.open("me/model", option="ckpt_path")
         else:  # files are taken from the cache without asking for each
-            check_source("me/model", "ckpt_path")
+            ModelSource.open("me/model", option="ckpt_path")
         assert huggingface_hub.constants.HF_HUB_OFFLINE is is_offline
 
 

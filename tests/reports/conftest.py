@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("refusion_lit.reports.comparison.NUM_RESAMPLES", 50)
+    monkeypatch.setattr("refusion_lit.reports.intervals.NUM_RESAMPLES", 50)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from refusion_lit.reports.comparison import (
-    pareto_front,
+from refusion_lit.reports.comparison import pareto_front
+from refusion_lit.reports.intervals import (
     ratio_difference,
     ratio_interval,
     score_difference,
@@ -23,7 +23,7 @@ from refusion_lit.reports.comparison import (
 
 @pytest.fixture(autouse=True)
 def _many_resamples(_few_resamples: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("refusion_lit.reports.comparison.NUM_RESAMPLES", 3000)
+    monkeypatch.setattr("refusion_lit.reports.intervals.NUM_RESAMPLES", 3000)
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,14 +64,13 @@ def test_wilsons_interval_refuses_impossible_counts(options: tuple[int, ...], op
         wilson(*options)
 
 
-@pytest.mark.parametrize("num", [1, 2, 96, 5000])
-def test_scores_at_the_edges_have_wilsons_intervals(num: int) -> None:
-    for number, score in ((num, 100.0), (0, 0.0)):
-        expected = binomtest(number, num).proportion_ci(0.95, method="wilson")
-        interval = score_interval([score] * num)
-        assert (interval.low, interval.estimate, interval.high) == pytest.approx(
-            (100 * expected.low, score, 100 * expected.high)
-        )
+@pytest.mark.parametrize(("num_right", "num"), [(1, 1), (0, 1), (0, 96), (1, 300), (5, 300), (5000, 5000)])
+def test_scores_of_0_and_1_have_wilsons_intervals(num_right: int, num: int) -> None:
+    expected = binomtest(num_right, num).proportion_ci(0.95, method="wilson")
+    interval = score_interval([100.0] * num_right + [0.0] * (num - num_right))
+    assert (interval.low, interval.estimate, interval.high) == pytest.approx(
+        (100 * expected.low, 100 * num_right / num, 100 * expected.high)
+    )
 
 
 def test_differences_at_the_edges_have_a_width_that_shrinks_with_the_prompts() -> None:
@@ -86,7 +85,8 @@ def test_differences_at_the_edges_have_a_width_that_shrinks_with_the_prompts() -
     # Newcombe (1998), method 10, by hand for two prompts: Wilson's lower limit is 2 / (2 + 1.96 ** 2).
     assert widths[0] == pytest.approx(100 - 100 * 2 / (2 + 1.96**2), abs=0.01)
     mixed = [100.0, 0.0] * 10
-    assert score_interval(mixed) == ratio_interval(mixed, [1.0] * 20)
+    partial = [50.0, *mixed]
+    assert score_interval(partial) == ratio_interval(partial, [1.0] * 21)
     same, edge = score_difference(mixed, mixed), score_difference([100.0] * 20, [100.0] * 20)
     assert (same.low, same.high) == (edge.low, edge.high), "equal on 20 prompts, whatever the scores are"
 
@@ -118,7 +118,7 @@ def test_a_paired_difference_resamples_the_same_prompts_for_both() -> None:
 def test_resampling_in_chunks_gives_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [float(i % 7) for i in range(100)]
     whole = ratio_interval(values, [1.0] * 100)
-    monkeypatch.setattr("refusion_lit.reports.comparison._MAX_DRAWN", 700)
+    monkeypatch.setattr("refusion_lit.reports.intervals._MAX_DRAWN", 700)
     assert ratio_interval(values, [1.0] * 100) == whole
 
 

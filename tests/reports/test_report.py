@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -16,9 +17,10 @@ from scipy.stats import binomtest
 from refusion_lit.cli.score import write_predictions
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.model_card import model_card
-from refusion_lit.reports.plots import curves_plot, standalone
+from refusion_lit.reports.plots import curves_plot
 from refusion_lit.reports.runs import read_runs, read_scores
-from refusion_lit.reports.write import markdown_table, report_results, write_report
+from refusion_lit.reports.tables import markdown_table
+from refusion_lit.reports.write import report_results, write_report
 from refusion_lit.types import ModelTraits
 from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
 from support.parsed_page import ParsedPage
@@ -142,6 +144,53 @@ def test_ids_with_different_prompts_or_references_are_not_paired(tmp_path: Path)
     assert "different prompts or references under 3 ids" in files[1].read_text()
 
 
+def test_the_front_leaves_out_rows_with_other_prompts(tmp_path: Path) -> None:
+    many = {name: predictions([1.0, 1.0, 0.0, 0.0], forwards=forwards) for name, forwards in (("a", 2), ("b", 4))}
+    few = {"lucky": predictions([1.0, 1.0], forwards=1)}
+    paths = [write_run(tmp_path / "many", many), write_run(tmp_path / "few", few)]
+    comparison = compare(*read_runs(paths))
+    assert [(row.name, row.on_front, row.has_other_prompts) for row in comparison.rows] == [
+        ("many: a", True, False), ("many: b", False, False), ("few: lucky", False, True),
+    ]  # fmt: skip
+    (note,) = comparison.notes
+    assert "few: lucky" in note
+    page = write_report(paths, tmp_path / "out")[0].read_text()
+    assert page.count('<tr class="front">') == 1
+    assert compare(*read_runs(paths[1:])).notes == []
+
+
+def test_speeds_of_concurrent_points_are_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0])})
+    assert "| 123 |" in markdown_table(compare(*read_runs([run])))
+    results = json.loads((run / "results.json").read_text())
+    results["environment"]["num_concurrent"] = 2
+    (run / "results.json").write_text(json.dumps(results))
+    comparison = compare(*read_runs([run]))
+    assert "123" not in markdown_table(comparison)
+    assert "num_workers" in comparison.notes[0].replace("\\", "")
+
+
+def test_tables_and_plots_for_papers(tmp_path: Path) -> None:
+    good, bad = predictions([1.0] * 20, forwards=1), predictions([0.0] * 20, forwards=5)
+    run = write_run(tmp_path / "run", {"a_b": good, "bad": bad}, mismatches={"bad": ["another attention"]})
+    files = write_report([run], formats=("latex", "csv", "pdf", "png"))
+    assert [path.name for path in files] == [
+        "table.tex", "table.csv", "tradeoff.pdf", "tradeoff.png", "tradeoff.svg",
+    ]  # fmt: skip
+    latex = files[0].read_text()
+    head, first, _ = (line for line in latex.splitlines() if line.endswith(r" \\"))
+    assert head.startswith(r"decoder & prompts & score \% &")
+    assert first.startswith(r"a\_b (ReFusion) & 20 & 100.0 [83.9, 100.0] & 10.00")
+    assert [part for part in (r"\toprule", r"\midrule", r"\bottomrule") if latex.count(part) != 1] == []
+    with files[1].open(newline="") as file:
+        row, other = csv.DictReader(file)
+    assert (row["decoder"], float(row["score"]), row["num_prompts"]) == ("a_b", 100, "20")
+    assert float(row["score_low"]) == pytest.approx(WILSON_20)
+    assert (other["mismatch"], float(other["score_difference"])) == ("another attention", -100)
+    assert files[2].read_bytes().startswith(b"%PDF")
+    assert files[3].read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep")
     comparison = compare(*read_runs([sweep]))
@@ -208,7 +257,7 @@ def test_curves_rise_to_the_right_and_name_every_point() -> None:
     curves = {"one & only": [(0, 1.5), (10, 2.5)], "_other": [(5, 2.0)]}
     picture = curves_plot(curves, "steps", "loss")
     assert picture == curves_plot(curves, "steps", "loss")
-    root = ElementTree.fromstring(standalone(picture))
+    root = ElementTree.fromstring(picture)
     points = [group for group in root.iter(f"{SVG}g") if group.get("class") == "point"]
     titles = [group.findtext(f"{SVG}title") for group in points]
     assert titles == [
@@ -305,7 +354,7 @@ def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path, capsys: pyt
     assert "predictions_a.jsonl, line 4" in notes
     assert "no predictions of gone" in notes
     assert "damaged/results.json could not be read" in notes
-    assert "other" not in notes
+    assert "other/results.json" not in notes
     assert "\N{EN DASH}" in _page(write_report([run])[0]).text
     assert capsys.readouterr().err == "".join(f"note: {note}\n" for note in comparison.notes)
     assert "json could not be read" in markdown_table(comparison)
@@ -337,8 +386,8 @@ def test_a_report_of_a_test_that_cannot_be_written_is_a_warning(tmp_path: Path) 
 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:
-    for formats in ((), ("html", "pdf")):
-        with pytest.raises(ValueError, match="format: expected some of html, markdown, got"):
+    for formats in ((), ("html", "docx")):
+        with pytest.raises(ValueError, match="format: expected some of html, markdown, latex, csv, pdf, png, or all"):
             write_report([tmp_path], formats=formats)
 
 

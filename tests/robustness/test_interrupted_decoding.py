@@ -187,8 +187,8 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
     assert finished(start(args, tmp_path / "log", fill_up)) == 2
     said = (tmp_path / "log").read_text()
     assert said.count("refusion-lit: error:") == 1
-    assert "batch_size: expected prompts that fit into memory, got 2 and no memory left (the cache takes " in said
-    assert "; lower it, or set max_cache_tokens." in said
+    assert "batch_size: expected prompts that fit into memory, got 2" in said
+    assert "max_cache_tokens" in said
     names = ("predictions_refusion.jsonl", "predictions_other.jsonl")
     assert [len(_lines(run / name)) for name in names] == [4, 4]
     assert main(["test", f"--resume={run}", "--model.decoding.batch_size=1"]) == 0
@@ -202,7 +202,7 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
     [
         (
             "--model.sampling.max_new_tokens=500",
-            "expected at most 12 tokens (a context of 512 less max_new_tokens 500)",
+            "expected at most 12 tokens",
         ),
         ("--model.decoding.max_cache_tokens=50", "max_cache_tokens: expected at least "),
     ],
@@ -220,7 +220,7 @@ def test_prompts_that_do_not_fit_are_refused_before_any_is_decoded(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max_new_tokens=510"], "prompt 1: expected at most 2 tokens (a context of 512 less max_new_tokens 510)"),
+        (["--max_new_tokens=510"], "prompt 1: expected at most 2 tokens"),
         (["--max_new_tokens=16", "--max_cache_tokens=20"], "max_cache_tokens: expected at least "),
     ],
 )

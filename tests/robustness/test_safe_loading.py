@@ -21,7 +21,7 @@ import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY, built
 from refusion_lit.cli import main
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.training.callbacks import AtomicCheckpointIO
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"

@@ -23,7 +23,7 @@ import openai
 
 from refusion_lit import load
 from refusion_lit.decoding import Autoregressive, Generation, ReFusion, SelfSpeculative
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.serving import Limits
 from refusion_lit.serving.app import Server, build_app
 from refusion_lit.serving.service import Service
@@ -198,54 +198,42 @@ def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> No
     assert all(alone)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"extra_body": {"guided_json": {}}}, "guided_json: refused, as this server has no such field; leave it out."),
-    ({"logprobs": True}, "logprobs: refused, as this server returns no log-probabilities, with any decoder; leave"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: refused, as this server calls no tools"),
-    ({"extra_body": {"max_new_tokens": 4}}, "max_new_tokens: refused, as this server has no such field; leave it out."),
-    ({"frequency_penalty": 0.5}, "frequency_penalty: refused, as this server has no such field"),
-    ({"max_tokens": 4000}, "max_tokens: expected at most 1024, got 4000; lower it."),
-    ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, got 0."),
-    ({"temperature": -1}, "temperature: Input should be greater than or equal to 0, got -1."),
-    ({"extra_body": {"max_tokens": "5"}}, 'max_tokens: Input should be a valid integer, got "5".'),
-    ({"extra_body": {"seed": True}}, "seed: Input should be a valid integer, got true."),
-    ({"extra_body": {"n": "1"}}, 'n: Input should be a valid integer, got "1".'),
-    ({"n": 17}, "n: Input should be less than or equal to 16, got 17."),
-    ({"stop": ["a"] * 17}, "stop: Value should have at most 16 items after validation, not 17"),
-    ({"stop": [3]}, "stop.0: Input should be a valid string, got 3."),
-    ({"max_tokens": 600}, "max_tokens: expected less than the model's context of 512 tokens, got 600; lower it."),
-    ({"extra_body": {"str": 1}}, "str: refused, as this server has no such field; leave it out."),
-    ({"stop": 3}, "stop: Input should be a valid list, got 3."),
-    ({"stop": [""]}, "stop: expected a list of texts, none of them empty"),
-    (
-        {"response_format": {"type": "json_object"}},
-        "response_format: a decoder that draws in any order cannot keep optional or unnamed properties",
-    ),
-    (
-        {"extra_body": {"max_completion_tokens": 4}, "max_tokens": 4},
-        "max_completion_tokens: refused, as max_tokens is given, too; leave it out.",
-    ),
-    ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text', 'json_object' or"),
-    *(
-        (
-            {"response_format": {"type": kind} | given},
-            "response_format.json_schema: expected a schema if the type is json_schema, and none otherwise, got",
-        )
-        for kind, given in (
-            ("json_object", {"json_schema": {"schema": {"enum": [1]}}}),
-            ("text", {"json_schema": {"schema": False}}),
-            ("json_schema", {}),
-        )
-    ),
-]
+REFUSED: list[tuple[dict[str, Any], str, str]] = [  # options, the field that is wrong, words of the message
+    ({"extra_body": {"guided_json": {}}}, "guided_json", "refused"),
+    ({"logprobs": True}, "logprobs", "refused"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "refused"),
+    ({"extra_body": {"max_new_tokens": 4}}, "max_new_tokens", "refused"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "refused"),
+    ({"max_tokens": 4000}, "max_tokens", "at most 1024, got 4000"),
+    ({"max_tokens": 0}, "max_tokens", "got 0"),
+    ({"temperature": -1}, "temperature", "got -1"),
+    ({"extra_body": {"max_tokens": "5"}}, "max_tokens", 'integer, got "5"'),
+    ({"extra_body": {"seed": True}}, "seed", "integer, got true"),
+    ({"extra_body": {"n": "1"}}, "n", 'integer, got "1"'),
+    ({"n": 17}, "n", "16, got 17"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": [3]}, "stop.0", "string, got 3"),
+    ({"max_tokens": 600}, "max_tokens", "512 tokens, got 600"),
+    ({"extra_body": {"str": 1}}, "str", "refused"),
+    ({"stop": 3}, "stop", "list, got 3"),
+    ({"stop": [""]}, "stop", "empty"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "optional or unnamed properties"),
+    ({"extra_body": {"max_completion_tokens": 4}, "max_tokens": 4}, "max_completion_tokens", "max_tokens"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": {"enum": [1]}}}},
+     "response_format.json_schema", "schema"),
+    ({"response_format": {"type": "text", "json_schema": {"schema": False}}}, "response_format.json_schema", "schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:30])
-def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("options", "field", "words"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, "1+1", **options)
-    assert caught.value.body["message"].startswith(message)
-    assert caught.value.param == message.partition(":")[0]
+    assert caught.value.param == field
+    assert caught.value.body["message"].startswith(f"{field}: ")
+    assert words in caught.value.body["message"]
 
 
 def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
@@ -255,7 +243,7 @@ def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
     answer = client.chat.completions.create(model=NAME, messages=[turn])
     assert answer.choices
     assert answer.id.startswith("chatcmpl-")
-    with pytest.raises(openai.BadRequestError, match="logprobs: refused, as this server returns no log-probabil"):
+    with pytest.raises(openai.BadRequestError, match="logprobs: refused"):
         client.completions.create(model=NAME, prompt="1+1", logprobs=0)  # asks for those of the tokens themselves
 
 
@@ -281,7 +269,7 @@ def test_a_decoder_in_any_order_keeps_a_schema(tmp_path: Path) -> None:
         }  # texts of no encoding
         body = {"model": NAME, "prompt": "1", "max_tokens": 40, "response_format": form}
         assert get(f"{address(server)}/v1/completions", json.dumps(body).encode())[0] == 200
-        with pytest.raises(openai.BadRequestError, match="the number of tokens to fill in"):
+        with pytest.raises(openai.BadRequestError, match=r"max_tokens: .*got 3"):
             chat(client, "1+1", response_format=SUM_FORMAT, max_tokens=3)
 
 
@@ -298,8 +286,8 @@ def test_answers_keep_a_schema(tmp_path: Path) -> None:
         free = chat(client, "1+1", response_format={"type": "json_object"}, max_tokens=40)
         assert isinstance(json.loads(free.choices[0].message.content), dict)
         for options, message in (
-            ({"stop": ["}"]}, "response_format: expected neither"),
-            ({"max_tokens": 3}, "max_tokens: expected at least 10, the length of an answer that keeps the schema"),
+            ({"stop": ["}"]}, r"response_format: .*stop strings"),
+            ({"max_tokens": 3}, r"max_tokens: .*at least 10, .*got 3"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):
                 chat(client, "1+1", response_format=asked, **options)
@@ -312,36 +300,28 @@ def test_content_may_come_in_parts_of_text(client: Any) -> None:
     parts = [{"type": "text", "text": "12+"}, {"type": "text", "text": "34>"}]
     assert ask(parts).choices[0].message.content == ask("12+34>").choices[0].message.content
     image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-    with pytest.raises(
-        openai.BadRequestError, match=r"messages\.0\.content\.2\.type: Input should be 'text', got \"image"
-    ):
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.2\.type: .*'text', got \"image"):
         ask([*parts, image])
     for key in ("cache_control", "annotations"):
         with pytest.raises(openai.BadRequestError) as caught:
             ask([parts[0], parts[1] | {key: {"type": "ephemeral"}}])
         assert caught.value.param == f"messages.0.content.1.{key}"
-        assert caught.value.body["message"].endswith(": refused, as this server has no such field; leave it out.")
+        assert "refused" in caught.value.body["message"]
     assert ask([parts[0], parts[1] | {"annotations": None}]).choices, "null asks for nothing"
 
 
 def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"400 - prompt\.0: Input should be a valid string, got 3\."):
+    with pytest.raises(openai.BadRequestError, match=r"400 - prompt\.0: .*string, got 3"):
         client.completions.create(model=NAME, prompt=[3, 4, 5])
-    with pytest.raises(openai.NotFoundError, match=r"model: expected 'additions', got '/etc/passwd'; see"):
+    with pytest.raises(openai.NotFoundError, match=r"model: .*'additions', got '/etc/passwd'"):
         client.completions.create(model="/etc/passwd", prompt="1")
-    with pytest.raises(openai.BadRequestError, match="messages: expected one message of the user, as this model has"):
+    with pytest.raises(openai.BadRequestError, match=r"messages: .*chat template"):
         client.chat.completions.create(model=NAME, messages=[{"role": "system", "content": "1"}])
-    with pytest.raises(
-        openai.BadRequestError, match="prompt: expected at most 4096 tokens, with those of a schema, got 5000"
-    ):
+    with pytest.raises(openai.BadRequestError, match=r"prompt: .*at most 4096 tokens.*got 5000"):
         client.completions.create(model=NAME, prompt="1" * 5000)
-    with pytest.raises(
-        openai.BadRequestError, match=r"prompt 0: expected at most 496 tokens \(a context of 512 less max_tokens"
-    ):
+    with pytest.raises(openai.BadRequestError, match=r"prompt: .*at most 496 tokens .*512 .*max_tokens"):
         client.completions.create(model=NAME, prompt="1" * 500)
-    with pytest.raises(
-        openai.BadRequestError, match="prompt: expected 1 to 16 texts, n times, none of them empty, got"
-    ):
+    with pytest.raises(openai.BadRequestError, match=r"prompt: .*16 texts.*empty"):
         client.completions.create(model=NAME, prompt=["1", ""])
 
 
@@ -355,7 +335,7 @@ def test_each_thread_has_a_tokenizer_of_its_own(model: TextModel) -> None:
 def test_names_of_special_tokens_stay_text(client: Any) -> None:
     """This tokenizer has no letters, so as text they are refused; as tokens they would be taken."""
     for name in ("<mask>", "<eos>"):
-        with pytest.raises(openai.BadRequestError, match="the tokenizer has no token for"):
+        with pytest.raises(openai.BadRequestError, match="no token for"):
             chat(client, f"1{name}2")
 
 
@@ -441,8 +421,8 @@ def test_health_says_that_the_model_is_loading(model: TextModel) -> None:
 
     worker = Worker(model, model.default_decoder, SamplingParams(), DecodingOptions(), Limits())
     loaded = threading.Event()
-    runner = worker.checked.runner
-    worker.checked.runner = lambda: loaded.wait(60) and runner()  # type: ignore[method-assign,return-value]
+    runner = worker.checked_model.runner
+    worker.checked_model.runner = lambda: loaded.wait(60) and runner()  # type: ignore[method-assign,return-value]
     with TestClient(build_app(Service(worker, NAME)), "http://127.0.0.1") as client:
         health = client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "loading"})
@@ -528,9 +508,7 @@ def test_figures_are_shown(server: Server, client: Any) -> None:
 def test_a_full_queue_says_when_to_come_again(model: TextModel) -> None:
     with serving(model, Autoregressive(), rows=1, max_waiting=1, prepare=lambda worker: slow(worker, 0.05)) as server:
         with openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client:
-            with pytest.raises(
-                openai.BadRequestError, match=r"n: expected at most 2 answers of a request, .* got 3; lower"
-            ):
+            with pytest.raises(openai.BadRequestError, match=r"n: .*at most 2 .* got 3"):
                 client.completions.create(model=NAME, prompt="1+1", n=3)
             first = client.completions.create(model=NAME, prompt="1+1", max_tokens=450, stream=True)
             next(first)

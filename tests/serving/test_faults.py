@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -65,12 +66,12 @@ def model() -> TextModel:
     return endless
 
 
-def client_of(server: Server) -> openai.OpenAI:
+def make_client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0)
 
 
 def complete(server: Server, text: str | list[str], **options: Any) -> Any:
-    with client_of(server) as client:
+    with make_client(server) as client:
         return client.completions.create(model=NAME, prompt=text, **options)
 
 
@@ -80,7 +81,7 @@ def get_metrics(server: Server) -> bytes:
 
 
 def pieces(server: Server, text: str, **options: Any) -> list[str]:
-    with client_of(server) as client:
+    with make_client(server) as client:
         stream = client.completions.create(model=NAME, prompt=text, stream=True, **options)
         return [chunk.choices[0].text for chunk in stream]
 
@@ -105,9 +106,9 @@ def no_numbers(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS = [
-    (memory, 503, "out of memory: the prompt and max_tokens need more than there is; lower them"),
-    (bug, 500, "the request failed (KeyError)"),
-    (no_numbers, 500, "the model computed logits that are not numbers for this request"),
+    (memory, 503, "out of memory"),
+    (bug, 500, "KeyError"),
+    (no_numbers, 500, "logits"),
 ]
 
 
@@ -118,14 +119,14 @@ def test_a_request_that_fails_harms_no_other(
     bad = torch.tensor(model.encode(BAD)[:2])
 
     def prepare(worker: Worker) -> None:
-        body = worker.checked.runner()
+        body = worker.checked_model.runner()
 
         def failing(ids: torch.Tensor, *args: Any) -> torch.Tensor:
             hidden = body(ids, *args)
             found = (ids[:, :2] == bad).all(-1) if ids.shape[1] > 1 else torch.zeros(len(ids), dtype=torch.bool)
             return fault(hidden, found) if found.any() else hidden
 
-        worker.checked.runner = lambda: failing
+        worker.checked_model.runner = lambda: failing
         slow(worker, 0.002)
 
     decoder = Autoregressive()
@@ -135,29 +136,31 @@ def test_a_request_that_fails_harms_no_other(
         streamed = pool.submit(pieces, server, "5+5", max_tokens=30)
         with pytest.raises(openai.InternalServerError) as caught:
             failed.result()
-        assert (caught.value.status_code, caught.value.body["message"]) == (status, message)
+        assert caught.value.status_code == status
+        assert message in caught.value.body["message"]
+        assert "secret" not in caught.value.body["message"]
         for text, answer in good.items():
             assert answer.result().choices[0].text == alone(model, decoder, text, 30)
         assert "".join(streamed.result()) == alone(model, decoder, "5+5", 30), "no piece twice, none lost"
         assert complete(server, "8+8").choices[0].text == alone(model, decoder, "8+8", 16)
-        with pytest.raises(openai.APIError, match=message.partition("(")[0]):
+        with pytest.raises(openai.APIError, match=message):
             pieces(server, BAD)
 
 
 def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     """The last of them, too, and those that came later wait for it."""
     worker = Worker(model, Autoregressive(), SamplingParams(), DecodingOptions(batch_size=4), Limits())
-    worker._renew()
+    worker._make_engine()
     prompt = Prompt(token_ids=tuple(model.encode("1+1")), id="0")
-    job = partial(SimpleNamespace, prompt=prompt, sampling=SamplingParams(), watched=False, deadline=math.inf)
+    job = partial(SimpleNamespace, prompt=prompt, sampling=SamplingParams(), wants_rounds=False, deadline=math.inf)
     jobs: Any = [job(name=name) for name in "abcde"]
     worker.submit(jobs[:3])
-    worker._take()
+    worker._admit()
     worker._recover(RuntimeError("of one of them"))
     worker.submit(jobs[3:])
     rounds: list[str] = []
     while worker.waiting:
-        worker._take()
+        worker._admit()
         rounds.append("".join(each.name for each in worker.active.values()))
         worker.active.clear()
     assert rounds == ["a", "b", "c", "de"]
@@ -167,18 +170,18 @@ def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel
     goes_on = threading.Event()
 
     def prepare(worker: Worker) -> None:
-        body = worker.checked.runner()
+        body = worker.checked_model.runner()
 
         def hanging(ids: torch.Tensor, *args: Any) -> torch.Tensor:
             if worker.is_ready:
                 goes_on.wait(180)  # longer than the client waits, and than the server may take to end
             return body(ids, *args)
 
-        worker.checked.runner = lambda: hanging
+        worker.checked_model.runner = lambda: hanging
 
     try:
         with serving(model, Autoregressive(), prepare=prepare, max_seconds=0.5, drain_seconds=0.0) as server:
-            with pytest.raises(openai.InternalServerError, match="the time limit of a request is over") as caught:
+            with pytest.raises(openai.InternalServerError, match="time limit") as caught:
                 complete(server, "1+1")
             assert caught.value.status_code == 504
     finally:  # the server has ended before
@@ -190,8 +193,8 @@ def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(m
     is_lost = threading.Event()
 
     def prepare(worker: Worker) -> None:
-        body = worker.checked.runner()
-        make_cache = worker.checked.make_cache
+        body = worker.checked_model.runner()
+        make_cache = worker.checked_model.make_cache
 
         def running(*args: Any) -> torch.Tensor:
             if is_lost.is_set():
@@ -203,8 +206,8 @@ def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(m
                 raise RuntimeError("device-side assert triggered")
             return make_cache(num_rows)
 
-        worker.checked.runner = lambda: running
-        worker.checked.make_cache = cache
+        worker.checked_model.runner = lambda: running
+        worker.checked_model.make_cache = cache
         slow(worker)
 
     with serving(model, Autoregressive(), rows=2, prepare=prepare) as server, ThreadPoolExecutor(4) as pool:
@@ -213,7 +216,7 @@ def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(m
         wait_for(lambda: (len(worker.active), len(worker.waiting)) == (2, 2))
         is_lost.set()
         for each in asked:
-            with pytest.raises(openai.InternalServerError, match=r"the request failed \(RuntimeError\)") as caught:
+            with pytest.raises(openai.InternalServerError, match="RuntimeError") as caught:
                 each.result(timeout=20)
             assert caught.value.status_code == 500
         wait_for(lambda: server.should_exit)
@@ -247,13 +250,13 @@ def test_a_client_that_leaves_just_as_something_happens_has_left() -> None:
     """Waiting must not swallow the cancellation, or the answer would be decoded to its end."""
 
     async def leave() -> bool:
-        job: Any = SimpleNamespace(ended=None, deadline=math.inf)
+        job: Any = SimpleNamespace(result=None, deadline=math.inf)
         usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "forwards"), 0)
-        run: Any = SimpleNamespace(news=asyncio.Queue(), started=time.monotonic(), jobs=[job], usage=usage, id="chat")
+        run: Any = SimpleNamespace(events=asyncio.Queue(), started=time.monotonic(), jobs=[job], usage=usage, id="chat")
         service: Any = MagicMock(worker=SimpleNamespace(limits=Limits()))
         task = asyncio.create_task(anext(Service._events(service, run)))
         await asyncio.sleep(0.01)
-        run.news.put_nowait("an update")
+        run.events.put_nowait("an update")
         task.cancel()
         await asyncio.wait([task])
         return task.cancelled() and job.deadline == 0
@@ -287,7 +290,7 @@ def test_the_cache_is_bounded_by_the_limits(model: TextModel) -> None:
     with serving(model, Autoregressive(), rows=2, max_prompt_tokens=80, max_answer_tokens=80) as server:
         for prompt in ("1", "1" * 80, ["1" * 80] * 4):
             assert complete(server, prompt, max_tokens=80).usage.completion_tokens % 80 == 0
-        with pytest.raises(openai.BadRequestError, match="max_tokens: expected at most 80, got 81"):
+        with pytest.raises(openai.BadRequestError, match=r"max_tokens: .*80, got 81"):
             complete(server, "1", max_tokens=81)
         cache = server.worker.engine.cache
         assert cache is not None
@@ -303,9 +306,7 @@ def test_the_text_that_a_schema_gives_counts_as_prompt(tmp_path: Path) -> None:
 
     with serving(masked, ReFusion(), rows=2, max_prompt_tokens=80, max_answer_tokens=80) as server:
         assert ask(server, 76) == "x" * 76, "1 token, 76, 2 quotes and EOS"
-        with pytest.raises(
-            openai.BadRequestError, match="prompt: expected at most 80 tokens, with those of a schema, got"
-        ):
+        with pytest.raises(openai.BadRequestError, match=r"prompt: .*at most 80 tokens.*schema"):
             ask(server, 300)
         cache = server.worker.engine.cache
         assert cache is not None
@@ -314,7 +315,7 @@ def test_the_text_that_a_schema_gives_counts_as_prompt(tmp_path: Path) -> None:
 
 def test_a_time_limit_ends_a_request(model: TextModel) -> None:
     with serving(model, Autoregressive(), prepare=slow, max_seconds=0.2) as server:
-        with pytest.raises(openai.InternalServerError, match="the time limit of a request is over") as caught:
+        with pytest.raises(openai.InternalServerError, match="time limit") as caught:
             complete(server, "1+1", max_tokens=400)
         assert caught.value.status_code == 504
         assert complete(server, "1+1", max_tokens=2).choices
@@ -330,7 +331,7 @@ def test_the_time_limit_starts_when_a_request_arrives(model: TextModel, monkeypa
     with serving(model, Autoregressive(), max_seconds=0.25) as server:
         assert complete(server, "1+1", max_tokens=1).choices
         monkeypatch.setattr(Service, "_encode", encode_slowly)
-        with pytest.raises(openai.InternalServerError, match="the time limit of a request is over"):
+        with pytest.raises(openai.InternalServerError, match="time limit"):
             complete(server, "1+1", max_tokens=1)
 
 
@@ -339,7 +340,7 @@ def test_a_signal_lets_answers_end_and_refuses_others(model: TextModel) -> None:
         running = pool.submit(complete, server, "1+1", max_tokens=40)
         wait_for(lambda: len(server.worker.active) == 1)
         server.handle_exit(signal.SIGTERM, None)
-        with pytest.raises(openai.InternalServerError, match="the server is stopping") as caught:
+        with pytest.raises(openai.InternalServerError, match="stopping") as caught:
             complete(server, "1+2")
         assert caught.value.status_code == 503
         assert running.result().choices[0].text == alone(model, Autoregressive(), "1+1", 40)
@@ -351,7 +352,7 @@ def test_after_the_limit_of_draining_the_rest_gets_503(model: TextModel) -> None
         running = pool.submit(complete, server, "1+1", max_tokens=450)
         wait_for(lambda: len(server.worker.active) == 1)
         server.handle_exit(signal.SIGTERM, None)
-        with pytest.raises(openai.InternalServerError, match="the server is stopping") as caught:
+        with pytest.raises(openai.InternalServerError, match="stopping") as caught:
             running.result()
         assert caught.value.status_code == 503
 
@@ -411,11 +412,11 @@ def test_the_command_serves_a_run_of_fit_and_logs_prompts_if_asked(
     [
         (
             ["--host", "0.0.0.0"],
-            "host: expected 127.0.0.1, ::1 or localhost where REFUSION_LIT_API_KEY is not set, got",
+            "host: .*REFUSION_LIT_API_KEY",
         ),
-        (["--port", "70000"], "port: expected a number below 65536, got 70000; use 8000, say."),
-        (["--max_waiting", "-1"], "max_waiting: expected an integer of at least 0, got -1"),
-        (["--max_answer_tokens", "0"], "max_answer_tokens: expected an integer of at least 1, got 0"),
+        (["--port", "70000"], "port: .*65536, got 70000"),
+        (["--max_waiting", "-1"], "max_waiting: .*at least 0, got -1"),
+        (["--max_answer_tokens", "0"], "max_answer_tokens: .*at least 1, got 0"),
     ],
 )
 def test_wrong_options_are_refused(
@@ -424,7 +425,7 @@ def test_wrong_options_are_refused(
 
     monkeypatch.delenv("REFUSION_LIT_API_KEY", raising=False)
     assert main(["serve", "--ckpt_path", str(MODEL), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
     monkeypatch.setenv("REFUSION_LIT_API_KEY", "")
     assert main(["serve", "--ckpt_path", str(MODEL), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)

@@ -21,7 +21,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.loading import attach
+from refusion_lit.modeling.load import attach
 from refusion_lit.modeling.visibility import Visibility, as_mask
 from refusion_lit.types import ModelTraits, SpecialTokens
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, DynamicCache
 from refusion_lit.decoding import Decoder, Generation, decode
 from refusion_lit.engine.requests import Reading
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams
 from support.slow_decoding import best_allowed
 

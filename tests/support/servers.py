@@ -51,7 +51,7 @@ def serving(
 
 def slow(worker: Worker, seconds: float = 0.02) -> None:
     """Let every forward take a while."""
-    runner = worker.checked.head_runner
+    runner = worker.checked_model.head_runner
 
     def slow_runner() -> Callable[[Any], Any]:
         head = runner()
@@ -62,7 +62,7 @@ def slow(worker: Worker, seconds: float = 0.02) -> None:
 
         return slowly
 
-    worker.checked.head_runner = slow_runner
+    worker.checked_model.head_runner = slow_runner
 
 
 def wait_for(holds: Callable[[], object], seconds: float = 60.0) -> None:

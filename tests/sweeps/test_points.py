@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from refusion_lit.reports.results import short
+from refusion_lit.reports.results import shorten_value
 from refusion_lit.sweeps.points import Sweep, overlay, plan, set_option
 from sweeps.conftest import resolve
 
@@ -14,7 +14,7 @@ def test_points_are_all_combinations_of_entries_and_grid() -> None:
     sweep = Sweep(grid={"a": [1, 2], "b": ["x", "y", "z"]}, entries=[{"c": 1, "d": 10}, {"c": 2, "d": 20}])
     found = [(point["c"], point["d"], point["a"], point["b"]) for point in sweep.combinations()]
     assert found == [(c, 10 * c, a, b) for c in (1, 2) for a in (1, 2) for b in "xyz"]
-    assert sweep.swept == ("a", "b", "c", "d")
+    assert sweep.option_names == ("a", "b", "c", "d")
     assert list(Sweep().combinations()) == [{}]
 
 
@@ -133,7 +133,7 @@ def test_wrong_points_are_refused_by_name(options: dict[str, Any], message: str,
     ],
 )
 def test_values_in_short(value: Any, text: str) -> None:
-    assert short(value) == text
+    assert shorten_value(value) == text
 
 
 def test_a_swept_seed_goes_before_those_of_the_base(tmp_path: Path) -> None:
@@ -157,3 +157,11 @@ def test_a_swept_seed_goes_before_those_of_the_base(tmp_path: Path) -> None:
         {"seed_everything": 3, "model": {"a": 1}, "data": {"seed": 4}},
         {"seed_everything": 0, "model": {"seed": 0, "a": 1}, "data": {"seed": 0}, "x": 1},
     ]
+
+
+def test_overrides_replace_options_wherever_they_stand_and_lists_become_a_grid() -> None:
+    sweep = Sweep(options={"a": 1}, grid={"b": [1, 2]}, entries=[{"c": 1, "d": 1}, {"c": 2, "d": 2}])
+    changed = sweep.override({"a": [3, 4], "b": 5, "c": 6})
+    assert (changed.options, changed.grid) == ({"b": 5, "c": 6}, {"a": [3, 4]})
+    assert changed.entries == [{"d": 1}, {"d": 2}]
+    assert sweep.override({}) == sweep

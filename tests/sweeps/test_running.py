@@ -17,7 +17,7 @@ from rich.console import Console
 
 from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
 from refusion_lit.sweeps.points import Point, Sweep, plan
-from refusion_lit.sweeps.running import TableRow, _checkpoint_state, describe, run
+from refusion_lit.sweeps.running import TableRow, _checkpoint_state, list_points, run
 from refusion_lit.utils.files import acquire_lock
 from sweeps.conftest import resolve
 
@@ -67,6 +67,14 @@ def test_points_run_and_make_one_table(tmp_path: Path, command: list[str], journ
     assert [(row["point"], row["x"], row["score"]) for row in table] == [
         (row["point"], str(row["x"]), str(row["score"])) for row in rows
     ]
+
+
+def test_points_that_run_concurrently_have_no_speeds(tmp_path: Path, command: list[str], journal: Path) -> None:
+    rows = _run(tmp_path, command, journal, grid={"x": [1, 2]}, launcher=Local(num_workers=4))
+    assert {row.get("seconds") for row in rows} == {None}
+    rows = _run(tmp_path, command, journal, resume=True, grid={"x": [1, 2, 3]}, launcher=Local(num_workers=4))
+    assert [row["seconds"] for row in rows[-2:]] == [1e6, 2e6]  # the third point ran alone
+    assert {row["seconds"] for row in rows[:-2]} == {None}
 
 
 def test_test_uses_the_checkpoint_of_fit(tmp_path: Path, command: list[str], journal: Path) -> None:
@@ -230,7 +238,7 @@ def test_each_point_that_ends_has_a_line(tmp_path: Path, command: list[str], jou
 def test_description_lists_points_with_their_commands(tmp_path: Path, command: list[str], journal: Path) -> None:
     _run(tmp_path, command, journal, grid={"x": [1]})
     points = plan(Sweep(options={"journal": str(journal)}, grid={"x": [1, 5]}), tmp_path, resolve)
-    text = describe(tmp_path / "sweep", points, command)
+    text = list_points(tmp_path / "sweep", points, command)
     assert f"[1/2] {points[0].id} (finished) x=1" in text
     assert f"[2/2] {points[1].id} (to run) x=5" in text
     assert f"test --config={tmp_path}/sweep/points/{points[1].id}/test.yaml" in text

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from refusion_lit.data.examples import examples_of
+from refusion_lit.data.examples import load_examples
 from refusion_lit.tasks import Example
 from refusion_lit.tasks.base import Task, score_response
 
@@ -34,7 +34,7 @@ def test_scores_of_any_real_type_can_be_written() -> None:
 
 
 def test_examples_are_texts() -> None:
-    assert len(examples_of(Own(), "test")) == 1
+    assert len(load_examples(Own(), "test")) == 1
     for wrong in (Own(response=5), Own(name=7)):  # a resumed test looks for ids as they stand in a file
         with pytest.raises(ValueError, match=r"examples: .*id, query and response"):
-            examples_of(wrong, "test")
+            load_examples(wrong, "test")

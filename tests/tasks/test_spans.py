@@ -30,7 +30,7 @@ def test_every_row_has_one_span_in_text_order(task: Spans) -> None:
             assert value in values or (value.isdigit() and not records)
 
 
-def filled(example: Example) -> str:
+def fill_in(example: Example) -> str:
     """Return the query with each hidden operand computed from the rest of its sum in the response."""
     rows = []
     for shown, row in zip(example.query[:-1].split(","), example.response.split(";"), strict=False):
@@ -44,7 +44,7 @@ def test_a_query_hides_the_operands_that_are_left_out_and_nothing_else() -> None
     num_hidden = 0
     for hidden, plain in zip(Spans().examples("test")[:200], Additions().examples("test")[:200], strict=True):
         assert (hidden.id, hidden.response) == (plain.id, plain.response)
-        assert filled(hidden) == plain.query
+        assert fill_in(hidden) == plain.query
         operands = sum(
             hidden.response[start - 1 : start] != "=" for start, _ in hidden.spans
         )  # a result follows the equals sign

@@ -19,7 +19,7 @@ from refusion_lit.data.examples import EncodedExample
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, Objective
 from refusion_lit.tasks import Additions

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.objectives import Zarya
 from refusion_lit.tasks import Additions
 from support.tiny import TINY_QWEN

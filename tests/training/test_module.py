@@ -18,7 +18,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
 from refusion_lit.evaluation.loop import EvaluationOptions
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups

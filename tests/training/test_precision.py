@@ -16,7 +16,7 @@ from refusion_lit import SlotDiffusionModule
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import ReFusion, decode
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import warn_of_lost_updates
 from refusion_lit.types import SamplingParams

@@ -62,6 +62,7 @@ def write_answers(options: Namespace) -> None:
     schema = schema_of(options)
     setup = setup_of(options)
     model = setup.model
+    model.check_decoder(setup.decoder, allow_mismatch=setup.decoding.allow_mismatch)
     encoded = {request.id: model.encode(request.prompt) for request in requests}
     prompts = [
         each
@@ -69,7 +70,7 @@ def write_answers(options: Namespace) -> None:
         for each in candidates(Prompt(token_ids=tuple(tokens), id=name), templates[name], model.tokenizer)
     ]
     if schema is not None:
-        model.schemas.constrain([], schema, setup.decoder, setup.sampling)
+        prompts = model.schemas.constrain(prompts, schema, setup.decoder, setup.sampling)
     # The prompts are checked before the output file is emptied.
     decoded_by = model.model_for(setup.decoder)
     check_prompts(decoded_by, setup.decoder, prompts, setup.sampling, setup.decoding.max_cache_tokens)
@@ -99,6 +100,7 @@ def write_answers(options: Namespace) -> None:
             templates=[templates[request.id] for request in waiting],
             json_schema=schema,
             callbacks=[answers, *watch],
+            checked=True,
             **vars(setup.decoding),
         )
     about = f"{len(waiting)} answers"

@@ -44,6 +44,7 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     setup = setup_of(options)
+    setup.check()
     chat = Chat(setup, options.system, Console())
     if not setup.model.tokenizer.chat_template:
         fix = "leave it out; every question stands alone"

@@ -13,6 +13,7 @@ from refusion_lit.cli.parser import (
     add_decoding_options,
     add_loading_options,
     as_list,
+    load_model,
     made_of,
 )
 from refusion_lit.types import DecodingOptions
@@ -52,7 +53,6 @@ def run(args: list[str]) -> int:
     try:
         from lm_eval.tasks import TaskManager
 
-        from refusion_lit.checkpoints.models import load_model_of
         from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate
     except ImportError as error:
         raise ValueError("evaluate: needs the package lm-eval; run pip install lm-eval.") from error
@@ -68,7 +68,7 @@ def run(args: list[str]) -> int:
     require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
     names = ("likelihood", "num_draws", "seed", "batch_size", "allow_mismatch")
     made_of(DecodingOptions, options)  # refuses impossible ones before the model is loaded
-    loaded = load_model_of(vars(options))
+    loaded = load_model(options)
     model = RefusionLitModel(loaded, decoder=options.decoder, **{name: options[name] for name in names})
     try:
         results = evaluate(

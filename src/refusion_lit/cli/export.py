@@ -216,7 +216,7 @@ def import_gguf(args: list[str]) -> int:
     output = Path(options.output)
     require_empty(output)
 
-    from refusion_lit.modeling.loading import load_gguf
+    from refusion_lit.modeling.gguf import load_gguf
 
     model, tokenizer = load_gguf(options.file)
     with atomic_directory(output) as directory:

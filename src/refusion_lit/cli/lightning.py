@@ -21,15 +21,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
-from refusion_lit.checkpoints.models import CheckpointMetadata, own_draft
+from refusion_lit.checkpoints.metadata import CheckpointMetadata
+from refusion_lit.checkpoints.models import own_draft
 from refusion_lit.cli import resume, run_directory
 from refusion_lit.cli.given import PARSER_ERRORS, Given, is_yaml_file, options_given
 from refusion_lit.cli.parser import OneLineParser, let_booleans_alone
 from refusion_lit.cli.progress_bar import RunProgress
 from refusion_lit.cli.usage_errors import explained, located
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.modeling.architecture import check_source, stored_config
 from refusion_lit.modeling.saving import HAS_DRAFTER
+from refusion_lit.modeling.source import ModelSource
+from refusion_lit.plugins import load_plugins
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import read_yaml
@@ -73,6 +75,7 @@ class RefusionCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={L.__version__}"])
+        load_plugins()  # their decoders and objectives have short names
         parser = OneLineLightningParser(**kwargs)
         parser.add_argument("-c", "--config", action="config", help="YAML file; several overlay one another")
         return parser
@@ -308,14 +311,14 @@ def _use_source(config: Namespace, source: str) -> None:
         own = {name: part and Namespace(**asdict(part)) for name, part in parts.items()}
         backbone.update(Namespace(source=None, config=stored.config, draft=None, **own))
         return
-    check_source(source, "ckpt_path")
     names = ("revision", "checkpoint_format", "trust_remote_code")
     config.data.tokenizer = Namespace(
         class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",
         init_args=Namespace(source=source, **{name: backbone[name] for name in names}),
     )
     backbone.update(Namespace(source=source, config={}, lora=None, drafter=None))
-    stored = stored_config(source, backbone.revision).get("refusion_lit") or {}
+    options = {"revision": backbone.revision, "checkpoint_format": backbone.checkpoint_format}
+    stored = ModelSource.open(source, option="ckpt_path", **options).entry
     _use_template(config, stored.get("prompt_template", "{query}"))
     if backbone.draft is None and stored.get(HAS_DRAFTER):
         backbone.draft = own_draft(source, backbone.revision)

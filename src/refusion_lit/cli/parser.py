@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from argparse import Action
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
@@ -14,8 +15,11 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from refusion_lit.cli.given import PARSER_ERRORS, options_given
 from refusion_lit.cli.usage_errors import explained, located
-from refusion_lit.decoding import Decoder, check_context  # registers the checkpoint formats of all families
+
+# Importing the decoders registers the checkpoint formats of all families.
+from refusion_lit.decoding import Decoder, ReFusion, check_context
 from refusion_lit.modeling.formats import FORMATS
+from refusion_lit.plugins import load_plugins
 from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -80,11 +84,28 @@ class OneLineParser(ArgumentParser):
                 return [*own, *others] if name == "--decoder" else [*others, *own]
         if "--decoder.class_path" in names or not any(name.startswith("--decoder.") for name in names):
             return list(args)
-        from refusion_lit.checkpoints.models import own_decoder
+        given = {option.name: option.value for option in options_given(args)}
+        decoder = _default_decoder(vars(self.get_defaults()) | given)
+        return [f"--decoder={json.dumps({'class_path': type(decoder).__name__, 'init_args': vars(decoder)})}", *args]
 
-        given = {each.name: each.value for each in options_given(args)}
-        own = own_decoder(vars(self.get_defaults()) | given)
-        return [f"--decoder={json.dumps({'class_path': type(own).__name__, 'init_args': vars(own)})}", *args]
+
+def _default_decoder(options: Mapping[str, Any]) -> Decoder:
+    """Return the default decoder of the model that a command names, without loading weights.
+
+    Without a model, as for help, it is ReFusion.
+
+    Raises:
+        ValueError: If the model's config cannot be read, or names no decoder.
+    """
+    from refusion_lit.checkpoints.models import read_default_decoder
+
+    if not options.get("ckpt_path"):
+        return ReFusion()
+    names = ("revision", "checkpoint_format", "attention", "block_size", "draft")
+    decoder = read_default_decoder(options["ckpt_path"], **{name: options[name] for name in names if options.get(name)})
+    if "max_new_tokens" in options:
+        decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
+    return decoder
 
 
 def let_booleans_alone(parser: ArgumentParser) -> None:
@@ -114,6 +135,7 @@ def add_decoder_option(
     parser: OneLineParser, which: str = "by default the model's own, which is SelfSpeculative for one with a drafter"
 ) -> None:
     """Add the decoder with its options."""
+    load_plugins()  # their decoders have short names
     text = f"class of the decoder, or a YAML file like those in configs/decoder; {which}"
     # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
@@ -147,6 +169,8 @@ def add_loading_options(parser: OneLineParser) -> None:
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens per block, with block_causal")
+    bos = "prompts begin with BOS: true, false, or auto, as the tokenizer itself does; by default as stored"
+    parser.add_argument("--add_bos", type=bool | Literal["auto"] | None, default=None, help=bos)
     parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
     parser.add_argument("--trust_remote_code", type=bool, default=False, help="run Python code that the source brings")
 
@@ -166,6 +190,33 @@ def sampling_of(options: Namespace) -> SamplingParams:
     return sampling
 
 
+def load_model(options: Namespace) -> TextModel:
+    """Load the model that a command's options name, and print its size.
+
+    Raises:
+        ValueError: If the model cannot be loaded, or a verifier is named that the decoder does not use.
+    """
+    from refusion_lit.checkpoints.models import load
+    from refusion_lit.modeling.load import BackboneConfig
+    from refusion_lit.modeling.vocabulary import describe_bos
+
+    path, decoder = options.ckpt_path, options.decoder
+    is_used = decoder is not None and "verifier" in decoder.requirements().predictions
+    got = "the model's own" if decoder is None else type(decoder).__name__
+    fix = "add --decoder APD, or leave it out"
+    require(is_used or options.verifier is None, "verifier", "a decoder that uses it, as APD does", got, fix)
+    names = ("checkpoint_format", "attention", "block_size", "batch_invariant")
+    overrides = BackboneConfig(source=path, **{name: options[name] for name in names})
+    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier", "add_bos")
+    model = load(path, overrides=overrides, **{name: options[name] for name in names})
+    size = sum(weights.numel() for weights in model.backbone.parameters())
+    number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
+    kind = str(model.backbone.head.weight.dtype).removeprefix("torch.")
+    bos = describe_bos(model.tokenizer)
+    sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}{', ' * bool(bos)}{bos}\n")
+    return model
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a command decodes with.
@@ -182,21 +233,28 @@ class Setup:
     sampling: SamplingParams
     decoding: DecodingOptions
 
+    def check(self) -> None:
+        """Check that the model fits the decoder and the length limit, for commands whose prompts come later.
+
+        Raises:
+            ValueError: If the model was not trained for the decoder, or its context is too short.
+        """
+        self.model.check_decoder(self.decoder, allow_mismatch=self.decoding.allow_mismatch)
+        check_context(self.model.model_for(self.decoder), [(1, "0")], self.sampling.max_new_tokens)
+
 
 def setup_of(options: Namespace) -> Setup:
-    """Check the options of sampling and decoding, load the model, and check that it fits the decoder and the length.
+    """Check the options of sampling and decoding, and load the model.
+
+    Decoding checks whether the model fits the decoder; :meth:`Setup.check` does this earlier.
 
     Raises:
-        ValueError: If an option is impossible, or the model cannot be loaded or was not trained for the decoder.
+        ValueError: If an option is impossible, or the model cannot be loaded.
     """
-    from refusion_lit.checkpoints.models import load_model_of
-
     sampling = sampling_of(options)
     decoding = made_of(DecodingOptions, options)
-    model = load_model_of(vars(options))
+    model = load_model(options)
     decoder = options.decoder or model.default_decoder.fitted(sampling)
-    model.check_decoder(decoder, allow_mismatch=decoding.allow_mismatch)
-    check_context(model.model_for(decoder), [(1, "0")], sampling.max_new_tokens)
     return Setup(model, decoder, sampling, decoding)
 
 

@@ -19,12 +19,14 @@ def run(args: list[str]) -> int:
         "--output", type=str | None, default=None, help="folder; RUN_OR_SWEEP/report by default, ./report for several"
     )
     parser.add_argument("--baseline", type=str | None, default=None, help="row or decoder the others are compared with")
-    parser.add_argument("--format", type=str, default="html", help="html, markdown, or all")
+    parser.add_argument(
+        "--format", type=str, default="html", help="html, markdown, latex, csv, pdf, png, several as html,csv, or all"
+    )
     options = parser.parse(args)
 
     from refusion_lit.reports.write import FORMATS, write_report
 
-    formats = FORMATS if options.format == "all" else tuple(filter(None, options.format.split(",")))
+    formats = list(FORMATS) if options.format == "all" else list(filter(None, options.format.split(",")))
     for path in write_report(options.runs, options.output, baseline=options.baseline, formats=formats):
         sys.stdout.write(f"wrote {path}\n")
     return 0

@@ -1,4 +1,4 @@
-"""``refusion-lit score``: score a predictions file, so that a scorer can be fixed without decoding again."""
+"""``refusion-lit score``: scores a predictions file, so that a corrected scorer needs no new decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.data.examples import examples_of
+from refusion_lit.data.examples import load_examples
 from refusion_lit.evaluation.predictions import as_line, check_writable, read_json_lines
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.tasks import CodeTask, Example, Task
@@ -57,24 +57,24 @@ def run(args: list[str]) -> int:
     if isinstance(task, CodeTask):
         task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)
         _ = task.sandbox.applied  # refuses to run code, or weak isolation, before anything else
-    examples = {example.id: example for example in examples_of(task, options.split)}
+    examples = {example.id: example for example in load_examples(task, options.split)}
     lines = read_json_lines(source, "predictions", texts=("id", "response"))
     require(bool(lines), "predictions", "at least one prediction", f"an empty file {source}", "give another")
     _check(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
-        found = list(pool.map(lambda line: score_response(task, examples[line["id"]], line["response"]), lines))
+        scores = list(pool.map(lambda line: score_response(task, examples[line["id"]], line["response"]), lines))
     scored = (
         {key: value for key, value in line.items() if key != "metrics"}
         | {"score": score, **({"metrics": metrics} if metrics else {})}
-        for line, (score, metrics) in zip(lines, found, strict=True)
+        for line, (score, metrics) in zip(lines, scores, strict=True)
     )
     write_predictions(output, scored, read_fingerprint(source) or {})
     figures: dict[str, float | int] = {
-        "score": sum(score or 0.0 for score, _ in found) / len(found),
-        "num_predictions": len(found),
-        "num_changed": sum(line.get("score") not in (None, new) for line, (new, _) in zip(lines, found, strict=True)),
+        "score": sum(score or 0.0 for score, _ in scores) / len(scores),
+        "num_predictions": len(scores),
+        "num_changed": sum(line.get("score") not in (None, new) for line, (new, _) in zip(lines, scores, strict=True)),
     }
-    figures |= {name: sum(each.get(name, 0.0) for _, each in found) / len(found) for name in task.metrics}
+    figures |= {name: sum(metrics.get(name, 0.0) for _, metrics in scores) / len(scores) for name in task.metrics}
     figures["num_without_prediction"] = len(examples.keys() - {line["id"] for line in lines})
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stderr.write(f"wrote {output}\n")
@@ -82,7 +82,7 @@ def run(args: list[str]) -> int:
 
 
 def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprint: Fingerprint) -> None:
-    """Write a whole predictions file with its fingerprint, or nothing.
+    """Write a complete predictions file with its fingerprint.
 
     Raises:
         OSError: If it cannot be written.
@@ -91,22 +91,24 @@ def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprin
         written.write("".join(map(as_line, lines)).encode())
         written.flush()
         os.fsync(written.fileno())
-        # When nothing can fail any more, and before the file gets its name: a kill must not leave another file's.
+        # Last, but before the file gets its name: a kill must not leave it beside another file's fingerprint.
         meta_path(file).unlink(missing_ok=True)
     write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
 
 
 def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
-    """Refuse predictions for other prompts than the task's, whose ids are the same for every seed and size."""
+    """Refuse predictions for other prompts than the task's; ids alone are equal for every seed and size."""
+    config = source.parent / CONFIG
+    hint = f"; data.task in {config} has them" if config.is_file() else ""
     unknown = [line["id"] for line in lines if line["id"] not in examples]
     if unknown:
         raise ValueError(
             f"predictions: {len(unknown)} of {len(lines)} ids in {source} are not in the task's split, the first is "
-            f"{unknown[0]!r}; give --task and --split as they were when the predictions were made{_noted(source)}."
+            f"{unknown[0]!r}; give --task and --split as they were when the predictions were made{hint}."
         )
     (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
     got = f"{identity} {count} times in {source}"
-    require(count == 1, "predictions", "each id once", got, "keep one line for each")
+    require(count == 1, "predictions", "different ids", got, "keep one line per id")
     for line in lines:
         got = line.get("prompt")
         expected = examples[line["id"]].query
@@ -114,13 +116,7 @@ def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source
             raise ValueError(
                 f"predictions: {source} was made for something else: the prompt of {line['id']!r} was "
                 f"{got!r:.80}, is {expected!r:.80} in the task; give --task and --split with the options "
-                f"that the predictions were made with{_noted(source)}."
+                f"that the predictions were made with{hint}."
             )
     if any(line.get("prompt") is None for line in lines):
         print_warning(f"{source} has lines without a prompt, which are matched by their ids alone")
-
-
-def _noted(source: Path) -> str:
-    """Return where the options of the task are noted that a run's predictions were made for."""
-    config = source.parent / CONFIG
-    return f"; {config} has them under data.task" if config.is_file() else ""

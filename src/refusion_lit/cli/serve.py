@@ -51,6 +51,7 @@ def run(args: list[str]) -> int:
     logging.getLogger("refusion_lit.serving").setLevel(logging.DEBUG if options.log_prompts else logging.INFO)
     options.max_new_tokens = min(options.max_new_tokens, limits.max_answer_tokens)
     setup = setup_of(options)
+    setup.check()
     worker = Worker(setup.model, setup.decoder, setup.sampling, setup.decoding, limits)
     service = Service(worker, options.name or Path(options.ckpt_path).resolve().name)
     sys.stderr.write(f"serving {service.name} with {type(setup.decoder).__name__}\n")

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import shlex
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import Namespace
 
-from refusion_lit.cli.given import PARSER_ERRORS
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.cli.usage_errors import brief, explained
-from refusion_lit.reports.results import short, with_class
+from refusion_lit.reports.results import shorten_value, with_class
+from refusion_lit.sweeps.launchers import Launcher
 from refusion_lit.sweeps.points import Sweep, plan
-from refusion_lit.sweeps.running import TableRow, describe
+from refusion_lit.sweeps.running import TableRow, list_points
 from refusion_lit.sweeps.running import run as run_sweep
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
@@ -28,7 +27,8 @@ from refusion_lit.utils.require import require
 
 def build_parser() -> OneLineParser:
     """Return the parser of ``sweep``."""
-    parser = OneLineParser(prog="refusion-lit sweep", description="Run points that differ in some options.")
+    about = "Run points that differ in some options. --NAME VALUE replaces an option of the file; a list is a grid."
+    parser = OneLineParser(prog="refusion-lit sweep", description=about)
     parser.add_argument("-c", "--config", type=str, required=True, help="the sweep's YAML file")
     parser.add_argument("--directory", type=str | None, default=None, help="for points, logs and results.csv")
     parser.add_argument("--resume", type=bool, default=False, help="resume after a kill, or with further points")
@@ -45,19 +45,22 @@ def run(args: list[str]) -> int:
     Raises:
         ValueError: If the sweep is wrong; nothing has run then.
     """
-    options = build_parser().parse(args)
+    arguments, overrides = split_overrides(args)
+    options = build_parser().parse(arguments)
     file = Path(options.config)
-    sweep = read_sweep(file)
+    sweep = read_sweep(file).override(overrides)
     directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
     if options.dry_run:
-        points = plan(sweep, file.parent.resolve(), resolver())
-        print(describe(directory, points))
+        points = plan(sweep, file.parent.resolve(), make_resolver())
+        print(list_points(directory, points))
         print("dry run: the sweep writes these configs when it runs")
         return 0
     again = shlex.join([*args, *([] if "--resume" in args else ["--resume"])])
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        rows = run_sweep(sweep, directory=directory, resolve=resolver(), relative_to=file.parent, resume=options.resume)
+        rows = run_sweep(
+            sweep, directory=directory, resolve=make_resolver(), relative_to=file.parent, resume=options.resume
+        )
     except KeyboardInterrupt:
         print(f"interrupted; resume with: refusion-lit sweep {again}", file=sys.stderr)
         return 130
@@ -65,7 +68,7 @@ def run(args: list[str]) -> int:
         signal.signal(signal.SIGTERM, previous)
     from refusion_lit.reports.write import report_results  # and the libraries of plots
 
-    _print_results(directory.name, rows, sweep.swept)
+    _print_results(directory.name, rows, sweep.option_names)
     print(f"results in {directory}/results.csv")
     if any(row["status"] == "finished" for row in rows):
         report_results(directory)
@@ -80,20 +83,48 @@ def run(args: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _print_results(name: str, found: Sequence[TableRow], swept: Sequence[str]) -> None:
-    """Print a line for each point and decoder: what was swept, and its most important figures."""
+def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Separate the options of ``sweep`` from the options of its points, which have a dotted name or are the seed.
+
+    Returns:
+        The arguments of ``sweep``, and the values of the other options by name.
+
+    Raises:
+        ValueError: If a value is missing or is not YAML.
+    """
+    rest, overrides = [], {}
+    arguments = iter(args)
+    for argument in arguments:
+        name, has_value, value = argument.partition("=")
+        if not name.startswith("--") or ("." not in name and name != "--seed_everything"):
+            rest.append(argument)
+            continue
+        name = name.removeprefix("--")
+        text = value if has_value else next(arguments, None)
+        require(text is not None, name, "a value", None, f"write it as --{name} VALUE")
+        try:
+            overrides[name] = yaml.safe_load(str(text))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{name}: expected a value or a list, got {text!r}; write a list as [A, B].") from error
+    return rest, overrides
+
+
+def _print_results(name: str, table: Sequence[TableRow], option_names: Sequence[str]) -> None:
+    """Print a line for each point and decoder: the options that vary, and the most important figures."""
     from refusion_lit.reports.comparison import short_names
+    from refusion_lit.reports.results import CONCURRENT
     from refusion_lit.reports.tables import MISMATCH, PRINTED, cells, print_table
 
-    swept = [option for option in swept if option != "model.decoders"]  # the column of decoders shows them
-    head = [*short_names(swept).values(), "decoder", *(title for _, title, _ in PRINTED)]
+    option_names = [option for option in option_names if option != "model.decoders"]  # the column of decoders shows it
+    head = [*short_names(option_names).values(), "decoder", *(title for _, title, _ in PRINTED)]
     rows = []
-    for row in found:
-        shown = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
-        decoder = f"{shown}{' *' if row['mismatch'] else ''}"
-        rows.append([*(short(row[option]) for option in swept), decoder, *cells(row, PRINTED)])
-    note = f"* {MISMATCH}" if any(row["mismatch"] for row in found) else None
-    print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(swept) + 1, note=note)
+    for row in table:
+        text = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
+        decoder = f"{text}{' *' if row['mismatch'] else ''}"
+        rows.append([*(shorten_value(row[option]) for option in option_names), decoder, *cells(row, PRINTED)])
+    is_slowed = any(row["status"] == "finished" and row.get("tokens_per_second") is None for row in table)
+    notes = [f"* {MISMATCH}"] * any(row["mismatch"] for row in table) + [CONCURRENT] * is_slowed
+    print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(option_names) + 1, notes=notes)
 
 
 def read_sweep(file: Path) -> Sweep:
@@ -102,20 +133,24 @@ def read_sweep(file: Path) -> Sweep:
     Raises:
         ValueError: If it is missing or wrong.
     """
-    parser = OneLineParser(prog="refusion-lit sweep")
-    parser.add_class_arguments(Sweep)
     values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
-    try:
-        parsed = parser.parse_object(copy.deepcopy(values))
-        launcher = parser.instantiate_classes(Namespace(launcher=parsed.launcher))["launcher"]
-    except PARSER_ERRORS as error:
-        raise explained(parser, [f"--config={file}"], error, "sweep") from error
-    # As written: jsonargparse would create the components that the points' options name by an import path.
-    return Sweep(**{**vars(parsed), **values, "launcher": launcher})
+    names = list(Sweep.__dataclass_fields__)
+    for name in values:
+        close = get_close_matches(name, names, 1)
+        fix = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(names)}"
+        if name not in names:
+            raise ValueError(f"{file}: unknown option {name!r}; {fix}")
+    if "launcher" in values:
+        parser = OneLineParser(prog="refusion-lit sweep")
+        parser.add_argument("--launcher", type=Launcher)
+        launcher = values["launcher"]
+        text = launcher if isinstance(launcher, str) else json.dumps(launcher)
+        values["launcher"] = parser.parse([f"--launcher={text}"]).launcher
+    return Sweep(**values)
 
 
-def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
-    """Return a function that parses a config with the subcommand's own parser and fills in every default."""
+def make_resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+    """Return a function that parses a config with the subcommand's parser and fills in every default."""
     from refusion_lit.cli.lightning import parse_only
     from refusion_lit.decoding import Decoder
     from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
@@ -123,7 +158,7 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     from refusion_lit.types import SamplingParams
 
     command_line = cache(parse_only)
-    # Values that a type cannot refuse, such as a slot size of 0, are refused by the strategies themselves.
+    # Creating the strategies refuses values that their types allow, such as a slot size of 0.
     kinds: dict[str, Any] = {"decoders": dict[str, Decoder | None], "objective": Objective}
     kinds |= {"sampling": SamplingParams, "decoding": EvaluationOptions}
     strategies = OneLineParser(prog="refusion-lit sweep")
@@ -144,21 +179,17 @@ def resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         logger = resolved["trainer"].get("logger")
         expected = "the default in a sweep, which finds results by it"
         require(logger in (None, True), "trainer.logger", expected, logger, "leave the option out")
-        own = resolved["trainer"].get("callbacks") or []
-        options = [each.get("init_args") or {} for each in (own if isinstance(own, list) else [own])]
-        shared = [each["dirpath"] for each in options if subcommand == "fit" and each.get("dirpath")]
+        callbacks = resolved["trainer"].get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        folders = [(callback.get("init_args") or {}).get("dirpath") for callback in callbacks]
         fix = "leave it out: each point has a directory of its own"
-        require(not shared, "trainer.callbacks", "no dirpath, which all points would share", shared, fix)
+        is_shared = subcommand == "fit" and any(folders)
+        require(not is_shared, "trainer.callbacks", "no dirpath, which all points would share", folders, fix)
         source = str(resolved.get("ckpt_path") or "")
         is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())
         require(is_here, "ckpt_path", "a checkpoint or directory that exists, or a hub id", source, "correct the path")
-        try:
-            made: Any = strategies.instantiate_classes(
-                strategies.parse_object({n: resolved["model"][n] for n in kinds})
-            )
-        except ValueError as error:
-            raise ValueError(brief(str(error))) from error
-        Evaluation(made.decoders or {}, made.sampling, made.decoding)  # refuses what does not fit together
+        model: Any = strategies.parse([f"--{name}={json.dumps(resolved['model'][name])}" for name in kinds])
+        Evaluation(model.decoders or {}, model.sampling, model.decoding)  # refuses options that do not fit together
         return resolved
 
     return resolve

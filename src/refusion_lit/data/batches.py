@@ -1,4 +1,4 @@
-"""Training batches: which examples form a batch, how they are padded, and the loader of optimizer steps."""
+"""Training batches: the order of examples, padding, and the loader of optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from refusion_lit.utils.require import require
 
 
 class BatchDataset(Dataset[Any]):
-    """Maps a list of sample indices to the batch of these samples.
+    """Maps a list of sample indices to a batch.
 
     Args:
         samples: A dataset of samples.
@@ -35,36 +35,36 @@ class BatchDataset(Dataset[Any]):
 
 
 _SORTED_BATCHES = 16
-"""Global batches whose samples are sorted by length together."""
+"""Number of global batches whose samples are sorted by length together."""
 
 
 class LengthGroupedBatches(DistributedSampler[list[int]]):
     """Shuffles samples, sorts them by length within groups of batches, and shuffles the batches.
 
     The order is a function of seed and epoch only. All ranks together see every sample once per epoch, except a
-    remainder smaller than one global batch.
+    remainder smaller than a global batch.
 
-    It yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning tells a
-    ``DistributedSampler`` the epoch, and leaves it in place on several processes.
+    The sampler yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning sets the
+    epoch of a ``DistributedSampler``, and leaves it in place on several processes.
 
     Args:
         num_samples: Number of samples in the dataset.
-        batch_size: Number of samples in a batch, on each rank.
-        length_of: Returns a sample's length, or any number that grows with it; ``None``: no grouping.
+        batch_size: Number of samples in a batch, per rank.
+        get_length: Returns a sample's length, or a number that grows with the length; ``None``: no grouping.
         seed: Seeds the order.
         rank: Index of this process.
         num_ranks: Number of processes.
-        pack_length: If samples are packed rows: their number of tokens, on which it depends what a row holds.
+        pack_length: If samples are packed rows: the rows' number of tokens, which determines their samples.
 
     Attributes:
-        start: Number of this rank's batches that the next pass skips; reset to zero by it.
+        start: Number of this rank's batches to skip in the next pass, which resets it to zero.
     """
 
     def __init__(
         self,
         num_samples: int,
         batch_size: int,
-        length_of: Callable[[int], int] | None,
+        get_length: Callable[[int], int] | None,
         *,
         seed: int,
         rank: int = 0,
@@ -74,7 +74,7 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         super().__init__(range(num_samples), num_replicas=num_ranks, rank=rank, seed=seed)  # type: ignore[arg-type]
         self.batch_size = batch_size
         self._num_samples = num_samples
-        self._length_of = length_of
+        self._get_length = get_length
         self._group = _SORTED_BATCHES * batch_size * num_ranks
         self._pack_length = pack_length
         self.start = 0
@@ -83,7 +83,7 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
 
     @property
     def order(self) -> dict[str, int | None]:
-        """What the order of an epoch depends on, by the option that sets it."""
+        """The values that determine an epoch's order, by option."""
         return {
             "data.pack_length": self._pack_length,
             "data.task": self._num_samples,
@@ -93,7 +93,7 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         }
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches per epoch; ``start`` does not change it."""
+        """Return the number of this rank's batches per epoch, whatever ``start`` is."""
         return self._num_samples // (self.batch_size * self.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -105,14 +105,14 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         for first in range(0, len(order), self._group):
             group = order[first : first + self._group]
             batch_order = random.permutation(len(group) // size)
-            left = batch_order[start:]
+            remaining = batch_order[start:]
             start = max(start - len(batch_order), 0)
-            if not len(left):
-                continue  # before any lengths: those of a lazy task cost time
-            if self._length_of is not None:
-                lengths = np.fromiter((self._length_of(int(i)) for i in group), dtype=np.int64, count=len(group))
+            if not len(remaining):
+                continue  # before any lengths, because computing the lengths of a lazy task takes time
+            if self._get_length is not None:
+                lengths = np.fromiter((self._get_length(int(i)) for i in group), dtype=np.int64, count=len(group))
                 group = group[np.argsort(lengths, kind="stable")]
-            for batch in group.reshape(-1, size)[left]:
+            for batch in group.reshape(-1, size)[remaining]:
                 yield batch[self.rank :: self.num_replicas].tolist()
 
 
@@ -172,7 +172,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
 
 
 def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> ResponseBatch:
-    """Pad examples on the right to the longest of them; no examples give an empty batch.
+    """Pad examples on the right to the length of the longest; no examples give an empty batch.
 
     Args:
         samples: The examples.

@@ -1,4 +1,4 @@
-"""Training samples that are not one list of encoded examples: encoded when they are read, or packed in rows."""
+"""Training samples that are encoded when they are read, or packed in rows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from refusion_lit.tasks.base import Example
 from refusion_lit.utils.require import require
 
 _PACKED_TOGETHER = 4096
-"""Number of samples that are packed with one another: more waste less padding, fewer mix lengths better."""
+"""Number of samples that are packed together. More samples need less padding; fewer samples mix lengths better."""
 
 
-class EncodedOnRead(Dataset[EncodedExample]):
-    """A dataset that generates and encodes each example when it is read.
+class LazyDataset(Dataset[EncodedExample]):
+    """A dataset that generates and encodes an example when it is read.
 
     Args:
         examples: The examples of a generated task.
         encode: Encodes an example; raises a ``ValueError`` for a malformed one.
-        max_length: Maximum number of tokens of an example; a longer one raises a ``ValueError`` when it is read.
+        max_length: Maximum number of tokens in an example; reading a longer example raises a ``ValueError``.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class EncodedOnRead(Dataset[EncodedExample]):
         return len(example.query) + len(example.response)
 
 
-def packed_rows(data: Sequence[EncodedExample], pack_length: int, *, seed: int) -> list[list[EncodedExample]]:
-    """Return the samples of each row; see :func:`pack_samples`. Tells how much padding is left."""
+def pack_rows(data: Sequence[EncodedExample], pack_length: int, *, seed: int) -> list[list[EncodedExample]]:
+    """Return the samples of every row, and print how much padding remains; see :func:`pack_samples`."""
     lengths = list(map(len, data))
     rows = pack_samples(lengths, pack_length, seed=seed)
     padding = 1 - sum(lengths) / (len(rows) * pack_length)
@@ -67,12 +67,15 @@ def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list
     """Distribute samples over rows: best fit, longest first, within random groups of samples.
 
     Args:
-        lengths: Number of tokens of each sample, none above ``pack_length``.
+        lengths: Numbers of tokens of the samples, at most ``pack_length``.
         pack_length: Maximum number of tokens in a row.
         seed: Seeds the groups; the rows are the same in every epoch.
 
     Returns:
-        The indices of each row's samples; every sample is in one row.
+        The indices of every row's samples.
+
+    >>> pack_samples([5, 2, 3, 4], 7, seed=0)
+    [[0, 1], [3, 2]]
     """
     order = np.random.default_rng(stable_key("packing", seed) & (1 << 63) - 1).permutation(len(lengths)).tolist()
     rows: list[list[int]] = []
@@ -89,10 +92,10 @@ def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list
 
 
 def collate_packed(rows: Sequence[Sequence[EncodedExample]], pad_token_id: int) -> ResponseBatch:
-    """Return the batch of the samples of rows.
+    """Collate rows of samples.
 
     Args:
-        rows: Each row's samples.
+        rows: The samples of every row.
         pad_token_id: The padding token.
     """
     batch = collate_responses([sample for row in rows for sample in row], pad_token_id)

@@ -1,4 +1,4 @@
-"""Prompts for decoding, and batches for evaluation: every sample exactly once, on any number of processes."""
+"""Prompts and batches for evaluation: every sample exactly once, on any number of processes."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import BatchDataset
 from refusion_lit.data.encoding import encode_prompt, encode_text
-from refusion_lit.data.examples import examples_of
+from refusion_lit.data.examples import load_examples
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require
 
 
-def encoded_prompts(
+def encode_prompts(
     task: Task, tokenizer: PreTrainedTokenizerBase, prompt_template: str, max_prompts: int | None
 ) -> list[tuple[Prompt, Example]]:
-    """Encode the prompts of a task's test split, with what is given of their responses.
+    """Encode the prompts of a task's test split, including given tokens of responses.
 
     Args:
         task: The task.
         tokenizer: The tokenizer.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template.
+        prompt_template: How a query becomes a prompt if the tokenizer has no chat template.
         max_prompts: Take only the first prompts; ``None`` for all.
 
     Raises:
-        ValueError: If there are none, or two have the same id.
+        ValueError: If there are no examples, or two examples have the same id.
     """
-    examples = list(itertools.islice(examples_of(task, "test"), max_prompts))
+    examples = list(itertools.islice(load_examples(task, "test"), max_prompts))
     require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
     [(name, count)] = Counter(example.id for example in examples).most_common(1)
     require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
     prompts: list[Prompt] = []
     for example in examples:
         ids = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
-        prompts.append(Prompt(token_ids=tuple(ids), id=example.id, given=given_tokens(tokenizer, example)))
+        prompts.append(Prompt(token_ids=tuple(ids), id=example.id, given=encode_given(tokenizer, example)))
     return list(zip(prompts, examples, strict=True))
 
 
-def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
-    """Return an example's response with ``None`` for the tokens of its spans; empty if it has no spans.
+def encode_given(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
+    """Return the tokens of an example's response, ``None`` in spans; empty without spans.
 
     Raises:
         ValueError: If a character is not in the tokenizer's alphabet, or the spans are not in text order.
@@ -69,12 +69,12 @@ def given_tokens(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[
 
 
 class PromptBatch:
-    """Prompts to decode with the examples that they come from, in the same order.
+    """Prompts to decode and their examples, in the same order.
 
-    Not a dataclass: Lightning looks for tensors in the fields of dataclasses, which it copies, and refuses frozen ones.
+    Not a dataclass: Lightning copies dataclasses to move their tensors, and refuses frozen dataclasses.
 
     Args:
-        samples: Each prompt with its example.
+        samples: Pairs of prompt and example.
     """
 
     def __init__(self, samples: Sequence[tuple[Prompt, Example]]) -> None:
@@ -89,7 +89,7 @@ def evaluation_loader(
     num_workers: int,
     trainer: L.Trainer | None,
 ) -> DataLoader[Any]:
-    """Return a loader of all samples in order, shared by the processes of the trainer without repetition."""
+    """Return a loader of all samples in order, divided among the trainer's processes without repetition."""
     if trainer is None or trainer.world_size == 1 or getattr(trainer, "overfit_batches", 0):
         return DataLoader(samples, batch_size=batch_size, num_workers=num_workers, collate_fn=collate)
     share = EvaluationBatches(len(samples), batch_size, rank=trainer.global_rank, num_ranks=trainer.world_size)
@@ -97,15 +97,15 @@ def evaluation_loader(
 
 
 class EvaluationBatches(DistributedSampler[list[int]]):
-    """Gives each process a contiguous share of the samples, in batches, and repeats no sample.
+    """Gives every process a contiguous share of the samples, in batches, and repeats no sample.
 
-    The shares joined in the order of ranks are all samples in order. All processes have the same number of batches, as
-    strategies that gather weights in every forward need it: a process with one sample too many puts it in its last
-    batch. A process without samples has one empty batch, because Lightning skips the epoch-end hooks, in which
-    processes wait for one another, where there are no batches.
+    The shares joined in the order of ranks are all samples in order. All processes have the same number of batches,
+    because strategies that gather weights in every forward pass need it: an extra sample goes into the last batch of
+    its process. A process without samples has an empty batch, because without batches Lightning skips the epoch-end
+    hooks, in which processes wait for each other.
 
-    It yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning leaves a
-    ``DistributedSampler`` in place, but replaces other samplers by its own, which repeats samples.
+    The sampler yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning leaves a
+    ``DistributedSampler`` in place, but replaces other samplers by a sampler that repeats samples.
 
     Args:
         num_samples: Number of samples in the dataset.

@@ -1,4 +1,4 @@
-"""The examples of a task: checked when they are read, and encoded as token ids for training."""
+"""Examples of a task, checked when they are read and encoded as token ids for training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, slots=True)
 class EncodedExample:
-    """An example as token ids."""
+    """Token ids of an example."""
 
     id: str
     prompt_ids: Sequence[int]
@@ -25,11 +25,11 @@ class EncodedExample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def examples_of(task: Task, split: Split) -> Sequence[Example]:
-    """Return the examples of a split.
+def load_examples(task: Task, split: Split) -> Sequence[Example]:
+    """Return a split's examples after checking their types.
 
     Raises:
-        ValueError: If the task returns something else than a sequence of examples.
+        ValueError: If the task does not return a sequence of examples.
     """
     examples = task.examples(split)
     name = f"{type(task).__name__}.examples"
@@ -41,18 +41,18 @@ def examples_of(task: Task, split: Split) -> Sequence[Example]:
         is_example = isinstance(first, Example)
         require(is_example, name, "a sequence of refusion_lit.tasks.Example", f"one of {type(first).__name__}", fix)
         texts = (first.id, first.query, first.response)
-        holds = all(isinstance(text, str) for text in texts)
-        require(holds, name, "examples whose id, query and response are texts", texts, "convert them with str")
+        are_texts = all(isinstance(text, str) for text in texts)
+        require(are_texts, name, "examples whose id, query and response are texts", texts, "convert them with str")
     return examples
 
 
 def encode_example(
     tokenizer: PreTrainedTokenizerBase, example: Example, prompt_template: str = "{query}"
 ) -> EncodedExample:
-    """Encode an example as prompt and response; the response ends with the end-of-sequence token.
+    """Encode an example as prompt and response; the response ends with the EOS token.
 
     Raises:
-        ValueError: If the response is empty or the example cannot be encoded; names the example.
+        ValueError: If the response is empty or the example cannot be encoded; the message names the example.
     """
     fix = "remove it, or set malformed: skip in the task"
     require(bool(example.response), f"example {example.id}", "a response", example.response, fix)

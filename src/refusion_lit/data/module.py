@@ -1,4 +1,4 @@
-"""The data module: turns a task and a tokenizer into batches."""
+"""The data module, which turns a task and a tokenizer into batches."""
 
 from __future__ import annotations
 
@@ -12,38 +12,48 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import BatchDataset, LengthGroupedBatches, TrainingLoader, collate_responses
-from refusion_lit.data.datasets import EncodedOnRead, collate_packed, packed_rows
-from refusion_lit.data.evaluation import PromptBatch, encoded_prompts, evaluation_loader
-from refusion_lit.data.examples import EncodedExample, encode_example, examples_of
+from refusion_lit.data.datasets import LazyDataset, collate_packed, pack_rows
+from refusion_lit.data.evaluation import PromptBatch, encode_prompts, evaluation_loader
+from refusion_lit.data.examples import EncodedExample, encode_example, load_examples
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.modeling.vocabulary import AddBos, describe_bos, set_add_bos
 from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require, require_at_least
 
 _LAZY_ABOVE = 20_000
-"""Generated splits of more examples are encoded when they are read; all others once, before training."""
+"""Generated splits with more examples are encoded when they are read; all other splits once, before training."""
 
 
 class InstructionDataModule(L.LightningDataModule):
     """Instruction data for training and decoding.
 
     Args:
-        task: Where the examples come from, and how responses are scored.
-        tokenizer: Where the tokenizer comes from. Commands that are given a model's ``ckpt_path`` take the model's.
-        batch_size: Training samples in a batch, on each process; with ``pack_length``, rows of several samples.
-        eval_batch_size: Samples in a batch of validation, and prompts in a batch of test and prediction.
-        max_length: Samples of more tokens (prompt and response) are dropped and counted; in a generated split that is
-            encoded while it is read, one is an error.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template. ``None``: the model's
-            own in commands that are given its ``ckpt_path``, else ``{query}``.
-        pack_length: Pack several training samples into a row of at most this many tokens, at least ``max_length``;
-            samples do not see each other, and no loss changes. An objective that lengthens its sequences lengthens the
-            rows. Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa'
-            and little with 'flex_attention'. ``None``: one sample per row.
-        num_workers: Worker processes that collate batches. Changes no batch.
+        task: Provides the examples and scores responses.
+        tokenizer: Provides the tokenizer. Commands with a ``ckpt_path`` use the model's tokenizer instead.
+        batch_size: Number of training samples in a batch, per process; with ``pack_length``, number of rows.
+        eval_batch_size: Number of samples in a validation batch, and of prompts in a batch of test and prediction.
+        max_length: Samples with more tokens (prompt and response) are dropped and counted. In a generated split that is
+            encoded while it is read, such a sample is an error.
+        prompt_template: How a query becomes a prompt if the tokenizer has no chat template. ``None``: the model's
+            template in commands with a ``ckpt_path``, else ``{query}``.
+        pack_length: Pack training samples into rows of at most this many tokens, at least ``max_length``. Samples do
+            not see each other, and no loss changes. An objective that lengthens its sequences lengthens the rows.
+            Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa' and
+            little with 'flex_attention'. ``None``: a row per sample.
+        num_workers: Number of worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
+        add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does. The
+            choice is stored with the model. ``None``: the stored choice, else ``auto``.
+
+    >>> from refusion_lit.data.tokenizers import CharacterTokenizer
+    >>> from refusion_lit.tasks import Additions
+    >>> data = InstructionDataModule(Additions(num_train=8), CharacterTokenizer(), batch_size=4)
+    >>> batch = next(iter(data.train_dataloader())).batch
+    >>> data.built_tokenizer.decode(batch.input_ids[0, : batch.prompt_lengths[0]])[-1]
+    '>'
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class InstructionDataModule(L.LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
         max_eval_prompts: int | None = None,
+        add_bos: AddBos | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
@@ -73,7 +84,7 @@ class InstructionDataModule(L.LightningDataModule):
         require(has_query, "data.prompt_template", "a text with {query} in it", prompt_template, "add {query}")
         if tokenizer is None:
             raise ValueError(
-                "data.tokenizer: expected a value, got none; give it, or a config that does, such as "
+                "data.tokenizer: expected a value, got none; set it, or use a config that sets it, such as "
                 "`--config configs/quickstart.yaml` (test, predict and validate can take it from --ckpt_path)."
             )
         self.task = task
@@ -86,29 +97,36 @@ class InstructionDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.max_eval_prompts = max_eval_prompts
-        self._splits: dict[Split, EncodedOnRead | list[EncodedExample]] = {}
+        self.add_bos: AddBos | None = add_bos
+        self._splits: dict[Split, LazyDataset | list[EncodedExample]] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
 
     @cached_property
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, built on first use."""
-        return self.tokenizer_source.build(self.task, self.prompt_template)
+        tokenizer = self.tokenizer_source.build(self.task, self.prompt_template)
+        if self.add_bos is not None:
+            set_add_bos(tokenizer, self.add_bos)
+        if description := describe_bos(tokenizer):
+            rank_zero_info(description)
+        return tokenizer
 
     def check_context(self, max_positions: int) -> None:
-        """Refuse samples of training, and of validation if there is one, that are longer than the model's context.
+        """Refuse training and validation samples that are longer than the model's context.
 
         Args:
             max_positions: Number of tokens in the context.
 
         Raises:
-            ValueError: Naming the longest sample; for examples that are encoded while they are read, when one is.
+            ValueError: If a sample is too long. In a split that is encoded while it is read, reading the sample raises
+                the error.
         """
         splits: list[Split] = ["train"]
         if self.trainer is None or self.trainer.limit_val_batches > 0:
             splits.append("validation")
         for split in splits:
-            samples = self._encoded(split)
-            if isinstance(samples, EncodedOnRead):
+            samples = self._load_split(split)
+            if isinstance(samples, LazyDataset):
                 samples.max_length = min(self.max_length, max_positions)
                 continue
             longest = max(map(len, samples))
@@ -117,21 +135,21 @@ class InstructionDataModule(L.LightningDataModule):
             require(longest <= max_positions, "data.max_length", expected, longest, fix)
 
     def train_dataloader(self) -> TrainingLoader:
-        """Return a loader of shuffled micro-batches, which do not depend on the number of workers."""
-        data = self._encoded("train")
+        """Return a loader of shuffled micro-batches; the batches do not depend on the number of workers."""
+        data = self._load_split("train")
         if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first ones, in order
             loader = TrainingLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
         else:
             share = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
             samples: Any = data
             collate = self._collate
-            length_of = data.length if isinstance(data, EncodedOnRead) else lambda index: len(data[index])
+            get_length = data.length if isinstance(data, LazyDataset) else lambda index: len(data[index])
             if self.pack_length is not None:
-                assert not isinstance(data, EncodedOnRead), "samples are encoded beforehand where they are packed"
-                samples, length_of = packed_rows(data, self.pack_length, seed=self.seed), None
+                assert not isinstance(data, LazyDataset), "samples are encoded beforehand where they are packed"
+                samples, get_length = pack_rows(data, self.pack_length, seed=self.seed), None
                 collate = partial(collate_packed, **self._collate.keywords)
             order = LengthGroupedBatches(
-                len(samples), self.batch_size, length_of, seed=self.seed, pack_length=self.pack_length, **share
+                len(samples), self.batch_size, get_length, seed=self.seed, pack_length=self.pack_length, **share
             )
             workers: dict[str, Any] = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
             loader = TrainingLoader(BatchDataset(samples, collate), sampler=order, batch_size=None, **workers)
@@ -140,7 +158,7 @@ class InstructionDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
         """Return a loader of validation batches, for the loss."""
-        samples = self._encoded("validation")
+        samples = self._load_split("validation")
         return evaluation_loader(samples, self._collate, self.eval_batch_size, self.num_workers, self.trainer)
 
     def test_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
@@ -151,26 +169,26 @@ class InstructionDataModule(L.LightningDataModule):
     predict_dataloader = test_dataloader
 
     def test_prompts(self) -> list[tuple[Prompt, Example]]:
-        """Return the prompts of the test split with their examples; see :func:`encoded_prompts`."""
+        """Return the prompts of the test split with their examples; see :func:`encode_prompts`."""
         if not self._prompts:
             tokenizer = self.built_tokenizer
-            self._prompts = encoded_prompts(self.task, tokenizer, self.prompt_template, self.max_eval_prompts)
+            self._prompts = encode_prompts(self.task, tokenizer, self.prompt_template, self.max_eval_prompts)
         return self._prompts
 
     def training_prompt(self) -> Prompt:
-        """Return the longest prompt that is trained with; of a generated split, the first."""
-        samples = self._encoded("train")
-        is_lazy = isinstance(samples, EncodedOnRead)
-        sample = samples[0] if is_lazy else max(samples, key=lambda each: len(each.prompt_ids))
+        """Return the longest training prompt; for a split that is encoded while it is read, the first prompt."""
+        samples = self._load_split("train")
+        is_lazy = isinstance(samples, LazyDataset)
+        sample = samples[0] if is_lazy else max(samples, key=lambda sample: len(sample.prompt_ids))
         return Prompt(token_ids=tuple(sample.prompt_ids), id=sample.id)
 
     @property
     def _collate(self) -> partial[ResponseBatch]:
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]
 
-    def _encoded(self, split: Split) -> EncodedOnRead | list[EncodedExample]:
+    def _load_split(self, split: Split) -> LazyDataset | list[EncodedExample]:
         if split not in self._splits:
-            examples = examples_of(self.task, split)
+            examples = load_examples(self.task, split)
             num_examples = len(examples)
             fix = f"add some, or {'lower' if split == 'train' else 'raise'} the validation_fraction of InstructionFiles"
             require(num_examples > 0, "data.task", f"examples in the {split} split", num_examples, fix)
@@ -178,13 +196,13 @@ class InstructionDataModule(L.LightningDataModule):
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.
             if is_generated and num_examples > _LAZY_ABOVE and self.pack_length is None:
                 encode = partial(encode_example, self.built_tokenizer, prompt_template=self.prompt_template)
-                self._splits[split] = EncodedOnRead(examples, encode, self.max_length)
+                self._splits[split] = LazyDataset(examples, encode, self.max_length)
             else:
-                self._splits[split] = self._stored(split, examples)
+                self._splits[split] = self._encode_all(split, examples)
         return self._splits[split]
 
-    def _stored(self, split: Split, examples: Sequence[Example]) -> list[EncodedExample]:
-        """Encode a split; drop and count what is too long or, if the task skips malformed rows, cannot be encoded."""
+    def _encode_all(self, split: Split, examples: Sequence[Example]) -> list[EncodedExample]:
+        """Encode a split; drop and count samples that are too long or, if the task allows it, malformed."""
         samples: list[EncodedExample] = []
         num_too_long = 0
         num_malformed = num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)

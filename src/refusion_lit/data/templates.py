@@ -1,7 +1,7 @@
-"""Templates of responses: text with spans of a known or bounded number of tokens.
+"""Response templates: text with spans of a known or bounded number of tokens.
 
-``{"name": "{{1-6}}", "age": {{2}}}`` has a span of one to six tokens and one of two. ``{{...}}`` at the end leaves the
-response open; without it, the response ends where the template does.
+``{"name": "{{1-6}}", "age": {{2}}}`` has a span of 1 to 6 tokens and a span of 2 tokens. With ``{{...}}`` at the end,
+the response may continue after the template.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_SPAN = 1_000_000
 """Maximum number of tokens in a span."""
 
 _NUM_TOGETHER = 64
-"""Prompts with spans of several lengths that are decoded before the first one's response is told."""
-_LEAST = 1e-12
+"""Number of prompts whose span lengths are tried together; callbacks run after every such group."""
+_MIN_PROBABILITY = 1e-12
 """Probabilities are clamped to at least this value before the logarithm."""
 
 _GAP = re.compile(r"\{\{\s*(?:(\d+)(?:\s*-\s*(\d+))?|(\.\.\.))\s*\}\}")
@@ -41,6 +41,9 @@ class Template:
     Attributes:
         parts: The parts in order: given text, or a span as its minimum and maximum number of tokens.
         is_open: Whether the response may continue after the last part.
+
+    >>> Template.parse("age: {{1-2}} years")
+    Template(parts=('age: ', (1, 2), ' years'), is_open=False)
     """
 
     parts: tuple[str | tuple[int, int], ...]
@@ -48,10 +51,10 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Read a template; double braces with anything but numbers or dots in them are text.
+        """Parse a template; double braces with anything but numbers or dots in them are text.
 
         Raises:
-            ValueError: If it is empty, a span is impossible, or there are too many combinations of lengths.
+            ValueError: If the template is empty, a span is impossible, or there are too many combinations of lengths.
         """
         parts: list[str | tuple[int, int]] = []
         end = 0
@@ -76,9 +79,9 @@ class Template:
         return cls(parts=tuple(parts), is_open=is_open)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, ...]]:
-        """Return the tokens of the response, ``None`` in spans, for each combination of span lengths.
+        """Return the response's tokens, ``None`` in spans, for every combination of span lengths.
 
-        Each text is encoded on its own: a word that reaches over the edge of a span is not one token.
+        A token never crosses the edge of a span.
 
         Raises:
             ValueError: If a character is not in the tokenizer's alphabet.
@@ -94,7 +97,7 @@ class Template:
 
 
 def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return a prompt with what a template gives, for each combination of span lengths.
+    """Return a prompt with a template's given tokens, for every combination of span lengths.
 
     Raises:
         ValueError: If the template is wrong.
@@ -116,34 +119,34 @@ def fill_templates(
     trace: bool = False,
     **options: Any,  # noqa: ANN401 - options of decode
 ) -> list[Generation]:
-    """Decode prompts within templates; of several span lengths, return the most probable filling.
+    """Decode prompts within templates; choose the most probable combination of span lengths.
 
     Args:
         decode: Decodes prompts.
         prompts: The prompts.
-        templates: One for each prompt; ``None`` to give nothing.
+        templates: A template per prompt; ``None`` to give nothing.
         sampling: Length limit and sampling options.
         tokenizer: Encodes the given text.
-        callbacks: Notified of finished responses only if a span has several possible lengths.
-        trace: Record a trace of every forward.
+        callbacks: If a span has several possible lengths, callbacks are notified of finished responses only.
+        trace: Record a trace of every forward pass.
         options: Further options of ``decode``.
 
     Raises:
         ValueError: If a template is wrong, and as ``decode``.
     """
-    holds = isinstance(templates, list | tuple) and len(templates) == len(prompts)
-    expected = f"a list of one for each of {len(prompts)} prompts"
-    require(holds, "templates", expected, templates, "give None for those without")
+    is_complete = isinstance(templates, list | tuple) and len(templates) == len(prompts)
+    expected = f"a list of {len(prompts)}, a template per prompt"
+    require(is_complete, "templates", expected, templates, "give None for prompts without a template")
     groups = [candidates(prompt, text, tokenizer) for prompt, text in zip(prompts, templates, strict=True)]
     if all(len(group) == 1 for group in groups):
         single = [prompt for [prompt] in groups]
         return decode(single, sampling=sampling, callbacks=callbacks, trace=trace, **options).rows
 
-    def run(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
-        return decode(tried, sampling=how, trace=True, **options).rows
+    def run(candidates: Sequence[Prompt], sampling: SamplingParams) -> list[Generation]:
+        return decode(candidates, sampling=sampling, trace=True, **options).rows
 
     rows: list[Generation] = []
-    for start in range(0, len(groups), _NUM_TOGETHER):  # a response is told once all lengths of its slice are decoded
+    for start in range(0, len(groups), _NUM_TOGETHER):
         part = groups[start : start + _NUM_TOGETHER]
         for row in choose_lengths(run, part, sampling, special_tokens_of(tokenizer).eos_token_ids):
             row.trace = row.trace if trace else []
@@ -159,76 +162,77 @@ def choose_lengths(
     sampling: SamplingParams,
     eos_token_ids: Sequence[int],
 ) -> list[Generation]:
-    """Return each group's most probable generation.
+    """Return the most probable generation of every group.
 
     Args:
         run: Decodes prompts and records traces.
-        groups: Groups of prompts that differ in the lengths of their spans. The prompt of a group of one is only
-            decoded, not scored.
+        groups: Groups of prompts that differ in the lengths of their spans. A group with a single prompt is decoded
+            without scoring.
         sampling: Length limit and sampling options.
         eos_token_ids: EOS tokens.
     """
-    every = iter(run([prompt for group in groups for prompt in group], sampling))
-    rows = [[next(every) for _ in group] for group in groups]
+    generations = iter(run([prompt for group in groups for prompt in group], sampling))
+    rows = [[next(generations) for _ in group] for group in groups]
     probes = [
-        [probe(*pair, eos_token_ids) for pair in zip(group, own, strict=True)] if len(group) > 1 else []
-        for group, own in zip(groups, rows, strict=True)
+        [make_probe(*pair, eos_token_ids) for pair in zip(group, group_rows, strict=True)] if len(group) > 1 else []
+        for group, group_rows in zip(groups, rows, strict=True)
     ]
-    # No early stopping here: it could cut tokens whose probabilities are needed.
+    # Without early stopping, which could cut tokens whose probabilities are needed.
     unending = replace(sampling, stop=(), min_entropy=None)
-    found = iter(run([probed for again in probes for probed in again], unending))
-    tried = [(*parts, [next(found) for _ in parts[2]]) for parts in zip(groups, rows, probes, strict=True)]
-    return [most_probable(*parts) if parts[2] else parts[1][0] for parts in tried]
+    scores = iter(run([probe for group_probes in probes for probe in group_probes], unending))
+    candidates = [(*parts, [next(scores) for _ in parts[2]]) for parts in zip(groups, rows, probes, strict=True)]
+    return [choose_most_probable(*parts) if parts[2] else parts[1][0] for parts in candidates]
 
 
-def probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:
-    """Return a prompt that scores a generation: its spans are filled, and each given token right of a span is masked.
+def make_probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:
+    """Return a prompt that scores a generation: spans are filled, and the given tokens right of spans are masked.
 
-    If a span has the right length, the model finds the given token again. The tokens that fill the spans count towards
-    ``max_new_tokens``: the response is then no longer than that of the prompt, and fits into the context and the cache.
+    If a span has the right length, the model predicts the given token after it. The tokens that fill the spans count
+    towards ``max_new_tokens``, so that the probe's response is no longer than the prompt's and fits into the context
+    and the cache.
 
     Args:
         prompt: The prompt.
-        row: Its generation, which a stop string may have cut; tokens given after the cut are unchanged.
-        eos_token_ids: EOS tokens; a given one is not masked.
+        row: The prompt's generation, which a stop string may have cut; given tokens after the cut are unchanged.
+        eos_token_ids: EOS tokens, which are not masked.
     """
     length = prompt.given_length
     filled: list[int | None] = [*row.token_ids[:length], *prompt.given[len(row.token_ids) : length]]
     for place in _seams(prompt):
         if place < len(row.token_ids) and filled[place] not in eos_token_ids:
             filled[place] = None
-    probed = replace(prompt, given=tuple(filled))
-    return replace(probed, num_filled=probed.num_given - prompt.num_given)
+    probe = replace(prompt, given=tuple(filled))
+    return replace(probe, num_filled=probe.num_given - prompt.num_given)
 
 
-def most_probable(
-    prompts: Sequence[Prompt], rows: Sequence[Generation], probes: Sequence[Prompt], found: Sequence[Generation]
+def choose_most_probable(
+    prompts: Sequence[Prompt], rows: Sequence[Generation], probes: Sequence[Prompt], probe_rows: Sequence[Generation]
 ) -> Generation:
-    """Return the generation with the most probable filling; ties go to the first one.
+    """Return the generation with the most probable filling; on ties, the first generation.
 
     The score is the mean log-probability of the generated tokens, plus the mean log-probability of the given tokens
-    right of spans. The probability of a token is that of its last draft; if another token was drafted, it is what that
-    draft left over (1 minus its probability). Given tokens that a stop string cuts off in any of the generations are
-    left out for all. Forwards, positions and seconds of the result are totals over all candidates.
+    right of spans. A token's probability comes from the last draft at its place: the draft's probability p if the draft
+    is the token, and 1 - p otherwise. Given tokens that a stop string cuts off in any generation are left out for all.
+    Forward passes, positions and seconds of the result are totals over all candidates.
 
     Args:
         prompts: The prompts, which differ in the lengths of their spans.
-        rows: Their generations, with traces.
-        probes: The prompts with filled spans, from :func:`probe`.
-        found: The generations of the probes, with traces.
+        rows: The prompts' generations, with traces.
+        probes: The prompts with filled spans, from :func:`make_probe`.
+        probe_rows: The probes' generations, with traces.
     """
-    hidden = [
-        [place for place in _seams(prompt) if probed.given[place] is None]
-        for prompt, probed in zip(prompts, probes, strict=True)
+    masked_seams = [
+        [place for place in _seams(prompt) if probe.given[place] is None]
+        for prompt, probe in zip(prompts, probes, strict=True)
     ]
-    num_reached = min(map(len, hidden))  # a stop string may end some of them before others
+    num_reached = min(map(len, masked_seams))  # a stop string may end some responses before others
     scores = []
-    for prompt, row, seams, again in zip(prompts, rows, hidden, found, strict=True):
+    for prompt, row, seams, probe_row in zip(prompts, rows, masked_seams, probe_rows, strict=True):
         spans = [place for place in range(len(row.token_ids))
                  if place >= len(prompt.given) or prompt.given[place] is None]  # fmt: skip
-        drafted = (_mean_log(prompt, row, spans, row), _mean_log(prompt, row, seams[:num_reached], again))
+        drafted = (_mean_log(prompt, row, spans, row), _mean_log(prompt, row, seams[:num_reached], probe_row))
         scores.append(sum(drafted))
-    every = [*rows, *found]
+    every = [*rows, *probe_rows]
     return replace(
         rows[scores.index(max(scores))],
         num_forwards=sum(row.num_forwards for row in every),
@@ -253,6 +257,6 @@ def _mean_log(prompt: Prompt, row: Generation, places: Sequence[int], drafted: G
     logs = []
     for place in places:
         token, probability = last.get(len(prompt.token_ids) + place, (row.token_ids[place], 1.0))
-        own = probability if token == row.token_ids[place] else 1 - probability
-        logs.append(math.log(max(own, _LEAST)))
+        likelihood = probability if token == row.token_ids[place] else 1 - probability
+        logs.append(math.log(max(likelihood, _MIN_PROBABILITY)))
     return sum(logs) / len(logs) if logs else 0.0

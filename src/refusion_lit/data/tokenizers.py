@@ -1,4 +1,4 @@
-"""Tokenizers from a pretrained model, trained on the task's data, of single characters, or from a checkpoint."""
+"""Tokenizers: pretrained, trained on the task's data, of single characters, or stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,12 +14,10 @@ from typing import Any
 
 import transformers
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from refusion_lit.modeling.architecture import check_source, stored_config, warn_of_remote_code
-from refusion_lit.modeling.formats import CheckpointFormat, format_of
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.utils.errors import reason_of
@@ -28,33 +27,39 @@ _PAD = "<|pad|>"
 _EOS = "<|eos|>"
 _MASK = "<|mask|>"
 _MAX_BPE_EXAMPLES = 100_000
-"""BPE is trained on this many examples at most."""
+"""Maximum number of examples to train BPE on."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class TokenizerSource(ABC):
-    """Builds a tokenizer with padding, end-of-sequence and mask tokens."""
+    """Builds a tokenizer with padding, EOS and mask tokens."""
 
     @abstractmethod
     def build(self, task: Task | None, prompt_template: str = "{query}") -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
         Args:
-            task: The task that it encodes; sources that learn from data need it.
-            prompt_template: How a query becomes a prompt; its characters are text to encode, too.
+            task: The task to encode; sources that learn from data need it.
+            prompt_template: How a query becomes a prompt; its characters must be encoded, too.
 
         Raises:
-            ValueError: If it cannot be built.
+            ValueError: If the tokenizer cannot be built.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterTokenizer(TokenizerSource):
-    """One token per character: ids 0, 1 and 2 are padding, EOS token and mask, then the characters in order.
+    """A token per character: ids 0, 1 and 2 are padding, EOS and mask, followed by the characters in order.
 
     Attributes:
-        characters: The alphabet; ``None`` takes the task's own, or the sorted characters of the training examples and
-            the prompt template where the task names none.
+        characters: The alphabet; ``None`` takes the task's alphabet or, if the task has none, the sorted characters of
+            the training examples and the prompt template.
+
+    >>> tokenizer = CharacterTokenizer(characters="01+").build(None)
+    >>> tokenizer.encode("1+0")
+    [4, 5, 3]
+    >>> tokenizer.convert_ids_to_tokens([0, 1, 2])
+    ['<|pad|>', '<|eos|>', '<|mask|>']
     """
 
     characters: str | None = None
@@ -67,8 +72,8 @@ class CharacterTokenizer(TokenizerSource):
         """
         characters = self.characters if self.characters is not None else task and task.characters()
         if characters is None and task is not None:
-            found = set(prompt_template.replace("{query}", "")).union(*_texts(task.examples("train")))
-            characters = "".join(sorted(found))
+            alphabet = set(prompt_template.replace("{query}", "")).union(*_texts(task.examples("train")))
+            characters = "".join(sorted(alphabet))
         if not characters:
             raise ValueError(
                 "tokenizer.characters: expected an alphabet, got none, and there are no training examples to take it "
@@ -83,10 +88,10 @@ class CharacterTokenizer(TokenizerSource):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBPE(TokenizerSource):
-    """Byte-level BPE trained on the task's training split; it encodes every text without loss.
+    """Byte-level BPE trained on the task's training split; encodes every text without loss.
 
     Attributes:
-        vocab_size: Maximum number of tokens, special ones included; at least 260.
+        vocab_size: Maximum number of tokens, including special tokens; at least 260.
     """
 
     vocab_size: int = 4096
@@ -112,19 +117,19 @@ class TrainedBPE(TokenizerSource):
 
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
-"""Classes of tokenizers that are all in ``tokenizer.json``, by the names of transformers 5 and 4."""
+"""Tokenizer classes that ``tokenizer.json`` describes completely, by the names of transformers 5 and 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTokenizer(TokenizerSource):
-    """The tokenizer of a Hugging Face directory or hub id; it gets a mask token if it has none.
+    """The tokenizer of a Hugging Face directory or hub id; a mask token is added if there is none.
 
     Attributes:
         source: Directory or hub id.
         revision: Pinned revision of a hub id.
-        checkpoint_format: Published format of the source, where its config does not tell; see
-            :class:`~refusion_lit.modeling.loading.BackboneConfig`.
-        trust_remote_code: Let a source of no known format run Python code of its own on this machine.
+        checkpoint_format: Published format of the source, if its config does not name it; see
+            :class:`~refusion_lit.BackboneConfig`.
+        trust_remote_code: Let a source of unknown format run its Python code on this machine.
     """
 
     source: str
@@ -136,63 +141,111 @@ class PretrainedTokenizer(TokenizerSource):
         """Load the tokenizer.
 
         Raises:
-            ValueError: If it cannot be loaded, has no end-of-sequence token or no ``tokenizer.json``, or if its mask
+            ValueError: If the tokenizer cannot be loaded, has no EOS token or no ``tokenizer.json``, or if its mask
                 token is not the ``mask_token_id`` of the source's config.
         """
-        if self.trust_remote_code:
-            warn_of_remote_code(self.source)
-        check_source(self.source, "tokenizer.source")
         is_pinned = self.revision is not None and Path(self.source).exists()
         expected = "none for what is on this machine"
         require(
             not is_pinned, "tokenizer.revision", expected, self.revision, "leave it out, or give a hub id as source"
         )
-        values = stored_config(self.source, self.revision)
-        published = format_of(values, self.checkpoint_format)
-        try:
-            tokenizer = self._load(published)
-        except Exception as error:  # the tokenizers library raises this very class
-            raise ValueError(
-                f"tokenizer.source: no tokenizer can be loaded from {self.source!r} ({reason_of(error)}). "
-                "Check the path, or the id and the network; a model directory needs tokenizer.json."
-            ) from error
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise ValueError(
-                f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
-                f"{self.source!r}. Convert it to a tokenizer.json, or take another one."
-            )
-        has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # transformers makes one without files, too
-        fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
-        require(has_tokens, "tokenizer.source", f"a tokenizer's files in {self.source}", None, fix)
-        expected = f"an end-of-sequence token in {self.source}"
-        fix = "set eos_token in its tokenizer_config.json"
-        require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
-        mask_token_id = values.get("mask_token_id")
-        ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
-        is_equal = mask_token_id in (None, tokenizer.mask_token_id)
-        expected = f"the mask_token_id of the config of {self.source}, which is {mask_token_id}"
-        require(is_equal, "tokenizer.source", expected, tokenizer.mask_token_id, "make them equal")
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        vocabulary = tokenizer.get_vocab()
-        named = [vocabulary[text] for text in (published.end_tokens if published else ()) if text in vocabulary]
-        add_eos_tokens(tokenizer, [*_configured_eos_ids(self.source, self.revision, values), *named])
-        return _without_truncation(tokenizer)
+        source = ModelSource.open(
+            self.source,
+            option="tokenizer.source",
+            checkpoint_format=self.checkpoint_format,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return load_tokenizer(source)
 
-    def _load(self, published: CheckpointFormat | None) -> PreTrainedTokenizerBase:
-        """Load the tokenizer; that of a known format without the Python code that comes with it."""
-        stored = get_tokenizer_config(self.source, revision=self.revision)
-        # AutoTokenizer uses Qwen's tokenizer class for any Qwen model, and ignores how tokenizer.json treats spaces.
-        is_generic = stored.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in stored
-        if published is None and not is_generic:
-            options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-            return AutoTokenizer.from_pretrained(self.source, **options)
-        if published is not None and "auto_map" in stored and published.slow_tokenizer is not None:
-            # The same files (vocabulary and merges) under the class that the authors' one was derived from.
-            tokenizer_class: Any = getattr(transformers, published.slow_tokenizer)
-        else:
-            tokenizer_class = PreTrainedTokenizerFast
-        return tokenizer_class.from_pretrained(self.source, revision=self.revision)
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hugging Face directory or hub id; add a mask token if the tokenizer has none.
+
+    Args:
+        source: The directory or hub id.
+
+    Raises:
+        ValueError: If the tokenizer cannot be loaded, has no EOS token or no ``tokenizer.json``, or if its
+            mask token is not the ``mask_token_id`` of the source's config.
+    """
+    published = source.published
+    try:
+        tokenizer = _read_tokenizer(source)
+    except Exception as error:  # the tokenizers library raises this very class
+        raise ValueError(
+            f"tokenizer.source: no tokenizer can be loaded from {source.name!r} ({reason_of(error)}). "
+            "Check the path, or the id and the network; a model directory needs tokenizer.json."
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
+            f"{source.name!r}. Convert it to a tokenizer.json, or take another one."
+        )
+    has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # without files, transformers makes an empty one
+    fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
+    require(has_tokens, "tokenizer.source", f"a tokenizer's files in {source.name}", None, fix)
+    expected = f"an end-of-sequence token in {source.name}"
+    fix = "set eos_token in its tokenizer_config.json"
+    require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
+    mask_token_id = source.values.get("mask_token_id")
+    ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
+    is_equal = mask_token_id in (None, tokenizer.mask_token_id)
+    expected = f"the mask_token_id of the config of {source.name}, which is {mask_token_id}"
+    require(is_equal, "tokenizer.source", expected, tokenizer.mask_token_id, "make them equal")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    vocabulary = tokenizer.get_vocab()
+    named = [vocabulary[text] for text in (published.end_tokens if published else ()) if text in vocabulary]
+    add_eos_tokens(tokenizer, [*_configured_eos_ids(source), *named])
+    return _without_truncation(tokenizer)
+
+
+def _read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Read the tokenizer's files, for a published format without the Python code that comes with the tokenizer."""
+    values = source.tokenizer_values
+    published = source.published
+    # AutoTokenizer uses Qwen's tokenizer class for any Qwen model, and ignores how tokenizer.json treats spaces.
+    is_generic = values.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in values
+    if published is None and not is_generic:
+        # transformers reads tokenizer_config.json three times more: to choose the class, and twice to fill it.
+        options: dict[str, Any] = {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
+        config = source.config if source.values else None
+        return AutoTokenizer.from_pretrained(source.name, config=config, **options)
+    if published is not None and "auto_map" in values and published.slow_tokenizer is not None:
+        # The authors' class is derived from this class, and reads the same files (vocabulary and merges).
+        tokenizer_class: Any = getattr(transformers, published.slow_tokenizer)
+        return tokenizer_class.from_pretrained(source.name, revision=source.revision)
+    tokenizer = _read_generic(Path(source.name), values)
+    if tokenizer is None:
+        revision: dict[str, Any] = {"revision": source.revision}
+        return PreTrainedTokenizerFast.from_pretrained(source.name, **revision)
+    return tokenizer
+
+
+def _read_generic(folder: Path, values: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+    """Read a directory's ``tokenizer.json``; ``None`` if the tokenizer is not in a directory with this file.
+
+    ``from_pretrained`` opens ``tokenizer_config.json`` twice and does not accept a parsed file; the method that it
+    calls last does. For vocabularies above 100 000 tokens, it reads ``config.json`` again to recognise Mistral models.
+
+    Args:
+        folder: The directory, or a hub id.
+        values: Contents of ``tokenizer_config.json``.
+    """
+    if not (folder / "tokenizer.json").is_file() or "fast_tokenizer_files" in values:
+        return None
+    names = {
+        "tokenizer_file": "tokenizer.json",
+        "special_tokens_map_file": "special_tokens_map.json",
+        "added_tokens_file": "added_tokens.json",
+        "chat_template_file": "chat_template.jinja",
+    }
+    files = {key: str(folder / name) for key, name in names.items() if (folder / name).is_file()}
+    for template in (folder / "additional_chat_templates").glob("*.jinja"):
+        files[f"chat_template_{template.stem}"] = str(template)
+    options = {name: value for name, value in values.items() if name not in ("tokenizer_class", "init_inputs")}
+    return PreTrainedTokenizerFast._from_pretrained(files, str(folder), deepcopy(options), _is_local=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +253,7 @@ class StoredTokenizer(TokenizerSource):
     """The tokenizer stored in a checkpoint.
 
     Attributes:
-        files: Contents of its files by name.
+        files: Contents of the tokenizer's files by name.
     """
 
     files: dict[str, str]
@@ -227,7 +280,7 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
 
     Args:
         files: Contents by name.
-        source: The checkpoint that holds them, for messages.
+        source: The checkpoint with the files, for messages.
 
     Raises:
         ValueError: If the files are not a tokenizer's.
@@ -243,9 +296,10 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfig) -> None:
-    """Refuse a tokenizer whose ids mean something else to the weights that a training starts from.
+    """Refuse a tokenizer whose ids differ from the ids that the initial weights were trained with.
 
-    The tokenizer may have more tokens than the source's. A source without a tokenizer is warned about.
+    The tokenizer may have more tokens than the tokenizer of the weights. If the weights come without a tokenizer, the
+    check warns.
 
     Args:
         tokenizer: The tokenizer that encodes the data.
@@ -263,25 +317,25 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
         trust_remote_code=backbone.trust_remote_code,
     )
     try:
-        own = source.build(None)
+        original = source.build(None)
     except ValueError as error:
-        warnings.warn(f"data.tokenizer cannot be compared with that of the weights: {error}", stacklevel=2)
+        warnings.warn(f"data.tokenizer cannot be compared with the weights' tokenizer: {error}", stacklevel=2)
         return
-    expected = own.get_vocab()
-    found = tokenizer.get_vocab()
-    if mask_is_new(own) and own.mask_token is not None:
-        del expected[str(own.mask_token)]  # unknown to the weights
+    expected = original.get_vocab()
+    vocabulary = tokenizer.get_vocab()
+    if mask_is_new(original) and original.mask_token is not None:
+        del expected[str(original.mask_token)]  # unknown to the weights
     for token, identity in sorted(expected.items(), key=lambda pair: pair[1]):
-        if found.get(token) != identity:
+        if vocabulary.get(token) != identity:
             raise ValueError(
                 f"data.tokenizer: expected the {len(expected)} tokens of {source.source!r}, which its weights are for, "
-                f"got {len(found)} tokens in which {token!r} has the id {found.get(token)}, not {identity}. Set "
-                f"data.tokenizer to PretrainedTokenizer with source: {source.source}."
+                f"got {len(vocabulary)} tokens in which {token!r} has the id {vocabulary.get(token)}, not {identity}. "
+                f"Set data.tokenizer to PretrainedTokenizer with source: {source.source}."
             )
 
 
 def unknown_text(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
-    """Return the error for a text in which the tokenizer encodes something as a special token."""
+    """Return the error for a text that cannot be encoded without a special token."""
     if type(backend.model).__name__ == "WordLevel":
         pieces = (
             [text] if backend.pre_tokenizer is None else [p for p, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
@@ -315,18 +369,14 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Switch off truncation and padding, which a ``tokenizer.json`` may store as switched on."""
+    """Switch off truncation and padding, which a ``tokenizer.json`` may switch on."""
     tokenizer.backend_tokenizer.no_truncation()  # type: ignore[attr-defined]
     tokenizer.backend_tokenizer.no_padding()  # type: ignore[attr-defined]
     return tokenizer
 
 
-def _configured_eos_ids(source: str, revision: str | None, values: Mapping[str, Any]) -> list[int]:
+def _configured_eos_ids(source: ModelSource) -> list[int]:
     """Return the EOS tokens in a source's config and generation config."""
-    options: dict[str, Any] = {"revision": revision}
-    try:
-        generation: Any = GenerationConfig.from_pretrained(source, **options).eos_token_id
-    except (OSError, ValueError, TypeError):  # TypeError: the file holds no JSON object
-        generation = None
-    found = [values.get("eos_token_id"), generation]
-    return [int(token) for each in found for token in (each if isinstance(each, list) else [each]) if token is not None]
+    values = [source.values.get("eos_token_id"), source.generation_config.eos_token_id]
+    ids = [token for value in values for token in (value if isinstance(value, list) else [value])]
+    return [int(token) for token in ids if token is not None]

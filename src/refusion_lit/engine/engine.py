@@ -38,6 +38,7 @@ def decode(
     detokenize: Callable[[list[int]], str] | None = None,
     trace: bool = False,
     kept: KeptCache | None = None,
+    checked: bool = False,
     **named: Any,  # noqa: ANN401 - fields of DecodingOptions
 ) -> DecodingOutput:
     """Decode prompts; each prompt gets exactly the tokens that it would get alone.
@@ -53,6 +54,7 @@ def decode(
         trace: Record a trace of every forward.
         kept: Keeps the cache of one call for the next call with the same model, so that its prompts share prefixes with
             those of this call.
+        checked: Whether the caller has run :func:`~refusion_lit.engine.checks.check_model` and ``check_prompts``.
 
     Raises:
         ModelMismatchError: If the model does not fit the decoder.
@@ -64,11 +66,12 @@ def decode(
     except TypeError as error:
         raise TypeError(f"{error}; options of sampling go into sampling=SamplingParams(...).") from error
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
-    mismatches = check_model(model, decoder, allow_mismatch=options.allow_mismatch)
-    check_prompts(model, decoder, prompts, sampling, options.max_cache_tokens)
+    output = DecodingOutput()
+    if not checked:
+        output.mismatches = check_model(model, decoder, allow_mismatch=options.allow_mismatch)
+        check_prompts(model, decoder, prompts, sampling, options.max_cache_tokens)
     decoder.check(sampling)
     batch_size = min(options.batch_size, max(len(prompts), 1))
-    output = DecodingOutput(mismatches=mismatches)
     results: dict[int, Generation] = {}
     started = synchronised_time(model.device)
     groups = [(batch_size, list(enumerate(prompts)))]

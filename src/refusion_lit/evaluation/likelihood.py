@@ -1,4 +1,4 @@
-"""Log-likelihood of a text under a model: exact for autoregressive models, estimated for masked ones."""
+"""Text log-likelihood: exact for autoregressive models, estimated for masked models."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Likelihood = Literal["autoregressive", "monte_carlo_masked"]
 
 
 def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = False) -> None:
-    """Refuse an estimate that a model cannot give or was not trained for.
+    """Refuse an estimate that does not fit the model or its training.
 
     Args:
         backbone: The model.
-        likelihood: Name of the estimate.
+        likelihood: The estimate.
         allow_mismatch: Only warn if the model was trained for other predictions.
 
     Raises:
@@ -55,15 +55,15 @@ def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = 
 
 @torch.no_grad()
 def autoregressive(backbone: Backbone, context: Sequence[int], text: Sequence[int]) -> tuple[float, bool]:
-    """Return the exact log-probability of a text's tokens, each given all tokens before it, in nats.
+    """Return a text's exact log-probability after a context, in nats.
 
     Args:
         backbone: A causal model that predicts the next token.
-        context: Tokens before the text, at least one.
-        text: Tokens of the text.
+        context: Tokens before the text; not empty.
+        text: The text's tokens.
 
     Returns:
-        The sum over the text's tokens, and whether each of them is the most probable one.
+        The sum over the text's tokens, and whether greedy decoding would give the text.
     """
     ids = torch.tensor([[*context, *text]], device=backbone.device)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -75,24 +75,24 @@ def autoregressive(backbone: Backbone, context: Sequence[int], text: Sequence[in
 def monte_carlo_masked(
     backbone: Backbone, context: Sequence[int], text: Sequence[int], *, num_draws: int, batch_size: int, seed: int = 0
 ) -> float:
-    """Estimate the log-likelihood bound of a masked model, in nats (LLaDA, arXiv 2502.09992, equation 6).
+    """Estimate a masked model's log-likelihood bound, in nats (LLaDA, arXiv 2502.09992, equation 6).
 
-    Each draw masks ``l`` of the ``n`` tokens and adds ``n / l`` times the log-probability of the masked tokens. The
-    counts ``l`` are stratified over 1 to ``n``: a random first one, the others at equal distances from it, modulo
-    ``n``, as in LLaDA's program. Deliberate differences: all draws are stratified together, not each batch, so that
-    the batch size has no influence; distances are rounded down, not to even. Draws are a function of seed and text.
+    A draw masks ``l`` of the ``n`` tokens and adds ``n / l`` times the log-probability of the masked tokens. The counts
+    ``l`` are stratified over 1 to ``n`` as in LLaDA's program: the first count is random, the other counts follow at
+    equal distances, modulo ``n``. Two differences are deliberate. All draws are stratified together instead of per
+    batch, so the batch size has no influence. Distances are rounded down, not to even. Seed and text decide the draws.
 
-    A causal model gets the known tokens first, in sequence order, as in its training; position ids say where they
-    belong. One that predicts a mask at the position before it gets them in text order. A block-causal model sees the
-    blocks before a masked one clean, as in training and decoding. Masks fall on single tokens, also for a model that
+    A causal model gets the known tokens first, in sequence order, as in its training; position ids give their places.
+    A model that predicts a mask at the position before it gets all tokens in text order. A block-causal model sees the
+    blocks before a masked block clean, as in training and decoding. Masks fall on single tokens, also for a model that
     was trained with masked slots.
 
     Args:
         backbone: A model that predicts its masks.
         context: Tokens before the text.
-        text: Tokens of the text, at least one.
-        num_draws: Number of masked states drawn, at least 1.
-        batch_size: Number of masked states in a forward.
+        text: The text's tokens; not empty.
+        num_draws: Number of masked states, at least 1.
+        batch_size: Number of masked states per forward pass.
         seed: Seeds the draws.
 
     Returns:
@@ -118,15 +118,15 @@ def monte_carlo_masked(
 
 @torch.no_grad()
 def is_greedy_text(backbone: Backbone, context: Sequence[int], text: Sequence[int]) -> bool:
-    """Whether a masked model, unmasking the most probable token of all masks step by step, writes a text.
+    """Return whether a masked model writes a text if it unmasks the most probable token in every step.
 
-    LLaDA's check (arXiv 2502.09992 and its program): the text starts as masks, and each step makes the most probable
-    prediction final. It ends at the first token that is not the text's.
+    LLaDA's check (arXiv 2502.09992 and its program): the text starts as masks, and a step makes the most probable
+    prediction final. The check ends at the first token that differs from the text.
 
     Args:
         backbone: A model that predicts its masks.
         context: Tokens before the text.
-        text: Tokens of the text, at least one.
+        text: The text's tokens; not empty.
     """
     tokens = torch.tensor([*context, *text])
     start = len(context)
@@ -148,7 +148,7 @@ def is_greedy_text(backbone: Backbone, context: Sequence[int], text: Sequence[in
 def _masked_states(
     backbone: Backbone, tokens: Int[Tensor, " token"], is_masked: Bool[Tensor, "row token"]
 ) -> list[Float[Tensor, "masked hidden"]]:
-    """Return the hidden states that predict the masked tokens of each row, in text order."""
+    """Return per row the hidden states that predict the masked tokens, in text order."""
     traits = backbone.traits
     mask_token_id = backbone.special_tokens.mask_token_id
     length = len(tokens)
@@ -170,8 +170,8 @@ def _masked_states(
         positions = positions.repeat(1, 2)
     elif traits.attention == "bidirectional":
         attention = torch.tensor([0, length]).expand(*ids.shape, 1, 2)
-    sent = [None if each is None else each.to(backbone.device) for each in (ids, positions, attention)]
-    hidden = backbone.hidden_states(*sent)  # type: ignore[arg-type]
+    inputs = [None if tensor is None else tensor.to(backbone.device) for tensor in (ids, positions, attention)]
+    hidden = backbone.hidden_states(*inputs)  # type: ignore[arg-type]
     read_at = torch.arange(length) - int(shifted)
     if shifted and traits.block_size is not None:
         # The token before a block is clean when the block is decoded.
@@ -180,7 +180,7 @@ def _masked_states(
 
 
 def _score(backbone: Backbone, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:
-    """Return the log-probability of the targets, and whether each is the most probable token."""
+    """Return the targets' log-probability, and whether all targets are the most probable tokens."""
     logits = backbone.logits(hidden)[..., : backbone.special_tokens.vocab_size].double()
     chosen = logits.log_softmax(-1).gather(-1, targets[:, None])
     return float(chosen.sum()), bool((logits.argmax(-1) == targets).all())

@@ -11,34 +11,35 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from refusion_lit.data.encoding import encode_text
+from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
+from refusion_lit.modeling.vocabulary import prompt_prefix, starts_with_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_at_least, require_choice
 
 _OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 _MAX_TOKENS = 256
-"""Tokens of a response at most, where the task does not say."""
+"""Maximum response length in tokens if the task sets none."""
 
 
 class RefusionLitModel(LM):
-    """Answers the harness's requests.
+    """A model for the lm-evaluation-harness, with a decoder and a likelihood estimate.
 
     Args:
         model: The model.
-        decoder: The strategy; by default the model's own (``TextModel.default_decoder``).
-        likelihood: How ``loglikelihood`` is found: ``autoregressive`` (exact, for causal models that predict the next
-            token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
-        num_draws: States drawn for ``monte_carlo_masked``.
-        batch_size: Prompts (or drawn states) that share a forward. Changes no token.
-        seed: Seeds sampling and the draws.
-        allow_mismatch: Only warn where the model was not trained for the decoder or the estimate.
+        decoder: The decoder; by default ``TextModel.default_decoder``.
+        likelihood: How ``loglikelihood`` is computed: ``autoregressive`` (exact, for causal models that predict the
+            next token) or ``monte_carlo_masked`` (an estimate of the bound, for models that predict masks).
+        num_draws: Number of masked states for ``monte_carlo_masked``.
+        batch_size: Number of prompts (or masked states) per forward pass. Changes no token.
+        seed: Seed for sampling and masked states.
+        allow_mismatch: Only warn if the model was not trained for the decoder or the estimate.
 
     Attributes:
-        ran: The decoders that have generated, each once: a model's own is fitted to the tasks' lengths.
+        ran: The different decoders that have generated; a default decoder is fitted to the tasks' lengths.
 
     Raises:
         ValueError: If an option is impossible.
@@ -74,10 +75,10 @@ class RefusionLitModel(LM):
         return self.decoder or self.model.default_decoder.fitted(sampling)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
-        """Answer prompts; those of a task with the same options share forwards.
+        """Answer prompts; a task's prompts with equal options share forward passes.
 
         Raises:
-            ValueError: If an option cannot be honoured or a prompt is too long; before anything is decoded.
+            ValueError: If no decoder here has an option, or a prompt is too long. Nothing has been decoded then.
         """
         groups: defaultdict[tuple[str, SamplingParams], list[int]] = defaultdict(list)
         prompts = []
@@ -94,7 +95,7 @@ class RefusionLitModel(LM):
             if decoder not in self.ran:
                 self.ran.append(decoder)
             started = time.perf_counter()
-            found = self.model.generate_ids(
+            generations = self.model.generate_ids(
                 [prompts[i] for i in indices],
                 decoder=decoder,
                 sampling=sampling,
@@ -103,7 +104,7 @@ class RefusionLitModel(LM):
                 allow_mismatch=self.allow_mismatch,
             )
             self._seconds[task] += time.perf_counter() - started
-            for index, generation in zip(indices, found, strict=True):
+            for index, generation in zip(indices, generations, strict=True):
                 answers[index] = generation.text
                 self._totals[task].update(
                     num_prompts=1, num_tokens=generation.num_tokens, num_forwards=generation.num_forwards
@@ -112,10 +113,10 @@ class RefusionLitModel(LM):
         return answers
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:  # noqa: ARG002
-        """Return log-likelihoods of continuations in nats, by the estimate named in ``likelihood``.
+        """Return log-likelihoods of continuations in nats, by the estimate in ``likelihood``.
 
         Raises:
-            ValueError: If the model cannot give the estimate or a text is too long; before anything is estimated.
+            ValueError: If the estimate does not fit the model or a text is too long. Nothing has been estimated then.
         """
         pairs = [self._split(*request.args) for request in requests]
         self._check_lengths(requests, pairs)
@@ -126,7 +127,7 @@ class RefusionLitModel(LM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
-        """Return log-likelihoods of whole texts in nats, after an end-of-sequence token."""
+        """Return log-likelihoods of whole texts in nats, after a BOS token, or after EOS if there is no BOS."""
         pairs = [self._split("", request.args[0]) for request in requests]
         self._check_lengths(requests, pairs)
         return [self._loglikelihood(*pair)[0] for pair in pairs]
@@ -149,11 +150,11 @@ class RefusionLitModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, under which the harness caches rendered requests."""
+        """The tokenizer's name, under which the harness caches rendered requests."""
         return str(self.model.tokenizer.name_or_path).replace("/", "__")
 
     def throughput(self) -> dict[str, dict[str, float]]:
-        """Return, for each task that generated, totals over its responses so far and ratios of these totals."""
+        """Return totals over the responses so far, and ratios of the totals, by task."""
         return {
             task: {
                 **totals,
@@ -178,7 +179,7 @@ class RefusionLitModel(LM):
             )
         return SamplingParams(
             max_new_tokens=values["max_gen_toks"],
-            # Asked to sample and told nothing more, as transformers does.
+            # As transformers does for do_sample without a temperature.
             temperature=values.get("temperature", 1.0 if values["do_sample"] else 0.0),
             top_p=values.get("top_p", 1.0),
             top_k=values.get("top_k") or None,
@@ -187,21 +188,25 @@ class RefusionLitModel(LM):
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Encode a prompt; names of special tokens are meant only where a chat template was rendered."""
+        """Encode a prompt; special tokens are recognised only in a rendered chat template."""
         if self._has_template:
-            return list(self.model.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
-        return encode_text(self.model.tokenizer, text)
+            tokenizer = self.model.tokenizer
+            ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+            return ids if starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]  # as in the harness
+        return encode_plain_prompt(self.model.tokenizer, text)
 
     def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a context, at least one, and of the text after it."""
+        """Return context tokens, never empty, and the tokens of the text after the context."""
         moved = context[len(context.rstrip()) :]  # spaces belong to the word that they stand before
         context = context[: len(context) - len(moved)]
         text = moved + text
-        before = self._encode(context) if context else []
+        before = self._encode(context) if context else prompt_prefix(self.model.tokenizer)
         whole = self._encode(context + text)
-        # Where the two are not cut at the same place, the continuation begins at the first token that differs.
+        # If the tokenizer merges the boundary, the continuation begins at the first token that differs.
         same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
-        return whole[:same] or [self.model.backbone.special_tokens.eos_token_ids[0]], whole[same:]
+        bos = self.model.tokenizer.bos_token_id
+        start = self.model.backbone.special_tokens.eos_token_ids[0] if bos is None else int(bos)  # type: ignore[arg-type]
+        return whole[:same] or [start], whole[same:]
 
     def _check_lengths(self, requests: list[Any], pairs: Sequence[tuple[list[int], list[int]]]) -> None:
         lengths = [(len(known) + len(text), name) for name, (known, text) in zip(_names(requests), pairs, strict=True)]
@@ -220,16 +225,16 @@ class RefusionLitModel(LM):
 
 
 def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Run harness tasks and put the throughput figures beside the scores.
+    """Run the harness's tasks, and add throughput to their scores.
 
     Args:
         model: The adapter.
-        tasks: Names of tasks or their configs.
-        options: What ``lm_eval.simple_evaluate`` takes besides.
+        tasks: Task names or configs.
+        options: Further options of ``lm_eval.simple_evaluate``.
 
     Returns:
-        The harness's results, ``throughput`` by task (see :meth:`RefusionLitModel.throughput`), and in ``refusion_lit``
-        the decoders that ran (none where only likelihoods were asked for) and the name of the estimate of likelihoods.
+        The harness's results, ``throughput`` by task (see :meth:`RefusionLitModel.throughput`), and ``refusion_lit``
+        with the decoders that generated and the likelihood options.
     """
     model._has_template = bool(options.get("apply_chat_template"))  # also where the harness has rendered before
     results = simple_evaluate(model=model, tasks=list(tasks), **options)
@@ -244,7 +249,7 @@ def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> d
 
 
 def _names(requests: Sequence[Any]) -> list[str]:
-    """Name requests by task and document, which key their sampling noise; repeats are numbered."""
+    """Name requests by task and document, and number repetitions; the names key the sampling noise."""
     seen: Counter[str] = Counter()
     names = []
     for request in requests:

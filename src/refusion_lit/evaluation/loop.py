@@ -1,4 +1,4 @@
-"""The loop of test and prediction: decodes batches with every decoder, scores and counts responses, writes them."""
+"""The test and prediction loop: decodes batches with every decoder, scores and counts responses, writes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from refusion_lit.evaluation.predictions import (
 )
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
-from refusion_lit.reports.results import RESULTS, environment, with_class
+from refusion_lit.reports.results import CONCURRENT, RESULTS, environment, ran_concurrently, with_class, without_speeds
 from refusion_lit.reports.runs import Run, parse_predictions
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import report_results
@@ -54,15 +54,15 @@ class EvaluationOptions(DecodingOptions):
 
 @dataclass(kw_only=True)
 class _DecoderState:
-    """Progress of one decoder in a test or prediction.
+    """A decoder's progress in a test or prediction.
 
     Attributes:
         decoder: The decoder.
         fingerprint: What its predictions depend on.
         file: Where the first process writes predictions; ``None`` in the other processes.
-        done: Ids of the prompts that an interrupted run has decoded.
-        lines: All predictions of a test; empty in the other processes and in a prediction.
-        metrics: Counts of a test, which the first process keeps; ``None`` in a prediction.
+        done: Ids that an interrupted run has decoded.
+        lines: All predictions in a test; empty in other processes and in ``predict``.
+        metrics: Counts in a test, which the first process keeps; ``None`` in ``predict``.
         is_warm: Whether the decoder has decoded a prompt that is not timed.
     """
 
@@ -76,9 +76,9 @@ class _DecoderState:
 
 
 class Evaluation(L.Callback):
-    """A test or prediction with one or several decoders, which can resume an interrupted one.
+    """A test or prediction with any number of decoders, which can resume an interrupted run.
 
-    Processes share the prompts; the first process writes the predictions of all. As a callback it starts and ends with
+    Processes share the prompts; the first process writes all predictions. As a callback it starts and ends with
     Lightning's test or prediction, and closes the predictions files if an error or Ctrl-C ends the trainer's work.
 
     Args:
@@ -86,13 +86,13 @@ class Evaluation(L.Callback):
         sampling: How much to generate and how tokens are drawn.
         options: How decoders are run.
         seed: The run's seed, recorded if the run has no environment.
-        resume: Keep the predictions of an interrupted run.
+        resume: Keep an interrupted run's predictions.
 
     Attributes:
         named: The given decoders by name.
         sampling: As given.
         options: As given.
-        results: Figures of the last test by decoder name.
+        results: The last test's figures by decoder name.
         mismatches: Reasons why a tested decoder does not fit the model, by decoder name.
         environment: The run's environment, for ``results.json``; by default the environment of this process.
         config: The run's resolved config with long texts cut, for ``results.json``; ``None`` if there is none.
@@ -158,7 +158,7 @@ class Evaluation(L.Callback):
         *,
         trace: bool = False,
     ) -> DecodingOutput:
-        """Decode prompts with the options of the evaluation; ``sampling`` replaces its own."""
+        """Decode prompts with the evaluation's options; ``sampling`` replaces its sampling options."""
         options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
         return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
 
@@ -236,7 +236,7 @@ class Evaluation(L.Callback):
         return state
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:
-        """Decode the remaining prompts of a batch with every decoder; return the new predictions."""
+        """Decode a batch's remaining prompts with every decoder; return the new predictions."""
         predictions = []
         watch = getattr(self._trainer.progress_bar_callback, "watch", None)
         for name, state in self._running.items():
@@ -259,7 +259,7 @@ class Evaluation(L.Callback):
         return predictions
 
     def _gather(self, value: _T) -> list[_T]:
-        """Return the values of all processes in the first one, nothing in the others."""
+        """Return all processes' values in the first process, nothing in the others."""
         if self._trainer.world_size == 1:
             return [value]
         values: list[Any] = [None] * self._trainer.world_size
@@ -267,7 +267,7 @@ class Evaluation(L.Callback):
         return values if self._trainer.is_global_zero else []
 
     def _write(self, state: _DecoderState, output: DecodingOutput, lines: list[dict[str, Any]]) -> None:
-        """Count and write the predictions of a batch."""
+        """Count and write a batch's predictions."""
         if not lines:
             return
         assert state.file is not None
@@ -295,7 +295,7 @@ class Evaluation(L.Callback):
                     state.file.close()
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Close the predictions files; print, write and log the figures of a test."""
+        """Close the predictions files; print, write and log a test's figures."""
         self.results = {
             name: state.metrics.compute() for name, state in self._running.items() if state.metrics is not None
         }
@@ -311,11 +311,9 @@ class Evaluation(L.Callback):
     on_predict_end = on_test_epoch_end
 
     def _report(self) -> None:
-        """Print the table of the decoders, and write ``results.json`` and the report."""
-        shown = {name: with_class(name, type(state.decoder).__name__) for name, state in self._running.items()}
-        marked = {shown[name] for name, reasons in self.mismatches.items() if reasons}
-        figures = {shown[name]: values for name, values in self.results.items()}
-        decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics)
+        """Print the decoders' table, and write ``results.json`` and the report."""
+        titles = {name: with_class(name, type(state.decoder).__name__) for name, state in self._running.items()}
+        marked = {titles[name] for name, reasons in self.mismatches.items() if reasons}
         results = {
             "sampling": asdict(self.sampling),
             **asdict(self.options),
@@ -329,7 +327,10 @@ class Evaluation(L.Callback):
             "environment": self.environment or environment(self._seed),
             "config": self.config,
         }
+        figures = {titles[name]: values for name, values in without_speeds(results)["results"].items()}
+        note = CONCURRENT if ran_concurrently(results) else None
+        decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics, note=note)
         text = json.dumps(results, indent=2)
         write_atomically(self._directory / RESULTS, f"{text}\n")
         predictions = {name: parse_predictions(state.lines) for name, state in self._running.items()}
-        report_results(self._directory, Run.of_test(self._directory, json.loads(text), predictions))
+        report_results(self._directory, Run.from_test(self._directory, json.loads(text), predictions))

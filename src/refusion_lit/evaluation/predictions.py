@@ -1,4 +1,4 @@
-"""The predictions file: one JSON object per line, an interface for other programs.
+"""The predictions file: JSON Lines, an interface for other programs.
 
 ``NAME.jsonl.meta.json`` beside ``NAME.jsonl`` holds the predictions' fingerprint, and the progress from which an
 interrupted run resumes.
@@ -40,13 +40,13 @@ def predictions_fingerprint(
     sampling: SamplingParams,
     prompts: Iterable[tuple[str, object]],
 ) -> Fingerprint:
-    """Return what a decoder's predictions depend on.
+    """Return everything that a decoder's predictions depend on.
 
     Args:
         model: The model.
         decoder: The decoder.
         sampling: How much to generate and how tokens are drawn.
-        prompts: Id and content of each prompt.
+        prompts: Ids and contents.
     """
     backbone = model.backbone
     verifier = model.verifier if "verifier" in decoder.requirements().predictions else None
@@ -62,7 +62,7 @@ def predictions_fingerprint(
 
 
 def class_and_options(part: object) -> dict[str, Any]:
-    """Return the class of a decoder or task and its options."""
+    """Return a decoder's or task's class name and options."""
     options = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
     return {"class": type(part).__name__, **options}
 
@@ -76,14 +76,14 @@ def prediction(
     score: float | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return one prediction, with the keys that ``docs/commands.md`` documents.
+    """Return a prediction, with the keys that ``docs/commands.md`` documents.
 
     Args:
-        row: What the engine returned.
-        decoder: Class name of the decoder.
+        row: The engine's output.
+        decoder: The decoder's class name.
         prompt: The query as it was given.
         reference: The right response, if known.
-        score: The response's score in [0, 1], if there is a reference.
+        score: The response's score in [0, 1], if known.
         metrics: The task's further metrics by name, if it has any.
     """
     return {
@@ -103,12 +103,12 @@ def prediction(
 
 
 def as_line(values: Mapping[str, Any]) -> str:
-    """Return a prediction as one line of text."""
+    """Return a prediction as a line for a file."""
     return json.dumps(values, ensure_ascii=False) + "\n"
 
 
 def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = None) -> None:
-    """Refuse to write predictions over a file that was not written as predictions, or under the name of a packed one.
+    """Refuse to overwrite a file that holds no predictions, or to use a compressed file's name.
 
     Args:
         file: The file to write.
@@ -124,7 +124,7 @@ def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = N
 
 
 def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file, compressed (``.gz``) or not.
+    """Read objects from a JSON Lines file, compressed (``.gz``) or not.
 
     Args:
         file: The file.
@@ -132,7 +132,7 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
         texts: Keys that every object must have, with texts as values.
 
     Raises:
-        ValueError: If the file cannot be read, or a line is not such an object; the message names file and line.
+        ValueError: If the file cannot be read, or a line is no object with these keys; the message names the line.
     """
     try:
         rows = list(parse_json_lines(str(file), read_text(Path(file))))
@@ -145,7 +145,7 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
 
 
 class PredictionsFile:
-    """An append-only file of predictions with different ids, which an interrupted run resumes.
+    """An append-only file for predictions with different ids, which an interrupted run resumes.
 
     Args:
         path: The file.
@@ -154,8 +154,8 @@ class PredictionsFile:
 
     Attributes:
         path: The file.
-        kept: Predictions of the interrupted run.
-        done: Ids of all predictions in the file.
+        kept: The interrupted run's predictions.
+        done: All ids in the file.
         state: The last ``state`` given to :meth:`write`; ``None`` at the start.
 
     Raises:
@@ -187,7 +187,7 @@ class PredictionsFile:
             ) from error
 
     def write(self, lines: Iterable[Mapping[str, Any]], state: Any = None) -> None:  # noqa: ANN401 - JSON
-        """Append a batch of predictions, and store a state from which a resumed run continues.
+        """Append a batch's predictions, and store a state from which a resumed run continues.
 
         Raises:
             ValueError: If the batch cannot be written (no space). The batches before it are kept.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from refusion_lit.decoding import Decoder, DecodingOutput
-from refusion_lit.reports.comparison import Interval
+from refusion_lit.reports.intervals import Interval
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import check_options, require

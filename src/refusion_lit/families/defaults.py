@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,12 +16,36 @@ from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.plugins import load_plugins
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.types import ModelTraits
+from refusion_lit.utils.require import require
 
 NAMEABLE: dict[str, type[Decoder]] = {
     cls.__name__: cls
     for cls in (Autoregressive, BlockDiffusion, FastDLLM, LLaDA, ReFusion, SelfSpeculative, TokenEditing, WeDLM)
 }
-"""Decoders that a model's config may name; nothing is imported by a name in a file."""
+"""Decoders that a model's config may name; a name in a file never makes the program import anything."""
+
+GUESSED = (
+    "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
+    "attention pattern (--attention, --block_size) or --checkpoint_format."
+)
+
+
+def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
+    """Return the default decoder of a model, and warn if nothing says what the model was trained for.
+
+    Args:
+        traits: What the model was trained to do.
+        entry: The entry ``refusion_lit`` of the model's config, which may name a decoder.
+        has_drafter: Whether the model has a drafter.
+
+    Raises:
+        ValueError: If the decoder that the entry names is no class with its options.
+    """
+    decoder = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
+    if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
+        warnings.warn(GUESSED, stacklevel=3)
+    return decoder
+
 
 _REGISTERED: list[Callable[[ModelTraits], Decoder | None]] = []
 
@@ -37,9 +62,9 @@ def register_decoder(cls: type[Decoder], make_default: Callable[[ModelTraits], D
 
 
 def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None, *, drafts: bool = False) -> Decoder:
-    """Return the default decoder of a model: the one that its authors name, if it fits, or one for its traits.
+    """Return the default decoder of a model: the decoder that its authors name, if it fits, else by its traits.
 
-    It is :class:`SelfSpeculative` for a model with a drafter, else by attention pattern and meaning of the logits:
+    A model with a drafter gets :class:`SelfSpeculative`. Otherwise attention pattern and meaning of the logits decide:
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if masks predict nothing; :class:`WeDLM` if masks predict
       themselves and clean tokens predict the next token everywhere;
@@ -50,24 +75,17 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
 
     Args:
         traits: What the model was trained to do, including fine-tuning after its publication.
-        named: Class and options (``class_path``, ``init_args``) that its format or its config declares.
-        drafts: Whether it has a drafter.
+        named: Class and options (``class_path``, ``init_args``) that the model's format or config declares.
+        drafts: Whether the model has a drafter.
 
     Raises:
-        ValueError: If ``named`` is no class with its options.
+        ValueError: If ``named`` is no nameable decoder with its options.
     """
     load_plugins()
     if named is not None:
-        try:
-            cls = NAMEABLE.get(named["class_path"])
-            decoder = cls and cls(**named.get("init_args") or {})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
-                f"{named} ({error}); name another --decoder, or correct config.json."
-            ) from error
+        decoder = _build(named)
         is_own = isinstance(decoder, SelfSpeculative) or not drafts
-        if decoder is not None and is_own and not decoder.requirements().mismatches(traits):
+        if is_own and not decoder.requirements().mismatches(traits):
             return decoder
     if drafts:
         return SelfSpeculative()
@@ -87,3 +105,17 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     if "mask" in traits.predictions:
         return WeDLM()
     return Autoregressive()
+
+
+def _build(named: Mapping[str, Any]) -> Decoder:
+    """Build the decoder that a model's config names, with its package or without."""
+    try:
+        package, _, name = named["class_path"].rpartition(".")
+        is_nameable = name in NAMEABLE and package.partition(".")[0] in ("", "refusion_lit")
+        require(is_nameable, "class_path", f"one of {', '.join(NAMEABLE)}", named["class_path"], "name one of them")
+        return NAMEABLE[name](**named.get("init_args") or {})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "
+            f"{named} ({error}); name another --decoder, or correct config.json."
+        ) from error

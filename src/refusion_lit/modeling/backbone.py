@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from refusion_lit.modeling.architecture import check_supported, learns_positions
+from refusion_lit.modeling.config import check_supported, learns_positions
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter
 from refusion_lit.modeling.lora import merged, quiet_peft
+from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import require_empty, write_atomically
@@ -243,9 +244,32 @@ def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
 
 def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str:
     """Return a program of transformers that encodes a prompt as ``data.encoding.encode_prompt`` does."""
+    prefix = prompt_prefix(tokenizer)
     if tokenizer.chat_template:
-        turns = 'messages = [{"role": "user", "content": "..."}]'
-        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-        return f"{turns}\ninput_ids = tokenizer.apply_chat_template(messages, {options}).input_ids"
-    text = json.dumps(prompt_template.replace("{query}", "..."), ensure_ascii=False)
-    return f'input_ids = tokenizer({text}, add_special_tokens=False, return_tensors="pt").input_ids'
+        turns = [{"role": "user", "content": "..."}]
+        program = f"messages = {json.dumps(turns)}\n"
+        call = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True"
+        if get_add_bos(tokenizer) == "auto" or _template_writes_bos(tokenizer, turns):
+            prefix = []
+    else:
+        text = prompt_template.replace("{query}", "...")
+        quoted = json.dumps(text, ensure_ascii=False)
+        program = ""
+        ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prefix = [] if starts_with_bos(ids, tokenizer) else prefix
+        if prefix and tokenizer(text)["input_ids"] == [*prefix, *ids]:
+            return f'input_ids = tokenizer({quoted}, return_tensors="pt").input_ids  # begins with BOS'
+        call = f"tokenizer({quoted}, add_special_tokens=False"
+    if not prefix:
+        return f'{program}input_ids = {call}, return_tensors="pt").input_ids'
+    bos = ", ".join(map(str, prefix))
+    return f"import torch\n\n{program}input_ids = torch.tensor([[{bos}, *{call}).input_ids]])  # begins with BOS"
+
+
+def _template_writes_bos(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> bool:
+    """Return whether a chat template's prompt begins with BOS."""
+    try:
+        rendered: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    except Exception:  # a template may refuse the turn with any error
+        return False
+    return starts_with_bos(rendered["input_ids"], tokenizer)

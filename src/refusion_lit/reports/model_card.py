@@ -1,4 +1,4 @@
-"""The cards of exported models and drafters, from the files of their training and test runs."""
+"""Model cards for exported models and drafters, written from their training and test runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from refusion_lit.families.defaults import default_decoder
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
-from refusion_lit.reports.results import ENVIRONMENT, RESULTS, described_environment, read_config, read_results
-from refusion_lit.reports.runs import with_scores
-from refusion_lit.reports.tables import FIGURES, MISMATCH, escaped, with_metrics
+from refusion_lit.reports.results import ENVIRONMENT, RESULTS, describe_environment, read_config, read_results
+from refusion_lit.reports.runs import read_all_scores
+from refusion_lit.reports.tables import FIGURES, MISMATCH, cells, escape_markdown, with_metrics
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import check_fingerprint, read_object
 from refusion_lit.utils.require import require
@@ -39,47 +39,48 @@ def model_card(
     decoder: Decoder | None = None,
     has_drafter: bool = False,
 ) -> str:
-    """Return a model card in Markdown, with the front matter that the Hugging Face hub reads.
+    """Return a model card in Markdown, with the metadata that the Hugging Face hub reads.
 
     Args:
-        name: Directory or repository of the model, used in the loading example.
+        name: The model's directory or repository, for the loading example.
         traits: The attention pattern and predictions that the weights were trained for.
-        run: Directory of the training run, whose ``config.yaml`` and ``environment.json`` are included where they
-            exist; ``None`` if it is unknown.
-        results: Directories of test runs, each with a ``results.json``.
-        weights: Digest of the weights; results of other ones are refused. ``None``: unknown.
-        adapters: The low-rank adapters, if the directory holds them alone.
+        run: The training run; its ``config.yaml`` and ``environment.json`` are included if they exist.
+            ``None`` if the run is unknown.
+        results: Test runs with a ``results.json``.
+        weights: The weights' digest; results for other weights are refused. ``None`` if unknown.
+        adapters: The low-rank adapters, if the directory holds only these.
         prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
-        decoder: The decoder that the directory names; by default one for its traits, with the options that were tested.
+        decoder: The decoder that the directory names. By default the decoder for the model's traits, with the options
+            that were tested.
         has_drafter: Whether the directory holds a drafter, too.
 
     Raises:
-        ValueError: If a file is damaged, or a test run has no results or those of other weights.
+        ValueError: If a file is damaged, or a test run has no results or used other weights.
     """
     config = (run and read_config(run)) or {}
     tests = [_read_test(path, weights) for path in results]
-    made = decoder or _tested(default_decoder(traits, drafts=has_drafter), tests)
+    chosen = decoder or _with_tested_options(default_decoder(traits, drafts=has_drafter), tests)
     evaluated = [result for test in tests for result in _eval_results(test)]
     data = ModelCardData(
         library_name="refusion-lit",
         pipeline_tag="text-generation",
         tags=[
             "refusion-lit",
-            *([] if made.is_left_to_right else ["diffusion-language-model"]),
+            *([] if chosen.is_left_to_right else ["diffusion-language-model"]),
             "parallel-decoding",
         ],
         base_model=_public(_lookup(config, "model", "backbone", "source")),
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
-    options = changed_options(made)
-    return _rendered(
+    options = changed_options(chosen)
+    return _render(
         "model_card.md.jinja",
         data,
         name,
         traits=traits,
         adapters=adapters,
-        decoder=type(made).__name__,
+        decoder=type(chosen).__name__,
         options=options,
         lacking=[f"`{name}`" for name in options if name not in (*PROGRAM_OPTIONS, "fused", "infill_layout")],
         own_options={"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}
@@ -90,23 +91,24 @@ def model_card(
         is_autoregressive=has_drafter or (traits.attention == "causal" and "next_token" in (traits.predictions or ())),
         has_own_decoder=has_own_decoder(traits),
         tests=tests,
+        figures=FIGURES,
+        cells=cells,
         with_metrics=with_metrics,
-        all_figures=FIGURES,
-        escaped=escaped,
+        escape=escape_markdown,
         mismatch=MISMATCH,
-        environment=described_environment(read_object(run / ENVIRONMENT)) if run else {},
+        environment=describe_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
 
 
 def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
-    """Return the options of a decoder that are not its class's defaults."""
+    """Return a decoder's options that differ from the defaults."""
     values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}
 
 
-def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
-    """Return a decoder with the options of the first test of its class."""
+def _with_tested_options(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass
+    """Return a decoder with the options that were tested first for its class."""
     for test in tests:
         for options in test["decoders"].values():
             if options.get("class") == type(decoder).__name__:
@@ -115,7 +117,7 @@ def _tested(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: A
 
 
 def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -> str:
-    """Return the card of a drafter in Markdown, which says what the directory is and how to use it.
+    """Return a drafter's model card in Markdown.
 
     Args:
         name: The directory or repository.
@@ -129,10 +131,10 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
         tags=["speculative-decoding"],
         base_model=_public(origin.base),
     )
-    return _rendered("drafter_card.md.jinja", data, name, base=base, options=origin.options, prompt=prompt)
+    return _render("drafter_card.md.jinja", data, name, base=base, options=origin.options, prompt=prompt)
 
 
-def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401 - of a template
+def _render(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401
     path = str(Path(__file__).with_name(template))
     values |= {"name": name, "title": Path(name).absolute().name, "version": __version__}
     values |= {"quoted": repr, "word": shlex.quote}
@@ -140,12 +142,12 @@ def _rendered(template: str, data: ModelCardData, name: str, **values: Any) -> s
 
 
 def _public(source: str | None) -> str | None:
-    """Return the model that weights came from, if its name means something on another machine: no local path does."""
+    """Return a published base model's name; ``None`` for a local path, which means nothing elsewhere."""
     return source if source and not Path(source).exists() else None
 
 
 def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
-    """Yield the figures of a test for the hub's ``model-index``, of the decoders that fit the model."""
+    """Yield a test's figures for the hub's ``model-index``, without decoders that do not fit the model."""
     name = test["task"] or "unknown task"
     for decoder, figures in test["results"].items():
         for figure, title in (("score", "score"), ("tokens_per_forward", "tokens per forward")):
@@ -162,7 +164,7 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 
 def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
-    """Return the content of a ``results.json`` of a test of these weights, and the class of its task."""
+    """Read a test's ``results.json``; refuse a test with other weights."""
     path = directory / RESULTS
     results = read_results(path)
     expected = f"the results of `refusion-lit test` in {path}"
@@ -171,7 +173,7 @@ def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
     for fingerprint in results["fingerprints"].values():
         check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
                           fix="Give the directory of a test of this checkpoint")  # fmt: skip
-    with_scores(directory, results, [])
+    read_all_scores(directory, results, [])
     task = str(_lookup(results, "config", "data", "task", "class_path") or "")
     return {"tested": "test split", "task": task.rpartition(".")[2], **results}
 

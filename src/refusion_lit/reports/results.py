@@ -22,17 +22,21 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
 _MAPPINGS = ("sampling", "fingerprints", "config", "decoders", "mismatches", "environment")
-"""The fields beside the figures that are read again; any of them may be missing or null."""
+"""Fields in ``results.json`` that hold mappings, which may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
-"""Longer texts of a config are cut to this many characters: a stored tokenizer's files have millions."""
+NUM_CONCURRENT = "REFUSION_LIT_NUM_CONCURRENT"
+"""Environment variable in which a sweep passes how many points share the machine."""
+CONCURRENT = "Speeds are left out: points ran concurrently and slowed each other down (launcher.num_workers)."
+_SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
+"""Longer texts in a config are cut to this many characters: a stored tokenizer's files have millions."""
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
-    """Return the content of a ``results.json``, empty where a field is missing; ``None`` if another program wrote it.
+    """Read a ``results.json``; missing fields become empty. Return ``None`` if another program wrote the file.
 
     Raises:
-        ValueError: If the file cannot be read, or a field of ours is of another type.
+        ValueError: If the file cannot be read, or a field has another type.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -42,7 +46,7 @@ def read_results(path: Path) -> dict[str, Any] | None:
 
 
 def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON value
-    """Check the content of a ``results.json``, and fill in missing fields; see :func:`read_results`."""
+    """Check ``results.json`` and fill in missing fields; see :func:`read_results`."""
     figures = values.get("results") if isinstance(values, dict) else None
     is_ours = (
         isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
@@ -50,69 +54,90 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
     if not is_ours or figures is None:
         return None
     fix = "correct the field, or run `refusion-lit test` again"
-    for name, each in figures.items():
-        for figure, value in each.items():
+    for name, values_by_figure in figures.items():
+        for figure, value in values_by_figure.items():
             require(is_number(value, Real), f"{path}: results.{name}.{figure}", "a number", value, fix)
     size = values.get("batch_size")
     require(size is None or is_number(size, Real), f"{path}: batch_size", "a number", size, fix)
     wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
     if "decoders" not in wrong:
-        wrong += [f"decoders.{name}" for name, each in (values.get("decoders") or {}).items() if type(each) is not dict]
+        decoders = values.get("decoders") or {}
+        wrong += [f"decoders.{name}" for name, options in decoders.items() if type(options) is not dict]
     is_list = isinstance(names := values.get("metrics") or [], list) and all(isinstance(name, str) for name in names)
     require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
-    found = {name: values.get(name) or {} for name in _MAPPINGS}
-    return {**values, **found, "metrics": names, "batch_size": size}
+    mappings = {name: values.get(name) or {} for name in _MAPPINGS}
+    return without_speeds({**values, **mappings, "metrics": names, "batch_size": size})
+
+
+def ran_concurrently(results: Mapping[str, Any]) -> bool:
+    """Return whether a test ran beside other sweep points, by its ``results.json``."""
+    return ((results.get("environment") or {}).get("num_concurrent") or 1) != 1
+
+
+def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove speeds from ``results.json`` if the test ran beside other sweep points."""
+    if not ran_concurrently(results):
+        return dict(results)
+    kept = {
+        decoder: {name: value for name, value in figures.items() if name not in _SPEEDS}
+        for decoder, figures in results["results"].items()
+    }
+    return {**results, "results": kept}
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """Return the resolved config in a run's directory, with long texts cut; ``None`` if there is none.
+    """Read a run's resolved config and cut long texts; return ``None`` without a config.
 
     Raises:
         ValueError: If the file is damaged.
     """
     path = directory / CONFIG
-    return _shortened(read_yaml(path, "config")) if path.is_file() else None
+    return _shorten(read_yaml(path, "config")) if path.is_file() else None
 
 
-def _shortened(value: Any) -> Any:  # noqa: ANN401 - YAML
+def _shorten(value: Any) -> Any:  # noqa: ANN401 - YAML
     """Return a config with its long texts cut."""
     if isinstance(value, dict):
-        return {name: _shortened(inner) for name, inner in value.items()}
+        return {name: _shorten(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_shortened(inner) for inner in value]
+        return [_shorten(inner) for inner in value]
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value
 
 
 def with_class(name: str, decoder: object) -> str:
-    """Return the name of a decoder in a config, followed by its class if that is known and another word."""
+    """Return a decoder's name, followed by its class if that is known and another word."""
     is_other = isinstance(decoder, str) and name.replace("_", "").lower() != decoder.lower()
     return f"{name} ({decoder})" if is_other else name
 
 
-def short(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as :func:`written`, cut to 40 characters."""
-    text = written(value)
+def shorten_value(value: Any) -> str:  # noqa: ANN401 - an option's value
+    """Return an option's value as text, cut to 40 characters."""
+    text = format_value(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def written(value: Any) -> str:  # noqa: ANN401 - an option's value
-    """Return the value of an option as one text; a component is written ``Class(option=value)``."""
+def format_value(value: Any) -> str:  # noqa: ANN401 - an option's value
+    """Return an option's value as text; a component is written ``Class(option=value)``.
+
+    >>> format_value({"class_path": "refusion_lit.decoding.ReFusion", "init_args": {"slot_size": 4}})
+    'ReFusion(slot_size=4)'
+    """
     if isinstance(value, Mapping) and "class_path" in value:
-        arguments = ", ".join(f"{name}={written(inner)}" for name, inner in (value.get("init_args") or {}).items())
+        arguments = ", ".join(f"{name}={format_value(inner)}" for name, inner in (value.get("init_args") or {}).items())
         name = str(value["class_path"]).rpartition(".")[2]
         return f"{name}({arguments})" if arguments else name
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {written(inner)}' for name, inner in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {format_value(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def environment(seed: object, command: list[str] | None = None) -> dict[str, Any]:
-    """Return the environment of this process as JSON values.
+    """Return this process's environment as JSON values.
 
     Args:
         seed: The run's seed.
@@ -126,6 +151,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
         "packages": {name: version(name) for name in _PACKAGES},
         "seed": seed,
         "command": ["refusion-lit", *sys.argv[1:]] if command is None else command,
+        "num_concurrent": int(os.environ.get(NUM_CONCURRENT, 1)),
         "git": _git(),
         "hardware": {
             "machine": platform.machine(),
@@ -138,7 +164,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
     }
 
 
-def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
+def describe_environment(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return an environment as short texts by name, without the entries that were not recorded."""
     hardware = environment.get("hardware") or {}
     git = environment.get("git") or {}
@@ -155,7 +181,7 @@ def described_environment(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _processor() -> str | None:
-    """Return the processor's model name on Linux, ``None`` where ``/proc/cpuinfo`` has none."""
+    """Return the processor's model name on Linux, else ``None``."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)

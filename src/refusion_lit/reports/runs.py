@@ -1,4 +1,4 @@
-"""Reads the results and predictions of ``test`` and ``sweep`` from their directories."""
+"""Reads results and predictions that ``test`` and ``sweep`` wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPrediction:
-    """One line of a predictions file, reduced to what a report shows. ``score`` is in [0, 1]."""
+    """A prediction, reduced to what a report shows; ``score`` is in [0, 1]."""
 
     prompt: str
     response: str
@@ -28,20 +28,20 @@ class ScoredPrediction:
 
     @property
     def example(self) -> tuple[str, str | None]:
-        """Prompt and reference. Predictions compare only where these are equal: another data seed keeps the ids."""
+        """Prompt and reference. They tell examples with equal ids apart, as another data seed keeps the ids."""
         return self.prompt, self.reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The results of one ``test``.
+    """A test's results and predictions.
 
     Attributes:
-        name: Path of the run's directory relative to the argument that it was found under.
-        source: A name of that argument, unique among the arguments.
-        results: Content of ``results.json``.
-        options: The swept options of this point; empty outside a sweep.
-        predictions: Predictions by prompt id for each decoder; empty for one without a predictions file.
+        name: The run's directory, relative to the report's argument.
+        source: The argument's unique name.
+        results: ``results.json``.
+        options: The point's options that its sweep varies; empty outside a sweep.
+        predictions: Predictions by decoder and prompt id; a decoder without a predictions file has an empty mapping.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Run:
     predictions: dict[str, dict[str, ScoredPrediction]]
 
     @classmethod
-    def of_test(cls, directory: Path, results: Any, predictions: dict[str, dict[str, ScoredPrediction]]) -> Run:  # noqa: ANN401 - JSON
-        """Return the run of a test that has just ended.
+    def from_test(cls, directory: Path, results: Any, predictions: dict[str, dict[str, ScoredPrediction]]) -> Run:  # noqa: ANN401 - JSON
+        """Create the run for a test that has just ended.
 
         Args:
             directory: The run's directory.
-            results: Content of its ``results.json``.
+            results: Its ``results.json``.
             predictions: Predictions by decoder and prompt id.
         """
         results = parse_results(results, directory / RESULTS) or {}
@@ -65,53 +65,51 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
-    """Read all runs in the given directories and below.
+    """Read all runs in directories and below.
 
     Args:
-        paths: Directories of runs or sweeps, or single ``results.json`` files.
+        paths: Run or sweep directories, or ``results.json`` files.
 
     Returns:
-        The runs, those of a sweep in its order and others in the order of their paths, and remarks for the reader:
-        unreadable files, missing predictions, failed points.
+        Runs and notes for the reader. A sweep's runs are in point order, other runs in path order. Notes name
+        unreadable files, missing predictions and failed points.
 
     Raises:
-        ValueError: If a path does not exist, or has no results that can be read.
+        ValueError: If a path does not exist or has no readable results.
     """
     notes: list[str] = []
     runs: dict[Path, Run] = {}
-    arguments = [Path(path) for path in paths]
-    folders = [path.parent if path.is_file() else path for path in arguments]
+    folders = [path.parent if path.is_file() else path for path in map(Path, paths)]
     sources = [_source_name(folder) for folder in folders]
     if len(set(sources)) < len(sources):  # directories with the same name in different places
         sources = [str(folder) for folder in folders]
-    for source, argument, folder in zip(sources, arguments, folders, strict=True):
+    for source, argument, folder in zip(sources, map(Path, paths), folders, strict=True):
         if not argument.exists():
             raise ValueError(f"RUN: expected the directory of a run or a sweep, got {argument}; check the path.")
-        files = [argument] if argument.is_file() else _files_of_points(folder, RESULTS)
-        found = []
+        readable: dict[Path, Run] = {}
         errors = []
-        for path in files:
+        for path in [argument] if argument.is_file() else _list_files(folder, RESULTS):
             try:
-                results = read_results(path)
-                found += [] if results is None else [(path, _run(path.parent, folder, source, results, notes))]
+                if (results := read_results(path)) is not None:
+                    readable[path.resolve()] = _read_run(path.parent, folder, source, results, notes)
             except ValueError as error:
                 errors.append(error)
                 reason = str(error).removeprefix(f"{path}: ")
                 notes.append(f"{path} could not be read and was left out: {reason}")
-        if errors and not found:
+        if errors and not readable:
             raise errors[0]
         expected = f"the {RESULTS} of a finished `test` in {argument} or below"
-        require(bool(found), "RUN", expected, None, "run `refusion-lit test` first")
+        require(bool(readable), "RUN", expected, None, "run `refusion-lit test` first")
         if argument.is_dir():
-            notes += _failed_points(folder)
-        runs |= {path.resolve(): run for path, run in found}
-    return list(runs.values()), list(dict.fromkeys(notes))  # overlapping paths note the same twice
+            notes += _note_failed_points(folder)
+        runs |= readable
+    return list(runs.values()), list(dict.fromkeys(notes))  # overlapping paths give the same notes
 
 
-def _files_of_points(folder: Path, name: str) -> list[Path]:
-    """Return the files of a name below a directory in the order of paths, those of a sweep in the order of its points.
+def _list_files(folder: Path, name: str) -> list[Path]:
+    """Return all files with a name below a directory in path order, within a sweep in point order.
 
-    Points of other options that the sweep had before are left out.
+    Points that the sweep no longer has are left out.
     """
     numbers = {
         path.parent / "points" / str(identity): f"{number:09d}"
@@ -122,81 +120,79 @@ def _files_of_points(folder: Path, name: str) -> list[Path]:
     def key(path: Path) -> list[str]:
         return [numbers.get(parent, parent.name) for parent in reversed(path.parents)]
 
-    swept = {parent.parent for parent in map(Path, numbers)}
-    files = [path for path in folder.rglob(name) if numbers.keys() >= {p for p in path.parents if p.parent in swept}]
+    parents = {point.parent for point in numbers}
+    files = [path for path in folder.rglob(name) if numbers.keys() >= {p for p in path.parents if p.parent in parents}]
     return sorted(files, key=key)
 
 
-def _run(folder: Path, argument: Path, source: str, results: dict[str, Any], notes: list[str]) -> Run:
-    relative = folder.relative_to(argument)
-    name = str(relative) if relative.parts else argument.resolve().name
-    predictions = with_scores(folder, results, notes)
-    for decoder, found in predictions.items():
+def _read_run(folder: Path, argument: Path, source: str, results: dict[str, Any], notes: list[str]) -> Run:
+    name = str(folder.relative_to(argument)) if folder != argument else argument.resolve().name
+    predictions = read_all_scores(folder, results, notes)
+    for decoder, answers in predictions.items():
         expected = results["results"][decoder].get("num_prompts", 0)
-        if not found:
+        if not answers:
             notes.append(f"{name}: no predictions of {decoder}, so it has no intervals.")
-        elif len(found) < expected:
+        elif len(answers) < expected:
             notes.append(
-                f"{name}: {decoder} was tested on {expected} prompts, but its predictions files have {len(found)}; "
+                f"{name}: {decoder} was tested on {expected} prompts, but its predictions file has {len(answers)}; "
                 "figures with intervals are based on these."
             )
-    options = {} if folder == argument else _swept_options(folder.parent)
+    options = {} if folder == argument else _read_options(folder.parent)
     return Run(name=name, source=source, results=results, options=options, predictions=predictions)
 
 
-def _source_name(argument: Path) -> str:
-    """Return the directory's name, with its parent's for ``runs/NAME/version_0``."""
-    path = argument.resolve()
+def _source_name(directory: Path) -> str:
+    """Return a directory's name, with its parent's name for ``runs/NAME/version_0``."""
+    path = directory.resolve()
     return f"{path.parent.name}/{path.name}" if re.fullmatch(r"version_\d+", path.name) else path.name
 
 
-def _swept_options(point: Path) -> dict[str, Any]:
-    """Return the swept options of a point of a sweep, given its directory."""
+def _read_options(point: Path) -> dict[str, Any]:
+    """Return a point's options, given its directory."""
     options = read_object(point / "point.json").get("options")
     return options if isinstance(options, dict) else {}
 
 
-def _failed_points(argument: Path) -> list[str]:
+def _note_failed_points(directory: Path) -> list[str]:
+    """Return a note for each failed point."""
     notes = []
-    for path in _files_of_points(argument, "outcome.json"):
+    for path in _list_files(directory, "outcome.json"):
         outcome = read_object(path)
         if outcome.get("status") == "failed":
-            options = _swept_options(path.parent).items()
+            options = _read_options(path.parent).items()
             point = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in options) or path.parent.name
             error = str(outcome.get("error") or "no reason recorded").strip().splitlines()
             notes.append(f"A point of the sweep failed and is not shown ({point}): {error[-1]}")
     return notes
 
 
-def with_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict[str, dict[str, ScoredPrediction]]:
-    """Return the predictions of a run's decoders; where all are there, their scores replace those of the results.
-
-    So ``refusion-lit score`` decides, which may have run after the test.
+def read_all_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict[str, dict[str, ScoredPrediction]]:
+    """Return a run's predictions by decoder, and replace the scores in its results if all predictions are there.
 
     Args:
         folder: The run's directory.
-        results: The content of its ``results.json``, which is changed.
-        notes: Remarks for the reader are appended here.
+        results: Its ``results.json``, which is changed.
+        notes: Notes for the reader are appended here.
     """
     predictions = {}
     for decoder, figures in results["results"].items():
-        found = predictions[decoder] = read_scores(folder, decoder, notes)
-        if found and len(found) >= figures.get("num_prompts", 0):
-            figures["score"] = sum(each.score for each in found.values()) / len(found)
+        answers = predictions[decoder] = read_scores(folder, decoder, notes)
+        if answers and len(answers) >= figures.get("num_prompts", 0):
+            figures["score"] = sum(answer.score for answer in answers.values()) / len(answers)
             for name in results["metrics"]:
-                figures[name] = sum(each.metrics.get(name, 0.0) for each in found.values()) / len(found)
+                figures[name] = sum(answer.metrics.get(name, 0.0) for answer in answers.values()) / len(answers)
     return predictions
 
 
 def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, ScoredPrediction]:
     """Return a decoder's predictions by prompt id.
 
-    Scores that ``refusion-lit score`` wrote for the same predictions replace the scores of the test.
+    Scores that ``refusion-lit score`` wrote for the same predictions replace the test's scores.
 
     Args:
         folder: The run's directory.
         decoder: The decoder's name in the config.
-        notes: Remarks for the reader are appended here: rescored files, lines that are not predictions.
+        notes: Notes for the reader are appended here.
     """
     original, scored = (folder / f"predictions_{decoder}{suffix}" for suffix in (".jsonl", ".scored.jsonl"))
     predictions = _read_predictions(original, notes) if original.is_file() else {}
@@ -212,7 +208,7 @@ def read_scores(folder: Path, decoder: str, notes: list[str]) -> dict[str, Score
 
 
 def _read_predictions(path: Path, notes: list[str]) -> dict[str, ScoredPrediction]:
-    """Return the predictions of a file by prompt id; the first of several with equal ids counts."""
+    """Read predictions by prompt id; the first prediction per id counts."""
     predictions: dict[str, ScoredPrediction] = {}
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -226,7 +222,7 @@ def _read_predictions(path: Path, notes: list[str]) -> dict[str, ScoredPredictio
 
 
 def parse_predictions(lines: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
-    """Return the predictions of a test by prompt id."""
+    """Return a test's predictions by prompt id."""
     return dict(map(_parse, lines))
 
 

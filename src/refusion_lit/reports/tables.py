@@ -1,7 +1,10 @@
-"""The figures of a test that tables show, and tables in the terminal."""
+"""Tables in the terminal, as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 import sys
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -10,7 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from refusion_lit.reports.comparison import Comparison, ComparisonRow
+from refusion_lit.reports.intervals import Interval
+
 MISMATCH = "the model was not trained for this decoder"
+INTERVALS = "95 % intervals over prompts: Wilson's for scores that are 0 or 1, else the bootstrap's."
 FIGURES = (
     ("score", "score", "{:.3f}"),
     ("tokens_per_forward", "tokens/forward", "{:.2f}"),
@@ -23,11 +30,11 @@ FIGURES = (
     ("latency_median", "latency p50 s", "{:.3f}"),
     ("latency_p95", "p95 s", "{:.3f}"),
 )
-"""Name, title and format of each figure of a test."""
+"""A test's figures: name, title and format."""
 
 _PRINTED_KEYS = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
 PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
-"""The figures that fit a terminal; reports and result files have all of them."""
+"""The figures that fit a terminal; reports and result files have all figures."""
 
 _WIDTH_OF_FILES = 1000
 
@@ -38,42 +45,39 @@ def decoder_table(
     *,
     marked: Set[str] = frozenset(),
     metrics: Sequence[str] = (),
+    note: str | None = None,
 ) -> None:
-    """Print the figures of a test, one decoder per line.
+    """Print a test's figures, a decoder per line.
 
     Args:
-        results: For each decoder the figures of :class:`~refusion_lit.metrics.DecodingMetrics`.
-        batch_size: Maximum number of prompts per call of the model.
-        marked: Names of the decoders that the model was not trained for.
-        metrics: Names of the task's further metrics.
+        results: Figures by decoder; see :class:`~refusion_lit.metrics.DecodingMetrics`.
+        batch_size: Maximum number of prompts per model call.
+        marked: Decoders that the model was not trained for.
+        metrics: The task's further metrics.
+        note: A line below the table.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
-    shown = with_metrics(PRINTED, metrics)
-    head = ["decoder", *(title for _, title, _ in shown)]
-    rows = [[f"{name} *" if name in marked else name, *cells(figures, shown)] for name, figures in results.items()]
-    title = f"{num_prompts} prompts, batch size {batch_size}"
-    print_table(title, head, rows, note=f"* {MISMATCH}" if marked else None)
+    columns = with_metrics(PRINTED, metrics)
+    head = ["decoder", *(title for _, title, _ in columns)]
+    rows = [[f"{name} *" if name in marked else name, *cells(figures, columns)] for name, figures in results.items()]
+    notes = [*[f"* {MISMATCH}"] * bool(marked), *([note] if note else [])]
+    print_table(f"{num_prompts} prompts, batch size {batch_size}", head, rows, notes=notes)
 
 
 def print_table(
-    title: str,
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    num_texts: int = 1,
-    note: str | None = None,
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int = 1, notes: Sequence[str] = ()
 ) -> None:
-    """Print a table on standard output, without a limit of the width if it is no terminal.
+    """Print a table on standard output; its width is limited in a terminal only.
 
     Args:
         title: Line above the table.
-        head: Names of the columns.
-        rows: Cells of each row.
+        head: Column names.
+        rows: Cells by row.
         num_texts: The first columns hold text, the others numbers.
-        note: Line below the table.
+        notes: Lines below the table.
     """
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
-    table = Table(title=title, caption=note)
+    table = Table(title=title, caption="\n".join(notes) or None)
     for i, name in enumerate(head):
         table.add_column(name, justify="left" if i < num_texts else "right", overflow="fold")
     for row in rows:
@@ -81,17 +85,132 @@ def print_table(
     console.print(table)
 
 
-def with_metrics(shown: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return figures with a task's further metrics after the score, which is the first."""
-    return [shown[0], *((name, name, "{:.3f}") for name in metrics), *shown[1:]]
+def with_metrics(columns: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Insert a task's further metrics after the score, which is the first figure."""
+    return [columns[0], *((name, name, "{:.3f}") for name in metrics), *columns[1:]]
 
 
-def cells(figures: Mapping[str, Any], shown: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return the values of figures as they are shown, ``--`` for one that is missing."""
-    return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in shown]
+def cells(figures: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Format figures; a missing figure is ``--``."""
+    return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in columns]
 
 
-def escaped(text: str) -> str:
+def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return a comparison's table as texts: its head, and rows with intervals and differences from the baseline."""
+    metrics = [(name, name, "{:.3f}") for name in comparison.metrics]
+    speeds = [figure for figure in FIGURES if figure[0] in ("tokens_per_second", "calls_per_batch")]
+    head = ["decoder", *comparison.option_names.values(), "prompts", "score %", *(title for _, title, _ in metrics)]
+    head += ["tokens/forward", *(title for _, title, _ in speeds), "batch size", "Δ score", "Δ tokens/forward"]
+    differences = {id(difference.row): difference for difference in comparison.differences}
+    rows = []
+    for row in comparison.rows:
+        difference = differences.get(id(row))
+        size = row.run.results["batch_size"]
+        rows.append([
+            row.title + " *" * bool(row.mismatches),
+            *(row.options.get(name, "--") for name in comparison.option_names),
+            comparison.count_prompts(row),
+            _interval(row.score, "{:.1f}", row),
+            *cells(row.figures, metrics),
+            _interval(row.tokens_per_forward, "{:.2f}", row),
+            *cells(row.figures, speeds),
+            "--" if size is None else f"{size:.0f}",
+            _interval(difference and difference.score, "{:+.1f}"),
+            _interval(difference and difference.tokens_per_forward, "{:+.2f}"),
+        ])  # fmt: skip
+    return head, rows
+
+
+def _interval(value: Interval | None, template: str, row: ComparisonRow | None = None) -> str:
+    """Format an interval; a row without predictions has the estimate alone."""
+    if value is None:
+        return "--"
+    estimate, low, high = map(template.format, (value.estimate, value.low, value.high))
+    return f"{estimate} [{low}, {high}]" if row is None or row.has_intervals else estimate
+
+
+def _captions(comparison: Comparison) -> list[str]:
+    """Return the sentences below a comparison's table."""
+    captions = [INTERVALS]
+    if comparison.differences:
+        captions.append(f"Differences from {comparison.baseline} are over the prompts that both rows have.")
+    captions += [
+        f"{difference.row.label} and {difference.baseline.label} have different prompts or references under "
+        f"{difference.num_differing} ids, which are left out."
+        for difference in comparison.differences
+        if difference.num_differing
+    ]
+    marks = [f"*: {MISMATCH}."] * any(row.mismatches for row in comparison.rows)
+    return [*captions, *comparison.notes, *marks]
+
+
+def markdown_table(comparison: Comparison) -> str:
+    """Return a comparison as a Markdown table, with its caption below."""
+    head, rows = comparison_table(comparison)
+    num_texts = 1 + len(comparison.option_names)
+    lines = [[*map(escape_markdown, row[:num_texts]), *row[num_texts:]] for row in rows]
+    for line in lines:
+        line[0] = re.sub(r" \\\*$", " *", line[0])  # the mark of a mismatch, which is no emphasis there
+    table = [f"| {' | '.join(line)} |" for line in [[*map(escape_markdown, head)], *lines]]
+    table.insert(1, f"|---|{'---:|' * (len(head) - 1)}")
+    return "\n".join([*table, "", " ".join(map(escape_markdown, _captions(comparison))), ""])
+
+
+def latex_table(comparison: Comparison) -> str:
+    """Return a comparison as a LaTeX table with ``booktabs`` rules."""
+    head, rows = comparison_table(comparison)
+    num_texts = 1 + len(comparison.option_names)
+    rows = [
+        [*row[:num_texts], *(re.sub(r"-(?=\d)", "\N{MINUS SIGN}", cell) for cell in row[num_texts:])] for row in rows
+    ]
+    lines = [" & ".join(map(escape_latex, row)) + r" \\" for row in [head, *rows]]
+    return "\n".join([
+        r"% needs \usepackage{booktabs}",
+        rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
+        r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule",
+        r"\end{tabular}",
+        *(f"% {' '.join(caption.split())}" for caption in _captions(comparison)),
+        "",
+    ])  # fmt: skip
+
+
+def csv_table(comparison: Comparison) -> str:
+    """Return a comparison as CSV: numbers with all digits, an interval in three columns."""
+    differences = {id(difference.row): difference for difference in comparison.differences}
+    rows = []
+    for row in comparison.rows:
+        difference = differences.get(id(row))
+        intervals = {
+            "score": row.score,
+            "tokens_per_forward": row.tokens_per_forward,
+            "score_difference": difference and difference.score,
+            "tokens_per_forward_difference": difference and difference.tokens_per_forward,
+        }
+        values: dict[str, Any] = {"decoder": row.label, **row.options, **row.figures, "num_prompts": row.num_prompts}
+        values["mismatch"] = "; ".join(row.mismatches)
+        for name, interval in intervals.items():
+            for suffix, key in (("", "estimate"), ("_low", "low"), ("_high", "high")):
+                values[name + suffix] = interval and getattr(interval, key)
+        rows.append(values)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def escape_markdown(text: str) -> str:
     """Escape the characters that Markdown, or HTML inside it, interprets."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{c}" if c in "\\`*_[]|#" else c for c in text)
+
+
+def escape_latex(text: str) -> str:
+    r"""Escape the characters that LaTeX interprets.
+
+    >>> escape_latex("slot_size at 90 %")
+    'slot\\_size at 90 \\%'
+    """
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special |= {"Δ": r"$\Delta$", "\N{MINUS SIGN}": "$-$"}
+    return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in " ".join(text.split()))

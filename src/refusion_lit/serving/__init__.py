@@ -1,4 +1,4 @@
-"""Serves a model over HTTP: OpenAI's API, and a page to chat on."""
+"""Serves a model over HTTP: OpenAI's API and a chat page."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from refusion_lit.utils.require import check_options
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What requests may take.
+    """Limits of requests.
 
     Attributes:
-        max_prompt_tokens: Maximum number of tokens of a prompt, those that a schema gives included.
-        max_answer_tokens: Maximum number of tokens of an answer; ``max_new_tokens`` is for requests that name none.
+        max_prompt_tokens: Maximum number of tokens in a prompt, including tokens given by a schema.
+        max_answer_tokens: Maximum number of tokens in an answer. Requests without ``max_tokens`` use
+            ``max_new_tokens``.
         max_seconds: Maximum time of a request, from its arrival.
-        max_waiting: Maximum number of answers that wait for a row; further requests get 429.
+        max_waiting: Maximum number of answers that wait for a row; further requests get status 429.
         max_body_bytes: Maximum size of a request.
-        drain_seconds: Time that answers in flight may still take after SIGTERM or Ctrl-C; the rest then gets 503.
+        drain_seconds: Time for answers in flight after SIGTERM or Ctrl-C; unfinished answers then get status 503.
     """
 
     ranges: ClassVar[dict[str, float | str]] = {

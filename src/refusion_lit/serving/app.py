@@ -1,4 +1,4 @@
-"""The HTTP application: its routes, and the process around it."""
+"""The HTTP application and the server process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body, message_of
+from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, describe_error, error_body
 from refusion_lit.serving.service import Service
 
 API_KEY = "REFUSION_LIT_API_KEY"
-"""Environment variable with the key that clients must send."""
+"""Environment variable with the API key that clients must send."""
 _GRACE_SECONDS = 5.0
-"""How long a call of the model may outlast the time to drain; then the process ends without it."""
+"""Time for a call of the model after the time to drain is over; then the process ends without the call."""
 LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _PAGE_POLICY = (
@@ -41,12 +41,13 @@ _PAGE_POLICY = (
 def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     """Return the application.
 
-    Without a key, it serves requests that name this machine only, so that no page of another site can reach it through
-    a name that it made point here. Bodies must be declared as JSON, which such a page cannot do without asking first.
+    Without a key, the application answers only requests whose host is this machine. This prevents DNS rebinding: a page
+    of another site cannot reach the server through a host name that points here. Bodies must be declared as JSON, which
+    other sites' pages cannot send without a preflight request.
 
     Args:
         service: Answers the requests.
-        key: The API key that clients must send, but for the page and ``/health``; ``None`` or empty: none.
+        key: API key that clients must send, except for the page and ``/health``; ``None`` or empty: no key.
     """
     worker = service.worker
 
@@ -60,12 +61,12 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     # The framework's own pages load scripts from elsewhere.
     handlers: Any = dict.fromkeys((HTTPException, RequestValidationError, Exception), partial(_refuse, service))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, exception_handlers=handlers)
-    app.add_middleware(_limited, max_bytes=worker.limits.max_body_bytes)
+    app.add_middleware(_limit_bodies, max_bytes=worker.limits.max_body_bytes)
     if not key:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
 
-    async def check_key(given: _Credentials) -> None:
-        if key and not (given and hmac.compare_digest(given.credentials.encode(), key.encode())):
+    async def check_key(credentials: _Credentials) -> None:
+        if key and not (credentials and hmac.compare_digest(credentials.credentials.encode(), key.encode())):
             raise HTTPException(401, "authorization: expected the API key, got none or another; send it as a bearer.")
 
     @app.get("/health")
@@ -80,12 +81,12 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     api = APIRouter(dependencies=[Depends(check_key)])
 
     @api.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await service.answer(asked, request)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await service.answer(body, request)
 
     @api.post("/v1/completions")
-    async def complete(asked: CompletionRequest, request: Request) -> Response:
-        return await service.answer(asked, request)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        return await service.answer(body, request)
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -101,46 +102,46 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
 
 
 async def _refuse(service: Service, _: Request, error: Exception) -> Response:
-    """Return an error in the form of all errors; of one that no route expects, the log has the rest."""
+    """Return an error response in OpenAI's form; details of unexpected errors go to the log only."""
     if isinstance(error, RequestValidationError):
         service.requests.labels("refused").inc()
-        error = HTTPException(400, message_of(error))
+        error = HTTPException(400, describe_error(error))
     elif not isinstance(error, HTTPException):
         error = HTTPException(500, f"the request failed ({type(error).__name__})")
     return JSONResponse(error_body(error), error.status_code, error.headers)
 
 
-def _limited(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """Return an application that refuses larger bodies, by their declared length or by what was read of them."""
+def _limit_bodies(app: ASGIApp, max_bytes: int) -> ASGIApp:
+    """Return an application that refuses larger bodies, by the declared length or by the number of bytes read."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(raw=scope.get("headers", []))
         declared = int(headers.get("content-length", 0))
         num_read = 0
 
-        async def limited() -> Message:
+        async def receive_within_limit() -> Message:
             nonlocal num_read
             message = await receive() if declared <= max_bytes else {}
             num_read += len(message.get("body", b""))
             if max(declared, num_read) > max_bytes:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(1):  # a connection that is closed with unread data may lose the answer
+                    async with asyncio.timeout(1):  # closing a connection with unread data may lose the answer
                         while headers.get("connection") == "close" and (await receive()).get("more_body"):
                             pass
                 raise HTTPException(413, f"body: expected at most {max_bytes} bytes, got more; shorten it.")
             return message
 
-        await app(scope, limited, send)
+        await app(scope, receive_within_limit, send)
 
     return run
 
 
 class Server(uvicorn.Server):
-    """Runs the application. On SIGTERM or Ctrl-C it finishes what is in flight, within a limit, and refuses the rest.
+    """Runs the application. After SIGTERM or Ctrl-C, answers in flight may finish within a limit; others are refused.
 
     Args:
         app: The application.
-        service: Its service.
+        service: The application's service.
         host: Address to bind.
         port: Port to bind; 0: any free one.
     """
@@ -150,12 +151,12 @@ class Server(uvicorn.Server):
         self.worker = service.worker
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Begin to drain; at the second signal, stop at once."""
+        """Drain at the first signal; stop at the second."""
         self.should_exit = self.worker.is_draining
         self.worker.drain(self.worker.limits.drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop when the engine's thread has ended, drained or failed for good, or hangs in a call of the model."""
+        """Stop when the engine's thread has ended or hangs in a call of the model."""
         hangs = time.monotonic() > self.worker.stop_at + _GRACE_SECONDS
         self.should_exit = self.should_exit or hangs or not self.worker.thread.is_alive()
         return await super().on_tick(counter)

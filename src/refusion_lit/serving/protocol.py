@@ -1,4 +1,4 @@
-"""What clients may ask: OpenAI's fields that this server keeps, everything else refused by name."""
+"""Bodies of requests: the fields of OpenAI's API that this server supports; other fields are refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refusion_lit.utils.require import require
 
 _NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools")
 _SWITCHES = ("logprobs", "echo", "store")
-"""Fields that some clients always send: the former ask for nothing if zero or empty, the latter if false."""
+"""Fields that some clients always send. ``_NEUTRAL`` fields have no effect if zero or empty, ``_SWITCHES`` if false."""
 _REASONS = {
     "max_completion_tokens": "max_tokens is given, too",
     "logprobs": "this server returns no log-probabilities, with any decoder",
@@ -21,7 +21,7 @@ _REASONS = {
 }
 
 _Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""Texts; a single one may come without a list."""
+"""A list of texts, or a text."""
 
 
 class _Strict(BaseModel):
@@ -29,20 +29,24 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def leave_out(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Leave out the fields that ask for nothing."""
+    def drop_fields_without_effect(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
+        """Drop fields that are ``None``, and neutral values of fields that are not supported."""
         if not isinstance(values, dict):
             return values
-        asked = {name: each for name, each in values.items() if each is not None and (each or name not in _NEUTRAL)}
-        return {name: each for name, each in asked.items() if each is not False or name not in _SWITCHES}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and (value or name not in _NEUTRAL) and (value is not False or name not in _SWITCHES)
+        }
 
 
 class StreamOptions(_Strict):
-    """What a stream has besides text.
+    """Contents of a stream besides text.
 
     Attributes:
-        include_usage: A last chunk with the token counts.
-        include_decode: Chunks tell every forward: drafted, verified and committed tokens by place (our own).
+        include_usage: A last chunk has the token counts.
+        include_decode: Chunks describe every forward pass: drafted, verified and committed tokens by place. This field
+            is not in OpenAI's API.
     """
 
     include_usage: bool = False
@@ -50,25 +54,25 @@ class StreamOptions(_Strict):
 
 
 class JsonSchema(_Strict):
-    """A schema, as OpenAI's clients wrap it; what a client says about it changes nothing."""
+    """A JSON schema in the form of OpenAI's clients; only ``schema`` has an effect."""
 
-    schema_: Any = Field(alias="schema", default=True)  # Schemas checks it
+    schema_: Any = Field(alias="schema", default=True)  # checked by Schemas
     name: str = ""
     description: str | None = None
     strict: bool | None = None
 
 
 class ResponseFormat(_Strict):
-    """Form of the answer."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
-    def schema_of_answer(self) -> Any:  # noqa: ANN401 - a JSON schema is an object or a boolean
-        """Return the JSON schema that the answer keeps; ``None`` for text.
+    def to_schema(self) -> Any:  # noqa: ANN401 - a JSON schema is an object or a boolean
+        """Return the JSON schema of the answer; ``None`` for text.
 
         Raises:
-            ValueError: If there is no schema for the type json_schema, or one for another type.
+            ValueError: If the type is json_schema and the schema is missing, or the other way round.
         """
         given = self.json_schema and self.json_schema.schema_
         fits = (self.json_schema is not None) == (self.type == "json_schema")
@@ -77,8 +81,8 @@ class ResponseFormat(_Strict):
         return {"type": "object"} if self.type == "json_object" else given
 
 
-class Asked(_Strict):
-    """The fields that both endpoints have; what is ``None`` is up to the server's options."""
+class BaseRequest(_Strict):
+    """Fields of both endpoints; for ``None``, the server's options apply."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
@@ -91,11 +95,11 @@ class Asked(_Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat(type="text")
-    user: str | None = None  # who asks: nothing here depends on it
+    user: str | None = None  # has no effect
 
 
 class TextPart(_Strict):
-    """A part of a message's content; the server reads text only."""
+    """A part of a message's content, which must be text."""
 
     type: Literal["text"]
     text: str
@@ -111,24 +115,24 @@ class Message(_Strict):
     ]
 
 
-class ChatRequest(Asked):
+class ChatRequest(BaseRequest):
     """Body of ``/v1/chat/completions``."""
 
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(BaseRequest):
     """Body of ``/v1/completions``: texts to continue, without a chat template."""
 
     is_chat: ClassVar[bool] = False
     prompt: _Texts
 
 
-def message_of(error: RequestValidationError) -> str:
-    """Return a message about the first field that is missing, unknown or wrong; it begins with the field's name."""
+def describe_error(error: RequestValidationError) -> str:
+    """Return a message about the first field that is missing, unknown or wrong; begins with the field's name."""
     first = error.errors()[0]
-    parts = first["loc"][1:]  # a number is a place in the text of a body that is no JSON
+    parts = first["loc"][1:]  # if the body is not JSON, a number: the index of the wrong character
     name = ".".join(map(str, parts)) if parts and isinstance(parts[0], str) else "body"
     if first["type"] == "extra_forbidden":
         return f"{name}: refused, as {_REASONS.get(name, 'this server has no such field')}; leave it out."
@@ -138,8 +142,8 @@ def message_of(error: RequestValidationError) -> str:
 
 
 def error_body(error: HTTPException) -> dict[str, Any]:
-    """Return an error in OpenAI's form; a message about a field begins with its name."""
-    message = error.detail.encode(errors="backslashreplace").decode()  # a lone surrogate is no text that can be sent
+    """Return an error in OpenAI's form; a message about a field begins with the field's name."""
+    message = error.detail.encode(errors="backslashreplace").decode()  # lone surrogates cannot be sent
     name = message.partition(":")[0]
     param = name if name.replace(".", "").isidentifier() else None
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"

@@ -1,12 +1,11 @@
-"""The thread that owns the engine: takes requests while it runs, and keeps the failure of one from the others.
+"""The thread that owns the engine: it takes jobs while it runs, and confines a failure to the job that causes it.
 
-An answer is a function of its request alone, so requests in flight may always start again: after a failed call of the
-model, each one runs alone, and only the one that fails alone gets the error. Text that was streamed is not sent twice.
+A response depends on its job alone, so jobs in flight may always start again. After a failed call of the model, every
+job runs alone, and only a job that fails alone gets the error. Streamed text is not sent twice.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import threading
@@ -14,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +24,8 @@ from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.engine.requests import MoreDrafts
+from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.serving import Limits
 from refusion_lit.text_model import TextModel
 from refusion_lit.traces.document import piece_of
@@ -33,16 +33,16 @@ from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
 
-log = logging.getLogger("refusion_lit.serving")  # texts of users at level DEBUG only
+log = logging.getLogger("refusion_lit.serving")  # users' texts are logged at level DEBUG only
 
 
 @dataclass(frozen=True)
 class Update:
-    """What is new of a response.
+    """A change of a response.
 
     Attributes:
         text: New text.
-        rounds: What new forwards drafted, verified and committed, for a watched job.
+        rounds: Drafted, verified and committed tokens of new forward passes, if the job wants them.
         generation: The whole response, once it has ended.
     """
 
@@ -53,47 +53,100 @@ class Update:
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """One response to be made.
+    """A response to generate.
 
     Attributes:
         prompt: The prompt.
         sampling: Length limit, sampling options and stop strings.
-        tell: Receives pairs of the job and an update, or last an error; called by the worker's thread.
-        deadline: When it is dropped, by :func:`time.monotonic`; 0 once nobody waits for it any more.
-        watched: Whether every forward is told.
-        stream: Cuts the text into pieces.
-        num_rounds: Forwards that were told.
-        has_begun, ended: For the one who asked: whether the client knows of it, and its response.
+        notify: Receives pairs of the job and an update, or finally an error; called by the worker's thread.
+        deadline: Time (:func:`time.monotonic`) at which the job is dropped; 0 if no client waits for it.
+        wants_rounds: Whether updates describe every forward pass.
+        stream: Splits the text into pieces.
+        num_rounds: Number of forward passes that updates have described.
+        has_begun: Whether the client has received a part of the response. Set by the service.
+        result: The response, once the service has received it.
     """
 
     prompt: Prompt
     sampling: SamplingParams
-    tell: Callable[[tuple[Job, Update | HTTPException]], object]
+    notify: Callable[[tuple[Job, Update | HTTPException]], object]
     deadline: float
-    watched: bool
+    wants_rounds: bool
     stream: TextStream
     num_rounds: int = 0
     has_begun: bool = False
-    ended: Generation | None = None
+    result: Generation | None = None
+
+
+class CheckedModel(LanguageModel):
+    """A model that raises an error instead of returning logits with NaN.
+
+    Args:
+        model: The model to check.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self.traits = model.traits
+        self.special_tokens = model.special_tokens
+        self.max_positions = model.max_positions
+        self.learns_positions = model.learns_positions
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._model.device
+
+    @property
+    def forward_cost(self) -> float:
+        """The model's cost of a forward pass."""
+        return self._model.forward_cost
+
+    def runner(self) -> Callable[..., Tensor]:
+        """Return the model's body."""
+        return self._model.runner()
+
+    def head_runner(self) -> Callable[..., Tensor]:
+        """Return the model's head with a check of the logits.
+
+        Raises:
+            ArithmeticError: By the returned function, if a logit is NaN.
+        """
+        head = self._model.head_runner()
+
+        def checked_head(hidden: Tensor) -> Tensor:
+            logits = head(hidden)
+            if logits.amax(-1).isnan().any():
+                raise ArithmeticError("the model computed logits that are not numbers for this request")
+            return logits
+
+        return checked_head
+
+    def make_cache(self, num_rows: int) -> KVCache:
+        """Return the model's cache."""
+        return self._model.make_cache(num_rows)
 
 
 class Worker:
-    """Runs jobs on one engine, in a thread of its own.
+    """Runs jobs on an engine in a separate thread.
 
     Args:
         model: The model.
-        decoder: The strategy of all jobs.
-        sampling: Length limit and sampling options where a request has none.
-        options: Rows, and how they are batched.
-        limits: Among them, how many jobs may wait for a row.
+        decoder: The decoder of all jobs.
+        sampling: Length limit and sampling options of requests that set none.
+        options: Number of rows and options of batching.
+        limits: Limits of requests.
 
     Attributes:
+        checked_model: The model with a check of its logits.
+        engine: The engine.
+        thread: The thread that runs the engine.
         is_ready: Whether the model has run once.
-        is_draining: Whether no further jobs are taken.
-        failure: Why the thread has ended before it was told to: the engine could not be made again after a failed call.
-        stop_at: When the thread ends at the latest, by :func:`time.monotonic`, unless a call of the model hangs.
-        checked, engine, thread: The model, its logits checked; what decodes with it; the thread, which warms it up.
-        active, waiting: Jobs in flight by their numbers; jobs that wait for a row.
+        is_draining: Whether further jobs are refused.
+        failure: Why the thread has ended early: no new engine could be made after a failed call.
+        stop_at: Time (:func:`time.monotonic`) at which the thread ends, unless a call of the model hangs.
+        active: Jobs in flight by number.
+        waiting: Jobs that wait for a row.
     """
 
     def __init__(
@@ -107,13 +160,11 @@ class Worker:
         self.is_ready = False
         self.is_draining = False
         self.failure: Exception | None = None
-        self.checked = copy.copy(model.model_for(decoder))
-        head_runner = self.checked.head_runner
-        self.checked.head_runner = lambda: partial(_checked, head_runner())  # type: ignore[method-assign]
-        self._news = threading.Condition()
+        self.checked_model = CheckedModel(model.model_for(decoder))
+        self._changed = threading.Condition()
         self.waiting: deque[Job] = deque()
         self.active: dict[int, Job] = {}
-        self._suspects: set[int] = set()  # jobs that were in flight in a call that failed: each runs alone
+        self._suspects: set[int] = set()  # jobs of a failed call, which run one at a time
         self.stop_at = math.inf
         self.thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], name="engine", daemon=True)
 
@@ -121,55 +172,55 @@ class Worker:
         """Queue jobs, all or none.
 
         Raises:
-            HTTPException: If the queue has no room for all of them (429), or the server is stopping (503).
+            HTTPException: If the queue has no room for all jobs (429), or the server is stopping (503).
         """
-        with self._news:
+        with self._changed:
             if self.is_draining:
-                raise _failure(None)
+                raise _to_http_error(None)
             most = self.options.batch_size + self.limits.max_waiting
-            expected = f"at most {most} answers of a request, all that fit here"
+            expected = f"at most {most} answers per request, the size of the queue"
             require(len(jobs) <= most, "n", expected, len(jobs), "lower it")
             if len(self.active) + len(self.waiting) + len(jobs) > most:
                 wait = {"Retry-After": str(1 + len(self.waiting) // self.options.batch_size)}
                 raise HTTPException(429, "the queue is full; try again later.", headers=wait)
             self.waiting.extend(jobs)
-            self._news.notify()
+            self._changed.notify()
 
     def drain(self, seconds: float) -> None:
-        """Take no further jobs, and end the thread once the jobs are done or some seconds have passed."""
-        with self._news:
+        """Refuse further jobs; end the thread when all jobs are done, or after some seconds."""
+        with self._changed:
             self.is_draining = True
             self.stop_at = min(self.stop_at, time.monotonic() + seconds)
-            self._news.notify()
+            self._changed.notify()
 
     def _run(self, num_threads: int) -> None:
-        """Run jobs until the worker is stopped; in any case every job ends with a generation or an error."""
-        torch.set_num_threads(num_threads)  # which torch keeps by thread
+        """Run jobs until the worker stops; every job ends with a generation or an error."""
+        torch.set_num_threads(num_threads)  # a setting per thread
         try:
-            self._renew()
-            prompt = Prompt(token_ids=self.checked.special_tokens.eos_token_ids[:1], id="0")
+            self._make_engine()
+            prompt = Prompt(token_ids=self.checked_model.special_tokens.eos_token_ids[:1], id="0")
             self.engine.submit(-1, prompt, self.sampling)
             self.engine.step()
             self.engine.abort(-1)
             self.is_ready = True
-            while self._take():
+            while self._admit():
                 self._step()
         except Exception as error:
             log.exception("the engine has stopped")
             self.failure = error
-        self.drain(0.0)  # submit refuses jobs from here on: nothing would answer them
+        self.drain(0.0)  # from here on, submit refuses jobs
         for job in (*self.active.values(), *self.waiting):
-            job.tell((job, _failure(self.failure)))
+            job.notify((job, _to_http_error(self.failure)))
         self.active, self.waiting = {}, deque()
 
-    def _renew(self) -> None:
+    def _make_engine(self) -> None:
         rows = self.options.batch_size
-        self.engine = Engine(self.checked, self.decoder, rows, self.options, detokenize=self.model.detokenize)
+        self.engine = Engine(self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize)
 
-    def _take(self) -> bool:
-        """Wait for work, drop what was aborted or is too late, and start jobs. Return whether to continue."""
-        with self._news:
-            self._news.wait_for(lambda: self.active or self.waiting or self.is_draining)
+    def _admit(self) -> bool:
+        """Wait for jobs, drop jobs after their deadline, and start jobs. Return whether to continue."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.active or self.waiting or self.is_draining)
             now = time.monotonic()
             self.waiting = deque(job for job in self.waiting if now <= job.deadline)
             for number in [number for number, job in self.active.items() if now > job.deadline]:
@@ -179,7 +230,7 @@ class Worker:
             while self.waiting and len(self.active) < (1 if self._suspects else self.options.batch_size):
                 job = self.waiting.popleft()
                 self.active[id(job)] = job
-                self.engine.submit(id(job), job.prompt, job.sampling, trace=job.watched)
+                self.engine.submit(id(job), job.prompt, job.sampling, trace=job.wants_rounds)
             return not self.is_draining or (bool(self.active) and now < self.stop_at)
 
     def _step(self) -> None:
@@ -190,25 +241,26 @@ class Worker:
                 job = self.active[row.index]
                 has_committed = row.state.num_forwards in row.state.commit_rounds
                 text = job.stream.piece(row.state.final_prefix()) if has_committed else ""
-                # The drafts of the last forward may not be complete.
+                # The drafts of the last forward pass may not be complete.
                 trace = row.result.trace[: -1 if isinstance(row.request, MoreDrafts) else None]
                 rounds = self._rounds(job, trace)
                 if text or rounds:
-                    job.tell((job, Update(text, rounds)))
+                    job.notify((job, Update(text, rounds)))
         except Exception as error:
             self._recover(error)
             return
         for number, generation in finished.items():
             job = self.active.pop(number)
-            job.tell((job, Update(job.stream.rest(generation.text), self._rounds(job, generation.trace), generation)))
+            rounds = self._rounds(job, generation.trace)
+            job.notify((job, Update(job.stream.rest(generation.text), rounds, generation)))
 
     def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
-        """Return what the forwards that are new to a watched job did, by place in the response."""
+        """Return the tokens that new forward passes drafted, verified and committed, by place in the response."""
         start = len(job.prompt.token_ids)
         rounds = []
         for entry in trace[job.num_rounds :]:
-            found = {"drafted": entry.positions, "verified": entry.scored, "committed": entry.accepted}
-            places = {name: [position - start for position in positions] for name, positions in found.items()}
+            positions = {"drafted": entry.positions, "verified": entry.scored, "committed": entry.accepted}
+            places = {name: [position - start for position in group] for name, group in positions.items()}
             rounds.append(
                 {"phase": entry.phase, "texts": [piece_of(self.model, token) for token in entry.tokens], **places}
             )
@@ -216,22 +268,22 @@ class Worker:
         return rounds
 
     def _recover(self, error: Exception) -> None:
-        """Start again with a new engine, as the state after a failed call is undefined."""
-        del self.engine  # releases the cache first
-        self._renew()
+        """Start again with a new engine, because the state after a failed call is undefined."""
+        del self.engine  # frees the cache before a new cache is allocated
+        self._make_engine()
         jobs = list(self.active.values())
         self.active.clear()
         if len(jobs) == 1:
-            jobs[0].tell((jobs[0], _failure(error)))
+            jobs[0].notify((jobs[0], _to_http_error(error)))
             return
         self._suspects = set(map(id, jobs))
         self.waiting.extendleft(reversed(jobs))
 
 
-def _failure(error: Exception | None) -> HTTPException:
-    """Return how an error is told to the client: without paths and other internals. ``None``: the server stops.
+def _to_http_error(error: Exception | None) -> HTTPException:
+    """Return the HTTP error for a failure, without paths and other internals; ``None``: the server stops.
 
-    It is a new one for each request, as an error that is raised collects tracebacks.
+    Every request needs a new object, because raising an error adds to its traceback.
     """
     if error is None:
         return HTTPException(503, "the server is stopping.", headers={"Retry-After": "30"})
@@ -239,11 +291,3 @@ def _failure(error: Exception | None) -> HTTPException:
         return HTTPException(503, "out of memory: the prompt and max_tokens need more than there is; lower them")
     is_ours = isinstance(error, ValueError | ArithmeticError)
     return HTTPException(500, str(error) if is_ours else f"the request failed ({type(error).__name__})")
-
-
-def _checked(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Return logits, or raise an error if they are not numbers."""
-    logits = head(hidden)
-    if logits.amax(-1).isnan().any():
-        raise ArithmeticError("the model computed logits that are not numbers for this request")
-    return logits

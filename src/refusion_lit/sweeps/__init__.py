@@ -1,1 +1,1 @@
-"""Sweeps: runs over combinations of options, each in its own process and directory, and one table of results."""
+"""Sweeps: runs over option combinations, in separate processes and directories, and a results table."""

@@ -1,6 +1,6 @@
-"""Launchers run the points of a sweep: as processes of this machine or as jobs of a SLURM cluster.
+"""Launchers run a sweep's points: as local processes, or as jobs on a SLURM cluster.
 
-Each process runs the subcommands of one point in order, and writes its outcome as the last step.
+A point's process runs the point's subcommands in order and writes ``outcome.json`` last.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from refusion_lit.reports.results import NUM_CONCURRENT
 from refusion_lit.utils.files import acquire_lock, read_object, write_json_atomically
 from refusion_lit.utils.require import require_at_least
 
@@ -26,43 +27,37 @@ POINT = "point.json"
 LOG = "log.txt"
 LOCK = "lock"
 
-_PROGRAM = "import sys; from refusion_lit.sweeps.launchers import run_point; sys.exit(not run_point(sys.argv[1]))"
+_PROGRAM = "import sys; from refusion_lit.sweeps.launchers import run_point; sys.exit(not run_point(*sys.argv[1:]))"
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL when a running point is stopped."""
 
-# Set by the launcher of an outer run; a point's own run must not inherit them, nor that its job is one task.
+# The launcher of an outer run sets these variables. A point must not inherit them, nor that its job is a single task.
 _OUTER_RUN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "SLURM_NTASKS")
 
 
 class Launcher(ABC):
-    """Runs points, each in its own process."""
+    """Runs points in separate processes."""
 
     @abstractmethod
     def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
-        """Run points; closing the generator stops all points that are still running.
-
-        Args:
-            folders: Directories of the points.
+        """Run the points in some directories; closing the generator stops all running points.
 
         Yields:
-            The directory of each point that has ended, and how its process or job ended, in words.
+            A point's directory, and how its process or job ended, in words.
         """
 
     def check(self) -> None:  # noqa: B027 - optional
-        """Check that the launcher works on this machine, before anything runs.
-
-        Raises:
-            ValueError: If it does not.
-        """
+        """Raise ValueError if the launcher does not work on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Launcher):
-    """Runs points as processes of this machine.
+    """Runs points as processes on this machine.
 
     Attributes:
-        num_workers: Number of points that run concurrently; at least 1.
+        num_workers: Number of points that run concurrently, at least 1. Concurrent points slow down one another, so
+            tables leave out their speeds.
     """
 
     num_workers: int = 1
@@ -72,51 +67,48 @@ class Local(Launcher):
 
     def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
         """See :meth:`Launcher.launch`."""
+        num_concurrent = min(self.num_workers, len(folders))
         waiting = list(reversed(folders))
         running: dict[Path, subprocess.Popen[bytes]] = {}
         try:
             while waiting or running:
-                while waiting and len(running) < self.num_workers:
+                while waiting and len(running) < num_concurrent:
                     folder = waiting.pop()
-                    program = [sys.executable, "-c", _PROGRAM, str(folder)]  # in a process group of its own
+                    program = [sys.executable, "-c", _PROGRAM, str(folder), str(num_concurrent)]
+                    # A session makes a process group, which can be stopped with everything that the point starts.
                     running[folder] = subprocess.Popen(program, stdin=subprocess.DEVNULL, start_new_session=True)
-                for folder, process in list(running.items()):
-                    if process.poll() is not None:
-                        _signal(process, signal.SIGKILL)  # what it started may have outlived it
-                        del running[folder]
-                        yield folder, f"its process ended with exit code {process.returncode}"
+                for folder in [folder for folder, process in running.items() if process.poll() is not None]:
+                    process = running.pop(folder)
+                    _signal_group(process, signal.SIGKILL)  # subprocesses may outlive the point
+                    yield folder, f"its process ended with exit code {process.returncode}"
                 time.sleep(_POLL_SECONDS)
         finally:
-            _stop(list(running.values()))
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                for process in running.values():
+                    _signal_group(process, number)
+                deadline = time.monotonic() + _GRACE_SECONDS
+                for process in running.values():
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=max(0.0, deadline - time.monotonic()))
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            _signal(process, number)
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Launcher):
-    """Runs points as one job array of a SLURM cluster, through submitit (``pip install submitit``).
+    """Runs points as a job array on a SLURM cluster, through submitit (``pip install submitit``).
 
     The sweep's directory must be on a file system that all nodes share.
 
     Attributes:
         num_workers: Maximum number of jobs that run concurrently.
-        minutes: Time limit of a job.
-        parameters: Further submitit parameters of a job, such as ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``,
+        minutes: Time limit per job.
+        parameters: Further submitit parameters, for example ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``,
             ``slurm_partition`` and ``slurm_account``; the cluster's defaults without them.
-        cluster: ``slurm``, or ``local`` to try the same jobs as processes of this machine, all at once.
+        cluster: ``slurm``, or ``local`` to try the same jobs as local processes, all at once.
     """
 
     num_workers: int = 16
@@ -144,15 +136,15 @@ class Slurm(Launcher):
         import submitit
 
         executor = submitit.AutoExecutor(folder=folders[0].parent.parent / "jobs", cluster=self.cluster)
-        own = {"name": "refusion_lit", "timeout_min": self.minutes, "slurm_array_parallelism": self.num_workers}
-        executor.update_parameters(**own, **self.parameters)
-        running = dict(zip(folders, executor.map_array(run_point, map(str, folders)), strict=True))
+        options = {"name": "refusion_lit", "timeout_min": self.minutes, "slurm_array_parallelism": self.num_workers}
+        executor.update_parameters(**options, **self.parameters)
+        num_concurrent = len(folders) if self.cluster == "local" else 1  # a job of SLURM has its own processors
+        jobs = executor.map_array(run_point, map(str, folders), [num_concurrent] * len(folders))
+        running = dict(zip(folders, jobs, strict=True))
         try:
             while running:
-                for folder, job in list(running.items()):
-                    if job.done():
-                        del running[folder]
-                        yield folder, _describe_end(job)
+                for folder in [folder for folder, job in running.items() if job.done()]:
+                    yield folder, _describe_end(running.pop(folder))
                 time.sleep(_POLL_SECONDS)
         finally:
             for job in running.values():
@@ -167,11 +159,12 @@ def _describe_end(job: Any) -> str:  # noqa: ANN401 - a job of submitit
     return f"its job {job.job_id} ended in state {job.state}" + (f": {error}" if error else "")
 
 
-def run_point(folder: str) -> bool:
-    """Run a point and write ``outcome.json`` as the last step; the point's lock is held meanwhile.
+def run_point(folder: str, num_concurrent: int | str = 1) -> bool:
+    """Run a point and write ``outcome.json``; hold the point's lock meanwhile.
 
     Args:
-        folder: Directory of the point, with its ``point.json``.
+        folder: The point's directory, with its ``point.json``.
+        num_concurrent: Number of points that share the machine.
 
     Returns:
         Whether the point finished.
@@ -179,36 +172,31 @@ def run_point(folder: str) -> bool:
     Raises:
         ValueError: If another process runs the point.
     """
-    place = Path(folder)
-    lock = acquire_lock(place / LOCK, folder, "other process of this point", "wait until it ends, or end it")
-    point = read_object(place / POINT)
-    for subcommand in point["commands"]:
-        shutil.rmtree(place / subcommand, ignore_errors=True)
-    start = time.monotonic()
-    error = _run_commands(place, point["commands"])
-    if error is None and not (place / "test" / "results.json").is_file():
-        error = "test wrote no results.json"
-    status = "finished" if error is None else "failed"
-    write_json_atomically(place / OUTCOME, {"status": status, "seconds": time.monotonic() - start, "error": error})
-    lock.release()
-    return error is None
-
-
-def _run_commands(place: Path, commands: dict[str, list[str]]) -> str | None:
-    """Run the point's subcommands until one fails; return its error."""
+    directory = Path(folder)
+    lock = acquire_lock(directory / LOCK, folder, "other process of this point", "wait until it ends, or end it")
     environment = {name: value for name, value in os.environ.items() if name not in _OUTER_RUN}
-    with (place / LOG).open("wb") as log:
-        for subcommand, command in commands.items():
+    environment[NUM_CONCURRENT] = str(num_concurrent)
+    start = time.monotonic()
+    error = None
+    with (directory / LOG).open("wb") as log:
+        for subcommand, command in read_object(directory / POINT)["commands"].items():
+            shutil.rmtree(directory / subcommand, ignore_errors=True)
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
             )
             if done.returncode:
-                return f"{subcommand} ended with exit code {done.returncode}:\n{tail(place / LOG)}"
-    return None
+                error = f"{subcommand} ended with exit code {done.returncode}:\n{tail(directory / LOG)}"
+                break
+    if error is None and not (directory / "test" / "results.json").is_file():
+        error = "test wrote no results.json"
+    status = "finished" if error is None else "failed"
+    write_json_atomically(directory / OUTCOME, {"status": status, "seconds": time.monotonic() - start, "error": error})
+    lock.release()
+    return error is None
 
 
 def tail(path: Path) -> str:
-    """Return the last 2000 characters of a text file; none if there is no file."""
+    """Return a file's last 2000 characters; an empty text if the file is missing."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")[-2000:].strip()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Runs a sweep: plans its points, runs the unfinished ones and collects their results in one table."""
+"""Runs a sweep: plans its points, runs the unfinished points and collects their results in a table."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
+from refusion_lit.reports.results import without_speeds
 from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, tail
 from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
 from refusion_lit.utils.files import acquire_lock, digest, read_object, write_atomically, write_json_atomically
 
 TableRow = dict[str, Any]
-_WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
-"""Endings of files of weights: a report or a card beside them changes no result."""
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
+_WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
+"""Suffixes of weight files. Other files beside them, such as a report or a model card, change no result."""
 
 
 def run(
@@ -37,22 +38,22 @@ def run(
     command: Sequence[str] = COMMAND,
     console: Console | None = None,
 ) -> list[TableRow]:
-    """Run the points of a sweep, each in its own process and directory (``DIRECTORY/points/ID``).
+    """Run a sweep's points in separate processes and directories (``DIRECTORY/points/ID``).
 
-    Finished points are never run again. With ``resume``, points that failed or were interrupted start over.
+    Finished points are never run again. With ``resume``, failed and interrupted points start again.
 
     Args:
         sweep: The sweep.
         directory: The sweep's directory; replaces ``sweep.directory``.
-        resolve: Validates and completes the config of a point without building anything;
-            :func:`refusion_lit.cli.sweep.resolver` returns the one of the command line.
+        resolve: Validates and completes a config without building anything;
+            :func:`refusion_lit.cli.sweep.make_resolver` does it with the command line's parser.
         relative_to: Directory that the sweep's paths are relative to.
         resume: Whether the directory may exist already.
         command: Command that takes a subcommand and its options.
         console: Where to show progress; standard error by default.
 
     Returns:
-        The rows of the table, ``results.csv``; see :func:`collect_rows`.
+        The rows in ``results.csv``; see :func:`collect_rows`.
 
     Raises:
         ValueError: If the sweep or a point is invalid or the directory is in use; nothing has run then.
@@ -66,11 +67,21 @@ def run(
     points = plan(sweep, Path(relative_to).resolve(), resolve)
     lock = acquire_lock(directory / LOCK, "directory", f"other sweep in {directory}", "wait for it to end")
     try:
-        points_to_run = _prepare_points(directory, points, sweep.swept, command, console)
+        names = [point.id for point in points]
+        write_json_atomically(directory / "sweep.json", {"swept": sweep.option_names, "points": names})
+        unfinished = {_folder(directory, point): point for point in points if not is_finished(directory, point)}
+        for folder, point in unfinished.items():
+            _prepare(folder, point, commands(directory, point, command))
+        outcomes = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
+        if outcomes:
+            text = f"{len(outcomes)} points of other options stay in {directory / 'points'}, but not in the table"
+            _print_line(console, text)
+        if num_finished := len(points) - len(unfinished):
+            _print_line(console, f"{num_finished} of {len(points)} points are already finished")
         try:
-            _launch(sweep, points_to_run, console)
+            _launch(sweep, unfinished, console)
         finally:  # write the table of the finished points even if interrupted
-            rows = collect_rows(directory, points, sweep.swept)
+            rows = collect_rows(directory, points, sweep.option_names)
             write_table(directory, rows)
     finally:
         lock.release()
@@ -78,7 +89,7 @@ def run(
 
 
 def is_finished(directory: Path, point: Point) -> bool:
-    """Return whether a point has results, of the checkpoint that stands where its config says, if one does."""
+    """Return whether a point has results, and its checkpoint is unchanged or missing."""
     folder = _folder(directory, point)
     now = _checkpoint_state(point)
     is_current = read_object(folder / POINT).get("checkpoint", now) == now or now == digest([])
@@ -86,20 +97,19 @@ def is_finished(directory: Path, point: Point) -> bool:
 
 
 def _checkpoint_state(point: Point) -> str:
-    """Return a digest of names, sizes and times of the files of weights that a point starts from."""
-    paths = []
+    """Hash names, sizes and times of a point's initial weights."""
+    files = set()
     for config in point.configs.values():
         model = config.get("model") or {}
         backbone, decoding = model.get("backbone") or {}, model.get("decoding") or {}
-        named = (config.get("ckpt_path"), backbone.get("source"), backbone.get("draft"), decoding.get("verifier"))
-        paths += [Path(path) for path in named if path]
-    files = [path for path in paths if path.is_file()]
-    files += [file for path in paths for file in path.rglob("*") if file.suffix in _WEIGHTS and file.is_file()]
+        sources = (config.get("ckpt_path"), backbone.get("source"), backbone.get("draft"), decoding.get("verifier"))
+        for path in map(Path, filter(None, sources)):
+            files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in _WEIGHTS}
     return digest(sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
 def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
-    """Return the command line of each subcommand of a point."""
+    """Return a point's command lines by subcommand."""
     folder = _folder(directory, point)
     return {
         subcommand: [
@@ -115,8 +125,8 @@ def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) ->
     }
 
 
-def describe(directory: Path, points: Sequence[Point], command: Sequence[str] = COMMAND) -> str:
-    """Return a list of the points with their states and command lines."""
+def list_points(directory: Path, points: Sequence[Point], command: Sequence[str] = COMMAND) -> str:
+    """List the points with their states and command lines."""
     lines = []
     for number, point in enumerate(points, start=1):
         state = "finished" if is_finished(directory, point) else "to run"
@@ -129,25 +139,8 @@ def _folder(directory: Path, point: Point) -> Path:
     return directory / "points" / point.id
 
 
-def _prepare_points(
-    directory: Path, points: Sequence[Point], swept: Sequence[str], command: Sequence[str], console: Console
-) -> dict[Path, Point]:
-    """Write what the unfinished points need; return these by their directories."""
-    write_json_atomically(directory / "sweep.json", {"swept": swept, "points": [point.id for point in points]})
-    unfinished = {_folder(directory, point): point for point in points if not is_finished(directory, point)}
-    for folder, point in unfinished.items():
-        _prepare(folder, point, commands(directory, point, command))
-    names = {point.id for point in points}
-    others = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
-    if others:
-        _say(console, f"{len(others)} points of other options stay in {directory / 'points'}, but not in the table")
-    if num_reused := len(points) - len(unfinished):
-        _say(console, f"{num_reused} of {len(points)} points are already finished")
-    return unfinished
-
-
-def _prepare(folder: Path, point: Point, own: dict[str, list[str]]) -> None:
-    """Remove what an earlier run of the point left, and write the files that its process reads."""
+def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) -> None:
+    """Remove a point's earlier results, and write the files that its process reads."""
     if folder.exists():
         fix = "wait for its end or kill it (or cancel its SLURM job), then resume"
         acquire_lock(folder / LOCK, "resume", f"process of an earlier sweep in {folder}", fix).release()
@@ -155,47 +148,47 @@ def _prepare(folder: Path, point: Point, own: dict[str, list[str]]) -> None:
         shutil.rmtree(folder)
     for subcommand, config in point.configs.items():
         write_atomically(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
-    values = {"id": point.id, "options": point.options, "seed": point.seed, "commands": own}
+    values = {"id": point.id, "options": point.options, "seed": point.seed, "commands": command_lines}
     write_json_atomically(folder / POINT, {**values, "checkpoint": _checkpoint_state(point)})
 
 
 def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
-    """Run points, with a line for each one that ends, and a progress bar in a terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    """Run points; print a line when a point ends, and show a progress bar in a terminal."""
     with (
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        Progress(console=console, disable=not console.is_terminal) as progress,
         closing(sweep.launcher.launch(list(points))) as ends,
     ):
         task = progress.add_task("points", total=len(points))
-        for number, (folder, how) in enumerate(ends, start=1):
+        for number, (folder, end) in enumerate(ends, start=1):
             outcome = read_object(folder / OUTCOME)
             if not outcome:
-                error = f"{how}, without a result\n{tail(folder / LOG)}".strip()
+                error = f"{end}, without a result\n{tail(folder / LOG)}".strip()
                 outcome = {"status": "failed", "seconds": None, "error": error}
                 write_json_atomically(folder / OUTCOME, outcome)
             duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
-            _say(console, f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}")
+            _print_line(console, f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}")
             if outcome.get("error"):
-                _say(console, outcome["error"])
+                _print_line(console, outcome["error"])
             progress.advance(task)
 
 
-def _say(console: Console, line: str) -> None:
+def _print_line(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str]) -> list[TableRow]:
-    """Return the rows of the table: the point, its status and swept options, and the figures of one decoder.
+def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequence[str]) -> list[TableRow]:
+    """Return table rows: a point, its status and options, and a decoder's figures.
 
     Args:
         directory: The sweep's directory.
-        points: The sweep's points; one without an outcome has the status ``pending``.
-        swept: Names of the swept options, which are columns.
+        points: The sweep's points. A point without an outcome has the status ``pending``.
+        option_names: The varying options, which are columns.
 
     Returns:
         Rows with the same keys in the same order. ``class`` is the decoder's class. ``mismatch`` holds the reasons why
-        the model was not trained for the decoder, and is empty if it was. ``point_seconds`` is the duration of the
-        point's processes, ``seconds`` that of decoding. The figures of an unfinished point are ``None``.
+        the model was not trained for the decoder, and is empty if it was. ``point_seconds`` is how long
+        the point's processes took, ``seconds`` how long decoding took. Speeds are ``None`` if points ran concurrently.
+        All figures are ``None`` for an unfinished point.
     """
     rows = []
     for point in points:
@@ -208,13 +201,13 @@ def collect_rows(directory: Path, points: Sequence[Point], swept: Sequence[str])
             "point_seconds": outcome.get("seconds"),
             "folder": str(folder),
             "error": outcome.get("error"),
-            **{name: point.options.get(name) for name in swept},
+            **{name: point.options.get(name) for name in option_names},
         }
-        found = read_object(folder / "test" / "results.json") if outcome["status"] == "finished" else {}
-        for decoder, figures in (found.get("results") or {None: {}}).items():
-            reasons = "; ".join((found.get("mismatches") or {}).get(decoder, [])) if figures else None
-            made = (found.get("decoders") or {}).get(decoder) or {}
-            rows.append({**common, "decoder": decoder, "class": made.get("class"), "mismatch": reasons, **figures})
+        results = read_object(folder / "test" / "results.json") if outcome["status"] == "finished" else {}
+        for decoder, figures in (without_speeds(results).get("results") or {None: {}}).items():
+            reasons = "; ".join((results.get("mismatches") or {}).get(decoder, [])) if figures else None
+            options = (results.get("decoders") or {}).get(decoder) or {}
+            rows.append({**common, "decoder": decoder, "class": options.get("class"), "mismatch": reasons, **figures})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
 

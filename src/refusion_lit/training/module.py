@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.checkpoints.files import check_weights
-from refusion_lit.checkpoints.models import METADATA_KEY, CheckpointMetadata, restore_metadata
+from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata
+from refusion_lit.checkpoints.models import restore_metadata
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import check_vocabulary
@@ -27,7 +28,7 @@ from refusion_lit.learning.packing import pack
 from refusion_lit.learning.step import MicroBatch, OptimizerStep
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.text_model import TextModel

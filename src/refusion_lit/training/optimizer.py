@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from refusion_lit.modeling.loading import decoding_dtype
+from refusion_lit.modeling.load import decoding_dtype
 from refusion_lit.training.callbacks import last_checkpoint
 from refusion_lit.utils.require import check_options
 

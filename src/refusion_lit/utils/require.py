@@ -13,8 +13,30 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+class OptionError(ValueError):
+    """Error about the value of an option.
+
+    Args:
+        message: The message, which begins with the option's name and a colon.
+        option: The option's name.
+    """
+
+    def __init__(self, message: str, option: str = "") -> None:
+        super().__init__(message)
+        self.option = option
+
+    def rename(self, option: str) -> str:
+        """Return the message with another name for the option.
+
+        >>> error = OptionError("max_new_tokens: expected at least 3, got 1; raise it.", "max_new_tokens")
+        >>> error.rename("max_tokens")
+        'max_tokens: expected at least 3, got 1; raise it.'
+        """
+        return option + str(self).removeprefix(self.option)
+
+
 def require(holds: bool, option: str, expected: str, got: object, fix: str) -> None:
-    """Raise a ``ValueError`` for users unless a condition on an option holds.
+    """Raise an error for users unless a condition on an option holds.
 
     Args:
         holds: The condition.
@@ -24,10 +46,10 @@ def require(holds: bool, option: str, expected: str, got: object, fix: str) -> N
         fix: What to do about it, as an imperative without a full stop.
 
     Raises:
-        ValueError: ``option: expected ..., got ...; fix.``
+        OptionError: ``option: expected ..., got ...; fix.``
     """
     if not holds:
-        raise ValueError(f"{option}: expected {expected}, got {got!r}; {fix}.")
+        raise OptionError(f"{option}: expected {expected}, got {got!r}; {fix}.", option)
 
 
 def is_number(value: object, kind: type) -> bool:

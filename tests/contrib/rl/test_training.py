@@ -29,7 +29,7 @@ from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative
 from refusion_lit.evaluation.loop import EvaluationOptions
 from refusion_lit.learning.step import OptimizerStep
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.tasks import Additions, Example, InstructionFiles, Mbpp, Task
 from refusion_lit.tasks.base import Split

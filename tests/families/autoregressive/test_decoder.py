@@ -14,7 +14,7 @@ from refusion_lit import decoding
 from refusion_lit.decoding import Autoregressive, ModelMismatchError, check_model, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from support.fakes import HashModel, PlainModel
 

@@ -18,7 +18,7 @@ from refusion_lit.engine.requests import Forward, Reading
 from refusion_lit.families.block_diffusion.decoder import SubBlockState
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens

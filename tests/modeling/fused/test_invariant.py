@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, Decoder, LLaDA, ReFusion
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.loading import BackboneConfig
+from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import ModelTraits
 from support.fakes import SPECIAL, VOCAB
 

@@ -21,7 +21,7 @@ from refusion_lit.contrib.rl.likelihood import Answers, LaidOut
 from refusion_lit.contrib.rl.objective import GroupPolicy, Reward, group_advantages
 from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.data.batches import collate_responses
-from refusion_lit.data.examples import EncodedExample, examples_of
+from refusion_lit.data.examples import EncodedExample, load_examples
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.decoding import Generation, check_prompts
 from refusion_lit.evaluation.loop import Evaluation
@@ -222,7 +222,7 @@ class Rollouts(StepSource):
 
     def _example(self, name: str) -> Example:
         """Return the example of the training split with an id; the ids of most tasks end with the index."""
-        examples = examples_of(self._data.task, "train")
+        examples = load_examples(self._data.task, "train")
         index = name.rpartition("-")[2]
         if index.isdigit() and int(index) < len(examples) and (found := examples[int(index)]).id == name:
             return found

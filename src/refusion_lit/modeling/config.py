@@ -1,24 +1,23 @@
-"""Transformers configs, made from a model type or loaded from a directory or hub id, with checked option names.
+"""Transformers configs, built from a model type or from a ``config.json``, and checks of their options.
 
-A source is checked before it is loaded: a directory must have a config, and the hub must be reachable. Models that the
-backbone would silently compute wrongly are refused.
+Models that the backbone would silently compute wrongly are refused.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from refusion_lit.modeling.formats import FORMATS, CheckpointFormat, format_of
+from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
+from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
 
@@ -42,8 +41,8 @@ _HEAD_CHANGES = (
 )
 
 
-def config_of_type(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
-    """Make the config of a model type; vocabulary size and special ids default to the tokenizer's.
+def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
+    """Build the config of a model type; vocabulary size and special ids default to the tokenizer's.
 
     Args:
         options: The config's options, ``model_type`` among them.
@@ -68,54 +67,55 @@ def config_of_type(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
     return config
 
 
-def config_of_source(
+def load_config(
     source: str,
+    values: Mapping[str, Any],
     overrides: Mapping[str, Any],
     *,
-    name: str | None = None,
-    revision: str | None,
-    trust_remote_code: bool,
-) -> tuple[Any, CheckpointFormat | None]:
-    """Load the config of a directory or hub id.
+    published: CheckpointFormat | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:  # noqa: ANN401 - one class per architecture
+    """Build the transformers config of a directory or hub id from the contents of its ``config.json``.
 
     Args:
-        source: Where it is.
+        source: The directory or hub id.
+        values: Contents of ``config.json``; empty if there is none.
         overrides: Options to replace.
-        name: Name of its published format; ``None``: the one that its ``model_type`` names, if any.
+        published: Format of the checkpoint, if it is published in another format than transformers'.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Allow a source without a known format to run its own Python code; warns first.
-
-    Returns:
-        Transformers' config, and the format if it is a published one.
+        trust_remote_code: Allow a source without a known format to run its Python code.
 
     Raises:
-        ValueError: If it cannot be loaded, or has no such option.
+        ValueError: If the config cannot be built, or lacks an option in ``overrides``.
     """
-    check_source(source, "backbone.source")
-    if (Path(source) / "adapter_config.json").is_file() and not (Path(source) / "config.json").is_file():
+    if not values and (Path(source) / "adapter_config.json").is_file():
         raise ValueError(
             f"backbone.source: expected a model, got adapters alone in {source!r}. Load them with peft, or export "
             "the checkpoint again without --adapter_only."
         )
-    values = stored_config(source, revision)
-    found = format_of(values, name)
-    if found is not None:
-        return _published_config(found, values, overrides), found
-    if trust_remote_code:
-        warn_of_remote_code(source)
+    if published is not None:
+        return _published_config(published, values, overrides)
+    model_type: Any = values.get("model_type")
+    # transformers gives Mistral's configs with layer types to this architecture, too.
+    model_type = "ministral" if model_type == "mistral" and "layer_types" in values else model_type
+    options = {"return_unused_kwargs": True, **overrides}
+    has_code = "AutoConfig" in (values.get("auto_map") or {})
     try:
-        config, unknown = AutoConfig.from_pretrained(
-            source, revision=revision, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
-        )
+        if trust_remote_code and has_code:  # transformers reads the file again, to find the class
+            config, unknown = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=True, **options)
+        else:
+            cls = CONFIG_MAPPING[model_type]
+            stored = {**deepcopy(dict(values)), "model_type": model_type, "name_or_path": source}
+            config, unknown = cls.from_dict(stored, **options)
     except Exception as error:  # transformers' checks raise errors of their own
-        if values.get("model_type", "") not in CONFIG_MAPPING:
-            is_code = "auto_map" in values
-            known = ", ".join(f"{each.name} ({each.family})" for each in FORMATS.values())
+        if model_type not in CONFIG_MAPPING:
+            known = ", ".join(f"{entry.name} ({entry.family})" for entry in FORMATS.values())
             raise ValueError(
                 f"backbone.source: expected an architecture of transformers or one of the formats "
-                f"{known}, got model_type {values.get('model_type')!r}"
-                f"{' in Python code that comes with' if is_code else ' in'} {source!r}. "
-                f"{'Set trust_remote_code: true if you trust its authors.' if is_code else 'Check the directory.'}"
+                f"{known}, got model_type {model_type!r}"
+                f"{' in Python code that comes with' if has_code else ' in'} {source!r}. "
+                f"{'Set trust_remote_code: true if you trust its authors.' if has_code else 'Check the directory.'}"
             ) from error
         raise ValueError(
             f"backbone.source: expected a Hugging Face directory or hub id, got {source!r}, which cannot be loaded "
@@ -126,42 +126,47 @@ def config_of_source(
         raise _unknown_option(name, config)
     _check_rope(config, overrides)
     _check_sizes(config, f"backbone.source: {source}")
-    return config, None
+    return config
 
 
-def stored_config(source: str, revision: str | None) -> dict[str, Any]:
-    """Return the options in a source's ``config.json`` as they are; empty if there is none. Runs no code."""
+def _published_config(published: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one class per architecture
+    """Return transformers' config for the config of a published checkpoint."""
     try:
-        values, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
-    except (OSError, ValueError):
-        return {}
-    return values
-
-
-def _published_config(found: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Return transformers' config of a published one."""
-    try:
-        config = AutoConfig.for_model(**found.library_options(values))
-    except (KeyError, TypeError) as error:
+        config = AutoConfig.for_model(**published.library_options(values))
+        for name, value in overrides.items():
+            if not hasattr(config, name):
+                raise _unknown_option(name, config)
+            setattr(config, name, value)
+    except ValueError:  # ours, which names the option
+        raise
+    except Exception as error:  # transformers' checks raise errors of their own, explicit nulls among their reasons
         raise ValueError(
-            f"backbone.source: expected a complete config of a {found.name} checkpoint, got one that cannot be "
-            f"converted ({type(error).__name__}: {reason_of(error)}); fetch config.json again."
+            f"backbone.source: expected a complete config of a {published.name} checkpoint, got one that cannot be "
+            f"converted ({type(error).__name__}: {_last_line(error)}); fetch config.json again."
         ) from error
-    for name, value in overrides.items():
-        if not hasattr(config, name):
-            raise _unknown_option(name, config)
-        setattr(config, name, value)
     _check_rope(config, overrides)
     _check_sizes(config, "backbone.source")
     return config
 
 
-def warn_of_remote_code(source: str) -> None:
-    """Warn that ``trust_remote_code`` runs code of the source."""
-    warnings.warn(
-        f"trust_remote_code: Python code that comes with {source} will run on this machine with all your rights.",
-        stacklevel=3,
-    )
+def read_traits(entry: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 - any JSON value
+    """Return what a model was trained to do.
+
+    Args:
+        entry: The entry ``refusion_lit`` of the model's config.
+        source: The model's directory or hub id, for messages.
+
+    Raises:
+        ValueError: If the entry is malformed.
+    """
+    try:
+        require(isinstance(entry, Mapping), "refusion_lit", "a mapping of traits", entry, "remove it")
+        return ModelTraits.from_dict(entry)
+    except (ValueError, TypeError) as error:
+        reason = reason_of(error).removesuffix(".")
+        raise ValueError(
+            f"backbone.source: refusion_lit in the config of {source} cannot be read ({reason}); correct or remove it."
+        ) from error
 
 
 def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
@@ -183,13 +188,15 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
 
 
 def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse an override of rotary positions that leaves out their type or base: it replaces all of the source's."""
+    """Refuse an override that leaves out the type or base of rotary positions, because it replaces all options."""
     for name in ("rope_parameters", "rope_scaling"):  # transformers takes the second as another name of the first
         if name in overrides:
             rope = config.rope_parameters
-            holds = isinstance(rope, Mapping) and all(rope.get(key) is not None for key in ("rope_type", "rope_theta"))
+            is_complete = isinstance(rope, Mapping) and all(
+                rope.get(key) is not None for key in ("rope_type", "rope_theta")
+            )
             fix = "add what is missing: the override replaces all rotary options of the source"
-            require(holds, f"backbone.config.{name}", "rope_type and rope_theta", overrides[name], fix)
+            require(is_complete, f"backbone.config.{name}", "rope_type and rope_theta", overrides[name], fix)
 
 
 def _last_line(error: Exception) -> str:
@@ -200,8 +207,8 @@ def _last_line(error: Exception) -> str:
 def _check_names(options: Mapping[str, Any]) -> None:
     """Refuse a model type that transformers does not know, and misspelt options, which it would store and not use.
 
-    Names that resemble none of the architecture's options pass, because some are accepted under other names. So do
-    configs that transformers wrote itself, perhaps in another version.
+    Names that resemble no option of the architecture pass, because architectures accept some options under other
+    names. Configs that transformers wrote pass, too, perhaps in another version.
 
     Raises:
         ValueError: Naming the most similar option.
@@ -215,7 +222,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
         return
     config = CONFIG_MAPPING[model_type]()
     for name in options:
-        is_token = name.endswith("_token_id")  # these resemble one another, and ours is new to the architecture
+        is_token = name.endswith("_token_id")  # these names resemble each other, and ours is new to the architecture
         if not hasattr(config, name) and not is_token and get_close_matches(name, config.to_dict(), n=1, cutoff=0.8):
             raise _unknown_option(name, config)
 
@@ -226,63 +233,6 @@ def _unknown_option(name: str, config: Any) -> ValueError:  # noqa: ANN401 - one
     if name == "rope_theta" and hasattr(config, "rope_parameters"):
         hint = " of its own; set it in rope_parameters, as in {rope_type: default, rope_theta: 10000.0}."
     return ValueError(f"backbone.config: {type(config).__name__} has no option {name}{hint}")
-
-
-_SECONDS = 10.0
-
-
-def check_source(source: str, option: str) -> None:
-    """Refuse a directory whose config cannot be read; for a hub id, try once whether the hub answers.
-
-    If it does not answer, files are taken from the hub's local cache from then on. Otherwise the libraries would retry
-    every file for a minute.
-
-    Args:
-        source: Directory or hub id.
-        option: The option that named it, for the message.
-
-    Raises:
-        ValueError: If it is empty, ``config.json`` is no JSON object, or the source is neither a directory nor in the
-            cache while the hub cannot be reached.
-    """
-    require(source != "", option, "a directory or a hub id", source, "give one")
-    config = Path(source) / "config.json"
-    if config.is_file():
-        try:
-            values = json.loads(config.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{option}: {config} is not JSON ({reason_of(error)}); fetch it again.") from error
-        if not isinstance(values, dict):
-            raise ValueError(
-                f"{option}: expected a JSON object in {config}, got {type(values).__name__}; fetch it again."
-            )
-    elif not Path(source).exists():
-        _check_hub(source, option)
-
-
-def _check_hub(source: str, option: str) -> None:
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.utils import HFValidationError, get_session
-
-    reason = "offline mode is on"
-    try:
-        is_cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
-    except HFValidationError:
-        is_cached = False
-        reason = "and it cannot be a hub id"
-    else:
-        if not constants.HF_HUB_OFFLINE:
-            try:
-                get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-                return
-            except Exception as error:  # any error of the library's HTTP client
-                constants.HF_HUB_OFFLINE = is_cached  # a source that is not there must not put a process offline
-                reason = reason_of(error)
-    if not is_cached:
-        raise ValueError(
-            f"{option}: expected a directory or a hub id, got {source!r}: there is no such directory, and the hub "
-            f"cannot be asked ({reason}). Check the path, or the network."
-        )
 
 
 def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a transformers model, or peft's wrapper
@@ -321,8 +271,8 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper
-    """Return whether a model has an embedding of its context's length besides that of tokens: one for positions."""
+    """Return whether a model has learnt position embeddings: an embedding, besides the tokens', of context length."""
     limit = getattr(model.config, "max_position_embeddings", None)
     embeddings = [module for module in body.modules() if isinstance(module, nn.Embedding)]
-    sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
+    sizes = [module.num_embeddings for module in embeddings if module is not model.get_input_embeddings()]
     return limit is not None and max(sizes, default=0) >= limit

@@ -1,0 +1,241 @@
+"""Backbones from a config with random weights, or from the weights of a Hugging Face directory or hub id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from refusion_lit.modeling.backbone import Backbone, body_of
+from refusion_lit.modeling.config import new_config, read_traits
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
+from refusion_lit.modeling.fused.body import is_known
+from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
+from refusion_lit.modeling.source import ModelSource
+from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained, special_tokens_of
+from refusion_lit.modeling.weights import initialise_weights, load_weights
+from refusion_lit.types import ModelTraits
+from refusion_lit.utils.require import require
+
+AttentionImplementation = Literal["sdpa", "flex_attention"]
+DType = Literal["float32", "float64", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """Options of a backbone: where its weights come from, and how they are trained and decoded.
+
+    Attributes:
+        source: A local Hugging Face directory or a hub id to load weights from; ``None`` for random weights.
+        config: Options that replace options in the source's transformers config. With ``source: null``, the whole
+            config, which needs ``model_type``. A whole config sets the base of rotary positions with ``rope_theta``,
+            a replacement with ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``).
+        revision: Pinned revision of a hub id.
+        checkpoint_format: Published format of the source (see :data:`~refusion_lit.modeling.formats.FORMATS`);
+            ``None`` derives the format from ``model_type``.
+        attention: Attention pattern; ``None`` takes the pattern in the source's config, causal by default.
+        block_size: Number of tokens in a block, with ``attention: block_causal``.
+        dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
+        attn_implementation: Implementation of attention (``attn_implementation`` in transformers).
+            ``flex_attention`` is for training on GPUs; the fused backbone then decodes with ``sdpa``.
+        fused_body: Decode with the fused backbone if it supports the architecture (Qwen2, Qwen3, Llama with
+            ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). The
+            hidden states are equal up to rounding, and small models decode about twice as fast. Training and
+            checkpoints do not depend on this option.
+        batch_invariant: Decode so that a token's logits are bitwise identical alone, in a batch, and together with
+            drafts, in every type. For CPUs, the architectures of ``fused_body`` with widths that are multiples of 32,
+            and ``attn_implementation: sdpa``; slower (see Speed in the documentation).
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+        lora: Train low-rank adapters instead of all weights.
+        drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
+        draft: Directory of a drafter to train further, for example on other texts, instead of a new ``drafter``.
+        trust_remote_code: Allow the source to run its Python code on this machine.
+
+    >>> import refusion_lit
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config = BackboneConfig(config={"model_type": "llama", **sizes})
+    >>> tokenizer = refusion_lit.CharacterTokenizer(characters="0123456789+").build(None)
+    >>> config.build(tokenizer, seed=0).special_tokens.vocab_size
+    14
+    """
+
+    source: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+    checkpoint_format: str | None = None
+    attention: Literal["causal", "bidirectional", "block_causal"] | None = None
+    block_size: int | None = None
+    dtype: DType | Literal["auto"] = "float32"
+    attn_implementation: AttentionImplementation = "sdpa"
+    fused_body: bool = True
+    batch_invariant: bool = False
+    gradient_checkpointing: bool = False
+    lora: LoraOptions | None = None
+    drafter: DrafterOptions | None = None
+    draft: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.source is None and "model_type" not in self.config:
+            raise ValueError(
+                "backbone: expected a source (directory or hub id) or a config with model_type (for example "
+                f"'qwen3'), got source=None and config={self.config!r}. Set one of them (of two "
+                "config files, the later one's backbone.config counts alone)."
+            )
+        is_pinned = self.revision is not None and self.source is not None and Path(self.source).exists()
+        expected = "none for what is on this machine"
+        require(not is_pinned, "revision", expected, self.revision, "leave it out, or give a hub id as source")
+        if self.attention is not None or self.block_size is not None:
+            # Refuses a block size without blocks, and blocks without a size.
+            ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
+        trained = [name for name in ("lora", "drafter", "draft") if getattr(self, name) is not None]
+        expected = "one of lora, drafter (a new one) and draft (an exported one)"
+        require(len(trained) <= 1, "backbone", expected, " and ".join(trained), "train one of them")
+        fits = not self.gradient_checkpointing or trained not in (["drafter"], ["draft"])
+        fix = "set it to false: the frozen model's forward keeps no gradients"
+        require(fits, "backbone.gradient_checkpointing", "false with a drafter", self.gradient_checkpointing, fix)
+
+    def open_source(self, option: str = "backbone.source") -> ModelSource:
+        """Read the config of the source.
+
+        Args:
+            option: The option that named the source, for messages.
+
+        Raises:
+            ValueError: If the source cannot be read.
+        """
+        assert self.source is not None
+        return ModelSource.open(
+            self.source,
+            option=option,
+            checkpoint_format=self.checkpoint_format,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            overrides=self.config,
+        )
+
+    def build(
+        self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None, source: ModelSource | None = None
+    ) -> Backbone:
+        """Build the backbone for a tokenizer.
+
+        Embedding and head get a row for every token; new rows start as the mean of the existing rows.
+
+        Args:
+            tokenizer: The tokenizer; its mask token becomes the model's mask token.
+            seed: Seeds random weights without changing the global generator's state.
+            source: The source, if the caller has opened it already.
+
+        Raises:
+            ValueError: If the source cannot be loaded or is not supported.
+        """
+        if source is None and self.source is not None:
+            source = self.open_source()
+        config = new_config(self.config, tokenizer) if source is None else source.config
+        name = decoding_dtype(config, default_device()) if self.dtype == "auto" else self.dtype
+        dtype, attention = getattr(torch, name), self.attn_implementation
+        traits = _choose_traits(self, config, tokenizer)
+        with torch.random.fork_rng(devices=(), enabled=seed is not None):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)  # the CPU draws all initial weights
+            if source is None:
+                model = initialise_weights(config, dtype, attention, trust_remote_code=self.trust_remote_code)
+            else:
+                model = load_weights(source, dtype, attention)
+            new_token_ids = fit_vocabulary(model, tokenizer, pretrained=source is not None)
+            if self.gradient_checkpointing:
+                _enable_checkpointing(model)
+            if self.lora is not None:
+                model = add_adapters(model, self.lora)
+            drafter = _make_drafter(self, model)
+        decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
+        backbone = Backbone(model, traits, special_tokens_of(tokenizer), **decoding)
+        if drafter is not None:
+            attach(backbone, drafter)
+        if self.lora is not None:
+            backbone.adapters = Adapters(
+                options=self.lora,
+                base=self.source,
+                revision=self.revision,
+                config_overrides=self.config if source is not None else {},
+                new_token_ids=new_token_ids,
+            )
+        return backbone
+
+
+def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelTraits:  # noqa: ANN401 - one class per architecture
+    """Return what the config says that the weights were trained to do, with the attention pattern of the options."""
+    traits = read_traits(getattr(config, "refusion_lit", None) or {}, options.source)
+    if options.attention is not None:
+        traits = replace(
+            traits,
+            attention=options.attention,
+            block_size=options.block_size,
+            prompt_is_block=traits.prompt_is_block and options.attention == "block_causal",
+        )
+    if options.source is not None and traits.predictions is None and mask_is_untrained(tokenizer):
+        return replace(traits, predictions=("next_token",))  # nobody has trained the weights for masks
+    return traits
+
+
+def _make_drafter(options: BackboneConfig, model: PreTrainedModel) -> Drafter | None:
+    """Return the drafter to train, and freeze the model; ``None`` if the options name no drafter."""
+    if options.draft is not None:
+        drafter = load_drafter(body_of(model.requires_grad_(False)), options.draft)
+        drafter.origin = replace(drafter.origin, base=options.source)
+        return drafter
+    if options.drafter is None:
+        return None
+    return Drafter(body_of(model.requires_grad_(False)), options.drafter, options.source)
+
+
+def attach(backbone: Backbone, drafter: Drafter) -> None:
+    """Give a backbone a drafter, whose masks get the ids after the embedding's last row.
+
+    Raises:
+        ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
+    """
+    has_gate = backbone.fused_body and is_known(backbone.body)
+    expected = "a Llama, Qwen2 or Qwen3 model decoded with fused_body: true"
+    got = f"{type(backbone.body).__name__}, fused_body: {backbone.fused_body}"
+    require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
+    first = backbone.model.get_input_embeddings().weight.shape[0]
+    masks = tuple(range(first, first + drafter.origin.options.num_masks))
+    backbone.drafter = drafter
+    backbone.special_tokens = replace(backbone.special_tokens, draft_token_ids=masks)
+
+
+def default_device() -> str:
+    """Return the device that commands use by default: a GPU that CUDA finds, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def decoding_dtype(config: Any, device: str | torch.device) -> DType:  # noqa: ANN401 - one class per architecture
+    """Return the default type to decode in: the type that the config states.
+
+    A CPU without instructions for a 16-bit type decodes faster in float32, so it gets float32.
+
+    Args:
+        config: The transformers config, or its values.
+        device: Device of the model.
+    """
+    values = config if isinstance(config, Mapping) else {"dtype": getattr(config, "dtype", None)}
+    name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
+    has_instructions = name == "bfloat16" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    if name in ("bfloat16", "float16") and torch.device(device).type == "cpu" and not has_instructions:
+        return "float32"
+    return cast("DType", name) if name in get_args(DType) else "float32"
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5.20 or so on
+    if enable is None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        enable()
+    # It also hooks the embedding, for reentrant checkpointing, and the fused backbone takes no hooked body.
+    model.disable_input_require_grads()

@@ -1,0 +1,175 @@
+"""A model directory or hub id whose small files are read once: config, tokenizer config, generation config."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from refusion_lit.modeling.config import load_config
+from refusion_lit.modeling.formats import CheckpointFormat, find_format
+from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.require import require
+
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A Hugging Face directory or hub id. Loading hands this object on, so that nothing reads a file again.
+
+    Attributes:
+        name: Path of the directory, or the hub id.
+        revision: Pinned revision of a hub id.
+        trust_remote_code: Whether the source may run its own Python code on this machine.
+        overrides: Options that replace options of the source's config.
+        values: Contents of ``config.json``; empty if the source has none.
+        published: The format of the checkpoint if it is a published one, else ``None``.
+
+    >>> source = ModelSource.open("tests/goldens/models/additions-clean")
+    >>> source.values["model_type"], source.config.hidden_size
+    ('qwen3', 96)
+    """
+
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
+    published: CheckpointFormat | None = None
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        *,
+        option: str = "backbone.source",
+        checkpoint_format: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> ModelSource:
+        """Read the config of a directory or hub id. No code runs and no weights load.
+
+        A hub that does not answer makes the process use the hub's local cache from then on, because the libraries would
+        otherwise retry every file for a minute.
+
+        Args:
+            name: Directory or hub id.
+            option: The option that named the source, for messages.
+            checkpoint_format: Name of the published format; ``None`` derives it from ``model_type``.
+            revision: Pinned revision of a hub id.
+            trust_remote_code: Allow the source to run its own Python code; warns.
+            overrides: Options that replace options of the source's config.
+
+        Raises:
+            ValueError: If the name is empty, ``config.json`` is no JSON object, the format does not fit, or the source
+                is neither a directory nor in the cache while the hub cannot be reached.
+        """
+        require(name != "", option, "a directory or a hub id", name, "give one")
+        if not Path(name).exists():
+            _check_hub(name, option)
+        values = _read_config(name, option, revision)
+        if trust_remote_code:
+            _warn_of_remote_code(name)
+        return cls(
+            name=name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            overrides=overrides or {},
+            values=values,
+            published=find_format(values, checkpoint_format),
+        )
+
+    @cached_property
+    def config(self) -> Any:  # noqa: ANN401 - one class per architecture
+        """Transformers' config, with the overrides.
+
+        Raises:
+            ValueError: If the config cannot be loaded, or an override is no option of the architecture.
+        """
+        return load_config(
+            self.name,
+            self.values,
+            self.overrides,
+            published=self.published,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The entry ``refusion_lit`` of the config: traits, default decoder, prompt template.
+
+        Raises:
+            ValueError: If a published config needs something that transformers' architecture lacks.
+        """
+        values = self.values if self.published is None else self.published.library_options(self.values)
+        return values.get("refusion_lit") or {}
+
+    @cached_property
+    def tokenizer_values(self) -> dict[str, Any]:
+        """Contents of ``tokenizer_config.json``; empty if the source has none."""
+        return get_tokenizer_config(self.name, revision=self.revision)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The generation config; without a file, the config's generation options, as in transformers."""
+        options: dict[str, Any] = {"revision": self.revision}
+        try:
+            return GenerationConfig.from_pretrained(self.name, **options)
+        except (OSError, ValueError, TypeError):  # TypeError: the file holds no JSON object
+            return GenerationConfig.from_model_config(dict(self.values))  # type: ignore[arg-type] - takes both
+
+
+def _read_config(name: str, option: str, revision: str | None) -> dict[str, Any]:
+    """Return the contents of ``config.json``, or nothing if there is no such file."""
+    file = Path(name) / "config.json"
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        if not file.is_file():
+            return {}
+        reason = reason_of(error.__context__ if isinstance(error.__context__, ValueError) else error)
+        raise ValueError(f"{option}: {file} is not JSON, or no JSON object ({reason}); fetch it again.") from error
+    require(isinstance(values, dict), option, f"a JSON object in {file}", values, "fetch it again")
+    return values
+
+
+def _warn_of_remote_code(name: str) -> None:
+    warnings.warn(
+        f"trust_remote_code: Python code that comes with {name} will run on this machine with all your rights.",
+        stacklevel=3,
+    )
+
+
+def _check_hub(name: str, option: str) -> None:
+    """Try once whether the hub answers; otherwise refuse sources that are not in the hub's local cache."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError, get_session
+
+    reason = "offline mode is on"
+    try:
+        is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        is_cached = False
+        reason = "and it cannot be a hub id"
+    else:
+        if not constants.HF_HUB_OFFLINE:
+            try:
+                get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+                return
+            except Exception as error:  # any error of the library's HTTP client
+                constants.HF_HUB_OFFLINE = is_cached  # a source that is not there must not put a process offline
+                reason = reason_of(error)
+    if not is_cached:
+        raise ValueError(
+            f"{option}: expected a directory or a hub id, got {name!r}: there is no such directory, and the hub "
+            f"cannot be asked ({reason}). Check the path, or the network."
+        )
