@@ -40,6 +40,7 @@ from refusion_lit.training.optimizer import (
     warn_of_slow_precision,
 )
 from refusion_lit.training.progress import TrainingProgress
+from refusion_lit.training.resume import begin_resumed_epoch, correct_counters
 from refusion_lit.training.step_source import make_step_source
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
@@ -136,8 +137,10 @@ class SlotDiffusionModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what the weights were trained for; refuse the weights of another model."""
         trainer = self._trainer
+        resumes = trainer is not None and trainer.state.fn == "fit"
+        if resumes and "fit_loop" in checkpoint.get("loops", {}):
+            correct_counters(checkpoint["loops"]["fit_loop"])
         if METADATA_KEY in checkpoint:
-            resumes = trainer is not None and trainer.state.fn == "fit"
             restore_metadata(checkpoint, self.model, self.tokenizer, resumes=resumes)
         # A strategy that shards the weights restores them after the setup; no process holds them all.
         if "state_dict" in checkpoint and (trainer is None or not trainer.strategy.restore_checkpoint_after_setup):
@@ -189,6 +192,7 @@ class SlotDiffusionModule(L.LightningModule):
         fits = own.keys() <= group.keys() and own.get(decoupled) == group.get(decoupled)
         fix = "give the one that wrote it, or start from its exported weights as model.backbone.source"
         require(fits, "model.optimizer", "the optimizer of the checkpoint", type(optimizer).__name__, fix)
+        begin_resumed_epoch(self.trainer)
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Seed the model's own randomness (dropout) by the batch, so that a resumed run draws the same."""
