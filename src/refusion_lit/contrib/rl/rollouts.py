@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.contrib.rl.likelihood import Answers, LaidOut
-from refusion_lit.contrib.rl.objective import GroupPolicy, Reward, group_advantages
+from refusion_lit.contrib.rl.objective import GroupPolicy, Reward, group_advantages, replace_overlong_rewards
 from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.data.batches import collate_responses
 from refusion_lit.data.examples import EncodedExample, load_examples
@@ -191,11 +191,13 @@ class Rollouts(StepSource):
             recorder = TrajectoryRecorder(self._decoder)
             sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, number, attempt))
             rows = self.evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
-            rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
+            totals = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
             trajectories = [recorder.trajectories[index] for index in range(len(rows))]
-            by_group = torch.tensor(rewards, dtype=torch.float64).view(-1, size)
-            advantages = group_advantages(by_group, scale=self.objective.scale_rewards)
-            columns = (rows, trajectories, rewards, advantages.flatten().tolist())
+            rewards = torch.tensor(totals, dtype=torch.float64).view(-1, size)
+            is_overlong = torch.tensor([row.finish_reason == "length" for row in rows]).view(-1, size)
+            rewards = replace_overlong_rewards(rewards, is_overlong, self.objective.overlong)
+            advantages = group_advantages(rewards, scale=self.objective.scale_rewards)
+            columns = (rows, trajectories, rewards.flatten().tolist(), advantages.flatten().tolist())
             answers = [_Answer(*parts) for parts in zip(*columns, strict=True)]
             found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
             waiting = [prompt for prompt, useful in zip(waiting, advantages.any(1), strict=True) if not useful]
@@ -204,7 +206,7 @@ class Rollouts(StepSource):
         return found
 
     def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
-        """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit; NaN drops one."""
+        """Return the weighted sum of each answer's rewards; NaN drops an answer."""
         examples = [self._example(prompt.id) for prompt in prompts]
         texts = [row.text for row in rows]
         totals = [0.0] * len(rows)
@@ -217,8 +219,7 @@ class Rollouts(StepSource):
                 warnings.warn(f"{name}.rewards: all of a roll-out are {what}; such answers teach nothing", stacklevel=2)
             weight = reward.weight if isinstance(reward, Reward) else 1.0
             totals = [total + weight * value for total, value in zip(totals, values, strict=True)]
-        is_overlong = [row.finish_reason == "length" for row in rows]
-        return [0.0 if cut and not math.isnan(total) else total for cut, total in zip(is_overlong, totals, strict=True)]
+        return totals
 
     def _example(self, name: str) -> Example:
         """Return the example of the training split with an id; the ids of most tasks end with the index."""
