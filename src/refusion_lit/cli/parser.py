@@ -7,7 +7,6 @@ import re
 import sys
 from argparse import Action
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
@@ -18,8 +17,9 @@ from refusion_lit.cli.given import PARSER_ERRORS, options_given
 from refusion_lit.cli.usage_errors import explained, located
 
 # Importing the decoders registers the checkpoint formats of all families.
-from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, check_context
+from refusion_lit.decoding import Decoder, ReFusion, check_context
 from refusion_lit.modeling.formats import FORMATS
+from refusion_lit.plugins import load_plugins
 from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -92,17 +92,19 @@ class OneLineParser(ArgumentParser):
 def _default_decoder(options: Mapping[str, Any]) -> Decoder:
     """Return the default decoder of the model that a command names, without loading weights.
 
-    If the model cannot be read, return ReFusion, or SelfSpeculative for a drafter; loading reports the error.
+    Without a model, as for help, it is ReFusion.
+
+    Raises:
+        ValueError: If the model's config cannot be read, or names no decoder.
     """
     from refusion_lit.checkpoints.models import read_default_decoder
 
+    if not options.get("ckpt_path"):
+        return ReFusion()
     names = ("revision", "checkpoint_format", "attention", "block_size", "draft")
-    decoder: Decoder = SelfSpeculative() if options.get("draft") else ReFusion()
-    with suppress(ValueError):
-        named = {name: options[name] for name in names if options.get(name)}
-        decoder = read_default_decoder(options["ckpt_path"], **named)
-        if "max_new_tokens" in options:
-            decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
+    decoder = read_default_decoder(options["ckpt_path"], **{name: options[name] for name in names if options.get(name)})
+    if "max_new_tokens" in options:
+        decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     return decoder
 
 
@@ -133,6 +135,7 @@ def add_decoder_option(
     parser: OneLineParser, which: str = "by default the model's own, which is SelfSpeculative for one with a drafter"
 ) -> None:
     """Add the decoder with its options."""
+    load_plugins()  # their decoders have short names
     text = f"class of the decoder, or a YAML file like those in configs/decoder; {which}"
     # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)

@@ -21,8 +21,8 @@ EOS_IDS = "ends_of_sequence"
 _NEW_MASK = "mask_token_is_new"
 
 
-def special_tokens_of(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a tokenizer of transformers
-    """Read a tokenizer's special ids; its own end-of-sequence token is the first of ``eos_token_ids``.
+def read_special_tokens(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a tokenizer of transformers
+    """Read a tokenizer's special ids; the tokenizer's end-of-sequence token comes first in ``eos_token_ids``.
 
     Raises:
         ValueError: If it has no end-of-sequence token.
@@ -96,11 +96,11 @@ def describe_bos(tokenizer: Any) -> str:  # noqa: ANN401 - a tokenizer of transf
 
 
 def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> None:
-    """Add end-of-sequence tokens besides the tokenizer's own one.
+    """Add end-of-sequence tokens to a tokenizer.
 
     Args:
         tokenizer: Changed in place; the ids are saved with it.
-        token_ids: The ids; those that the tokenizer does not have are ignored.
+        token_ids: The ids; unknown ids are ignored.
     """
     known = (int(token) for token in token_ids if 0 <= int(token) < len(tokenizer))
     further = [*dict.fromkeys((*tokenizer.init_kwargs.get(EOS_IDS, ()), *known))]
@@ -115,9 +115,9 @@ def ensure_mask_token(
 
     Args:
         tokenizer: Changed in place.
-        mask_token_id: Id that the model's config names; its token becomes the mask token unless the tokenizer names
-            one itself.
-        texts: Texts of the mask token in the model's published format. If they are given, no token is ever added.
+        mask_token_id: Id that the model's config names. Its token becomes the mask token unless the tokenizer names
+            a mask token.
+        texts: Texts of the mask token in the model's published format. With them, no token is ever added.
 
     Raises:
         ValueError: If a published format's mask token is missing.
@@ -138,12 +138,12 @@ def ensure_mask_token(
 
 
 def mask_is_new(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether :func:`ensure_mask_token` has added a token that the tokenizer did not have."""
+    """Return whether :func:`ensure_mask_token` has added a token to the tokenizer."""
     return bool(getattr(tokenizer, _NEW_MASK, False))
 
 
 def mask_is_untrained(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether nobody can have trained the mask token as a mask: it is new, or begins or ends texts too."""
+    """Return whether the mask token cannot have been trained as a mask: it is new, or begins or ends texts, too."""
     others = (tokenizer.eos_token_id, tokenizer.bos_token_id)
     return mask_is_new(tokenizer) or (tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others)
 
@@ -151,13 +151,13 @@ def mask_is_untrained(tokenizer: PreTrainedTokenizerBase) -> bool:
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pretrained: bool) -> tuple[int, ...]:
     """Give embedding and head a row for every token; new rows start as the mean of the rows before them.
 
-    Many models have spare rows beyond their tokenizer's vocabulary. A new mask token may get one of them, which is
-    untrained, so it starts like an added row.
+    Many models have spare, untrained rows beyond their tokenizer's vocabulary. If a new mask token gets a spare row,
+    the row starts like an added row.
 
     Args:
-        model: Changed in place; ``mask_token_id`` of its config becomes the tokenizer's.
+        model: Changed in place; its config gets the tokenizer's ``mask_token_id``.
         tokenizer: The tokenizer, with its mask token.
-        pretrained: Whether the weights are trained ones; random spare rows stay as they are.
+        pretrained: Whether the weights are trained; random spare rows stay as they are.
 
     Returns:
         Tokens whose rows are new.
@@ -169,7 +169,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
         _initialise_as_mean(model, num_rows, num_tokens)
         new += range(num_rows, num_tokens)
-    mask = special_tokens_of(tokenizer).mask_token_id
+    mask = read_special_tokens(tokenizer).mask_token_id
     if pretrained and mask_is_new(tokenizer) and mask is not None:
         _initialise_as_mean(model, mask, mask + 1)
         new.append(mask)

@@ -159,6 +159,10 @@ def markdown_table(comparison: Comparison) -> str:
 def latex_table(comparison: Comparison) -> str:
     """Return a comparison as a LaTeX table with ``booktabs`` rules."""
     head, rows = comparison_table(comparison)
+    num_texts = 1 + len(comparison.option_names)
+    rows = [
+        [*row[:num_texts], *(re.sub(r"-(?=\d)", "\N{MINUS SIGN}", cell) for cell in row[num_texts:])] for row in rows
+    ]
     lines = [" & ".join(map(escape_latex, row)) + r" \\" for row in [head, *rows]]
     return "\n".join([
         r"% needs \usepackage{booktabs}",
@@ -207,5 +211,6 @@ def escape_latex(text: str) -> str:
     >>> escape_latex("slot_size at 90 %")
     'slot\\_size at 90 \\%'
     """
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "Δ": r"$\Delta$"}
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special |= {"Δ": r"$\Delta$", "\N{MINUS SIGN}": "$-$"}
     return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in " ".join(text.split()))
