@@ -169,10 +169,12 @@ class Evaluation(L.Callback):
         sampling: SamplingParams | None = None,
         *,
         trace: bool = False,
+        checked: bool = False,
     ) -> DecodingOutput:
         """Decode prompts with the evaluation's options; ``sampling`` replaces its sampling options."""
         options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
-        return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
+        options |= {"callbacks": callbacks, "trace": trace, "checked": checked}
+        return model.decode(prompts, decoder, sampling or self.sampling, **options)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: Any) -> None:  # noqa: ANN401 - training's, above this layer
         """Check decoders and prompts before any work, and open the predictions files.
@@ -261,10 +263,12 @@ class Evaluation(L.Callback):
             output, lines = DecodingOutput(), []
             if missing:
                 if state.metrics is not None and not state.is_warm:
-                    self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
+                    # The first calls of kernels take longer.
+                    self.decode(self._model, state.decoder, [missing[0][0]], checked=True)
                     state.is_warm = True
                 callbacks = watch(name, self._num_prompts, len(state.done)) if watch else []
-                output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
+                prompts = [prompt for prompt, _ in missing]
+                output = self.decode(self._model, state.decoder, prompts, callbacks, checked=True)
             for (_, example), row in zip(missing, output.rows, strict=True):
                 score, metrics = score_response(self._task, example, row.text)
                 about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
