@@ -1,4 +1,4 @@
-"""ReFusion (arXiv 2512.13586): decoder, infill, objectives, checkpoints and the program that an export holds.
+"""ReFusion (arXiv 2512.13586): decoder, infill, objectives, checkpoint format, and the exported program.
 
 Published checkpoints: Zarya (arXiv 2609.19868), a Qwen3 model under the prefix ``backbone.``, trained and decoded as
 ReFusion.
