@@ -1,4 +1,4 @@
-"""A model with its tokenizer, through which every command decodes."""
+"""A model with its tokenizer; every command decodes through this class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.contrib.apd import PairedModel
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import fill_templates
@@ -33,7 +32,7 @@ from refusion_lit.utils.require import require
 
 
 class TextModel:
-    """A backbone with its tokenizer.
+    """A backbone with its tokenizer, which :func:`refusion_lit.load` returns.
 
     Args:
         backbone: The model.
@@ -51,13 +50,16 @@ class TextModel:
 
     @property
     def default_decoder(self) -> Decoder:
-        """The decoder of this model where none is named: see :func:`~refusion_lit.families.defaults.named_decoder`."""
+        """The decoder that the model's config names, or that fits what the model was trained for.
+
+        Warns if the config says neither; see :func:`~refusion_lit.families.defaults.named_decoder`.
+        """
         entry = getattr(self.backbone.config, "refusion_lit", None) or {}
         return named_decoder(self.backbone.traits, entry, has_drafter=self.backbone.drafter is not None)
 
     @cached_property
     def schemas(self) -> Schemas:
-        """What keeps JSON schemas for this tokenizer, made on first use: going through a vocabulary takes a second."""
+        """Constrains responses to JSON schemas; built on first use, because reading a vocabulary takes a second."""
         return Schemas(self.tokenizer, self.backbone.special_tokens)
 
     def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
@@ -73,7 +75,7 @@ class TextModel:
         return encode_prompt(self.tokenizer, query, self.prompt_template, messages)
 
     def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, special tokens left out."""
+        """Return the text of tokens, without special tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode(
@@ -87,9 +89,7 @@ class TextModel:
         kept: KeptCache | None = None,
         **options: Any,  # noqa: ANN401 - fields of DecodingOptions
     ) -> DecodingOutput:
-        """Decode prompts; for arguments see :func:`refusion_lit.decoding.decode`.
-
-        The model is in evaluation mode meanwhile.
+        """Decode prompts in evaluation mode; for arguments see :func:`refusion_lit.decoding.decode`.
 
         Raises:
             TypeError: If an option is unknown.
@@ -115,23 +115,23 @@ class TextModel:
         try:
             return check_model(self.model_for(decoder), decoder, allow_mismatch=allow_mismatch)
         except ModelMismatchError as error:
-            own = default_decoder(self.backbone.traits)
-            if type(own) is type(decoder) or own.requirements().mismatches(self.backbone.traits):
+            other = default_decoder(self.backbone.traits)
+            if type(other) is type(decoder) or other.requirements().mismatches(self.backbone.traits):
                 raise
-            raise ModelMismatchError(f"{error} {type(own).__name__} fits.") from None
+            raise ModelMismatchError(f"{error} {type(other).__name__} fits.") from None
 
     def model_for(self, decoder: Decoder) -> LanguageModel:
-        """Return the backbone, or for decoders that need two models the pair of it and the verifier.
+        """Return the backbone, paired with the verifier for decoders that need two models.
 
         Raises:
-            ValueError: If such a decoder's verifier is missing.
+            ValueError: If the decoder needs a verifier and the model has none.
         """
         if "verifier" not in decoder.requirements().predictions:
             return self.backbone
         fix = "load one with --verifier, model.decoding.verifier, or load(..., verifier=...)"
         if self.verifier is None:
             raise ValueError(f"verifier: expected a second model for this decoder, got None; {fix}.")
-        return PairedModel(self.backbone, self.verifier)
+        return decoder.pair(self.backbone, self.verifier)
 
     def generate(
         self,
@@ -141,27 +141,36 @@ class TextModel:
         max_new_tokens: int = 128,
         **options: Any,  # noqa: ANN401 - options of generate_ids
     ) -> list[Generation]:
-        """Answer queries.
+        """Generate a response for every query.
 
         Args:
-            queries: Texts; the tokenizer's chat template or ``prompt_template`` is applied.
+            queries: Texts; the tokenizer's chat template or ``prompt_template`` turns them into prompts.
             decoder: The strategy; by default :attr:`default_decoder`.
             max_new_tokens: Maximum number of tokens per response; ignored if ``sampling`` is given.
-            options: ``sampling``, ``ids`` (names of the prompts, which key their sampling noise; their indices by
-                default), ``templates``, ``batch_size``, and the other options of :func:`refusion_lit.decoding.decode`.
-                A template is the given text of a response, with spans such as ``{{5}}`` (five tokens) or ``{{1-6}}``
-                (one to six, of which the most probable filling is returned), and ``{{...}}`` at its end if the response
-                may continue after it; ``None`` gives nothing. ``max_new_tokens`` does not count given tokens.
-                ``json_schema``: every response parses and keeps it; what cannot be guaranteed is refused.
+            options: ``sampling``, ``ids``, ``templates``, ``json_schema``, ``batch_size``, and the other options of
+                :func:`refusion_lit.decoding.decode`.
+
+                ``ids`` are names of the prompts, which key their sampling noise; by default their indices.
+                A template is given text of a response with spans to fill: ``{{5}}`` for five tokens, ``{{1-6}}`` for
+                the most probable filling of one to six tokens, and ``{{...}}`` at the end to continue freely.
+                ``None`` gives no text. ``max_new_tokens`` does not count given tokens.
+                With ``json_schema``, every response parses and keeps the schema; schemas that cannot be guaranteed are
+                refused.
 
         Raises:
             TypeError: If an option is unknown.
             ValueError: If a template is wrong or the decoder cannot keep given tokens in place, and as for
                 :meth:`decode`.
+
+        >>> import refusion_lit
+        >>> model = refusion_lit.load("tests/goldens/models/additions-clean", device="cpu")
+        >>> [answer] = model.generate(["12+34,56+78>"], max_new_tokens=32)
+        >>> answer.text, answer.num_tokens, answer.num_forwards
+        ('12+34=46;56+78=134;', 20, 3)
         """
         queries = queries if isinstance(queries, str) or not isinstance(queries, Iterable) else list(queries)
-        holds = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
-        require(holds, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
+        is_list = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
+        require(is_list, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
         prompts = [self.encode(query) for query in queries]
         return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
@@ -192,7 +201,7 @@ class TextModel:
         except TypeError as error:
             got = f"{prompts!r:.60}"
             raise ValueError(f"prompts: expected lists of token ids, got {got}; use generate for texts.") from error
-        named = [Prompt(token_ids=each, id=name) for each, name in zip(tokens, names, strict=True)]
+        named = [Prompt(token_ids=prompt, id=name) for prompt, name in zip(tokens, names, strict=True)]
         decoder = decoder or self.default_decoder.fitted(sampling)
         if json_schema is not None:
             is_free = not any(templates or ())
@@ -205,7 +214,7 @@ class TextModel:
 
 
 def _check_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse what is no prompt, and ids, given ones too, that the tokenizer does not know."""
+    """Refuse objects other than prompts, and ids, given tokens included, that the tokenizer does not know."""
     require(isinstance(prompt, Prompt), "prompts", "a list of Prompt", prompt, "use generate for texts")
     size = len(tokenizer)
     for token in {*prompt.token_ids, *prompt.given} - {None}:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import refusion_lit
+from refusion_lit.checkpoints.models import read_default_decoder
 from refusion_lit.cli import main
 from refusion_lit.data.tokenizers import PretrainedTokenizer
+from refusion_lit.decoding import ReFusion
+from refusion_lit.modeling.config import load_config
+from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.modeling.source import ModelSource
 from support.tiny import make_base
 
@@ -74,3 +80,68 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, content: str) 
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"^ckpt_path: .*config\.json"):
         ModelSource.open(str(tmp_path), option="ckpt_path")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "got model_type None"),
+        ({"model_type": "qwen3"}, "do not fit its config"),
+        ({"model_type": "no such"}, "got model_type 'no such'"),
+        ({"num_hidden_layers": 10**6, "layer_types": None}, "do not fit its config"),
+        ({"vocab_size": 10**9}, "do not fit its config"),
+        ({"intermediate_size": 10**8}, "do not fit its config"),
+        ({"num_attention_heads": 10**7}, "do not fit its config"),
+    ],
+)
+def test_a_config_that_asks_for_much_more_than_the_weights_is_refused_at_once(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(MODEL, source)
+    stored = json.loads((MODEL / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**stored, **values} if "model_type" not in values else values))
+    if not values:
+        (source / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"^backbone\.source: .*{message}") as refused:
+        refusion_lit.load(source)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [name for name, published in FORMATS.items() if published.model_type])
+@pytest.mark.parametrize("option", ["hidden_size", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings"])
+def test_explicit_nulls_in_published_configs_are_refused_or_loaded(name: str, option: str) -> None:
+    published = FORMATS[name]
+    theirs = published.config_names.get(option, option)
+    values = {"model_type": published.model_type, theirs: None}
+    with suppress(ValueError):
+        load_config("somewhere", values, {}, published=published)
+    with suppress(ValueError):
+        load_config("somewhere", {"model_type": published.model_type}, {option: None}, published=published)
+
+
+@pytest.mark.parametrize(
+    ("class_path", "expected"),
+    [
+        ("ReFusion", ReFusion(slot_size=4)),
+        ("refusion_lit.decoding.ReFusion", ReFusion(slot_size=4)),
+        ("RecomputeKV", None),
+        ("os.system", None),
+        ("os.ReFusion", None),
+        (None, None),
+    ],
+)
+def test_a_decoder_that_a_config_names_is_that_one_or_refused(
+    class_path: str | None, expected: ReFusion | None, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(MODEL, source)
+    values = json.loads((MODEL / "config.json").read_text())
+    values["refusion_lit"] = {"decoder": {"class_path": class_path, "init_args": {"slot_size": 4}}}
+    (source / "config.json").write_text(json.dumps(values))
+    model = refusion_lit.load(source)
+    if expected is None:
+        with pytest.raises(ValueError, match=r"^refusion_lit\.decoder: expected"):
+            _ = model.default_decoder
+    else:
+        assert model.default_decoder == expected == read_default_decoder(source)

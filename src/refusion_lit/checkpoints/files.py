@@ -28,15 +28,15 @@ def is_checkpoint_file(source: str | Path) -> bool:
 
 
 def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Load a checkpoint to the CPU without running anything in it; a sharded one without its tensors.
+    """Load a checkpoint to the CPU without running any code in it. Tensors of a sharded checkpoint stay on disk.
 
     Args:
         path: The checkpoint.
         mmap: Leave the tensors on disk until they are used.
 
     Raises:
-        ValueError: If the file is missing, truncated or not a checkpoint, or a sharded one is incomplete or names code
-            that no checkpoint needs.
+        ValueError: If the file is missing, truncated or not a checkpoint, or a sharded checkpoint is incomplete or
+            names code that no checkpoint needs.
     """
     if is_sharded_checkpoint(path):
         file = Path(path) / _PLAIN_VALUES
@@ -58,10 +58,10 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def model_source(source: str | Path) -> str:
-    """Return what a user means by ``ckpt_path``: by a run's directory its ``last.ckpt``, which standard error names.
+    """Return the model that ``ckpt_path`` names: for a run's directory its ``last.ckpt``, named on standard error.
 
     Raises:
-        ValueError: If it is empty, a drafter, or a directory with other checkpoints, of which it names the newest.
+        ValueError: If the path is empty, a drafter, or a directory with other checkpoints; names the newest.
     """
     option = "ckpt_path"
     expected = "a checkpoint, a Hugging Face directory or a hub id"
@@ -84,22 +84,22 @@ def model_source(source: str | Path) -> str:
 
 
 def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Path | None:
-    """Return the newest readable checkpoint in some directories and below, ``None`` if there is none.
+    """Return the newest readable checkpoint in some directories and below; ``None`` without any.
 
-    Of files of the same time ``last.ckpt`` is the newest: a file system's clock ticks more slowly than small models are
-    saved.
+    Among files with equal times, ``last.ckpt`` counts as the newest, because file systems' clocks tick too slowly to
+    tell checkpoints of small models apart.
 
     Args:
         folders: The directories.
-        resumable: Leave out files of weights alone (``save_weights_only``), from which no training resumes.
+        resumable: Leave out files that hold only weights (``save_weights_only``), from which no training resumes.
     """
-    found = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
-    found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"), reverse=True)
-    return next((path for path in found if _is_readable(path, resumable=resumable)), None)
+    paths = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
+    paths.sort(key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"), reverse=True)
+    return next((path for path in paths if _is_readable(path, resumable=resumable)), None)
 
 
 def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuse weights whose names or shapes are not a model's, or that are not finite.
+    """Refuse weights whose names or shapes differ from a model's, or that are not finite.
 
     Args:
         stored: Weights by name.
@@ -109,13 +109,13 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         ValueError: Naming the first weight that is missing, unexpected, of another shape, infinite or not a number.
     """
     for name in sorted({*stored, *expected}):
-        got = tuple(stored[name].shape) if name in stored else None
+        shape = tuple(stored[name].shape) if name in stored else None
         wanted = tuple(expected[name].shape) if name in expected else None
         fitting = f"weights that fit the architecture in the config, with {name} of shape {wanted}"
-        require(got == wanted, "ckpt_path", fitting, got, "take the config that the checkpoint was trained with")
+        require(shape == wanted, "ckpt_path", fitting, shape, "take the config that the checkpoint was trained with")
         is_finite = bool(stored[name].isfinite().all())
-        found = "infinities or NaN: the training had diverged"
-        require(is_finite, "ckpt_path", f"finite weights in {name}", found, "take an earlier checkpoint")
+        got = "infinities or NaN: the training had diverged"
+        require(is_finite, "ckpt_path", f"finite weights in {name}", got, "take an earlier checkpoint")
 
 
 def _is_readable(path: Path, *, resumable: bool) -> bool:

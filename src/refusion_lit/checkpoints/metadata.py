@@ -19,20 +19,20 @@ from refusion_lit.version import __version__
 
 METADATA_KEY = "refusion_lit"
 _FORMAT = 1
-"""Raised when an older version could not read what this one writes."""
+"""Increases when older versions cannot read the metadata any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """Description of a checkpoint's model in plain values, which load with ``weights_only``.
+    """Description of a checkpoint's model in plain values, which torch loads with ``weights_only``.
 
     Attributes:
         architecture: The transformers config as JSON values, with the vocabulary size of the stored weights.
         traits: What the model was trained to do.
         tokenizer_files: The tokenizer's files by name.
-        prompt_template: Turns a query into a prompt where the tokenizer has no chat template.
-        adapters: The low-rank adapters among the weights, ``None`` if there are none.
-        drafter: The drafter among the weights, ``None`` if there is none.
+        prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
+        adapters: The low-rank adapters among the weights, if any.
+        drafter: The drafter among the weights, if any.
     """
 
     architecture: dict[str, Any]

@@ -28,6 +28,7 @@ from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_d
 from refusion_lit.modeling.lora import merged
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
 from refusion_lit.modeling.source import ModelSource
+from refusion_lit.modeling.vocabulary import AddBos, set_add_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import AttentionKind, ModelTraits
 from refusion_lit.utils.errors import reason_of
@@ -46,25 +47,33 @@ def load(
     overrides: BackboneConfig | None = None,
     draft: str | Path | None = None,
     verifier: str | Path | None = None,
+    add_bos: AddBos | None = None,
 ) -> TextModel:
-    """Load a model for inference; a checkpoint's adapters are merged into its weights.
+    """Load a model with its tokenizer for inference. Adapters of a checkpoint are merged into its weights.
 
     Args:
-        source: Path of a checkpoint or a Hugging Face directory, or a hub id.
-        dtype: Type of the weights. ``auto``: that of the checkpoint, but float32 on a CPU that has no instructions for
+        source: Path of a checkpoint, a run's directory or a Hugging Face directory, or a hub id.
+        dtype: Type of the weights. ``auto``: the checkpoint's type, but float32 on a CPU that has no instructions for
             a 16-bit type.
         device: Device of the weights. ``auto``: a GPU that CUDA finds, else the CPU.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Let the source run Python code of its own on this machine.
-        overrides: Attention pattern and implementation, for directories that do not state theirs, ``fused_body`` and
+        trust_remote_code: Let the source run its Python code on this machine.
+        overrides: Attention pattern and implementation for directories that do not state theirs, ``fused_body`` and
             ``batch_invariant``.
-        draft: Directory of a drafter for the model, for :class:`~refusion_lit.decoding.SelfSpeculative`; ``None``: the
-            source's own, if it has one.
+        draft: Directory of a drafter for the model, for :class:`~refusion_lit.decoding.SelfSpeculative`. By default,
+            the drafter in the source's directory, if there is a drafter.
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for
             :class:`~refusion_lit.decoding.APD`.
+        add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does.
+            ``None``: as stored with the model, else ``auto``.
 
     Raises:
-        ValueError: If it cannot be loaded.
+        ValueError: If the model cannot be loaded.
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean", device="cpu")
+    >>> model.generate(["12+34,56+78>"], max_new_tokens=32)[0].text
+    '12+34=46;56+78=134;'
     """
     fix = "give a path or a hub id"
     require(isinstance(source, str | Path), "source", "a checkpoint, a directory or a hub id", source, fix)
@@ -82,6 +91,8 @@ def load(
         stored = getattr(model.backbone.config, "refusion_lit", None) or {}
         if draft is None and stored.get(HAS_DRAFTER):
             draft = own_draft(source, revision)
+    if add_bos is not None:
+        set_add_bos(model.tokenizer, add_bos)
     if draft is not None:
         attach(model.backbone, load_drafter(model.backbone.body, draft))
     model.backbone.to(device).eval()
@@ -98,18 +109,18 @@ def pair(model: TextModel, other: TextModel) -> None:
     """Make an autoregressive model the verifier of another model's :class:`~refusion_lit.decoding.APD`.
 
     Raises:
-        ValueError: If it has another tokenizer.
+        ValueError: If the two models have different tokenizers.
     """
-    own = model.tokenizer.get_vocab()
-    given = other.tokenizer.get_vocab()
-    differing = next((token for token, number in given.items() if own.get(token, number) != number), None)
-    got = f"one with another id for {differing!r}"
+    vocabulary = model.tokenizer.get_vocab()
+    others = other.tokenizer.get_vocab()
+    differing = next((token for token, number in others.items() if vocabulary.get(token, number) != number), None)
+    got = f"a tokenizer with another id for {differing!r}"
     require(differing is None, "verifier", "a model with the same tokenizer", got, "load another one")
     model.verifier = other.backbone
 
 
 def own_draft(source: str, revision: str | None) -> str:
-    """Return the directory of the drafter that a directory or a revision of a hub id holds beside its model."""
+    """Return the directory of the drafter that a source holds beside its model."""
     files = [cached_file(source, name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
     return str(Path(str(files[0])).parent)
 
@@ -152,14 +163,14 @@ def read_default_decoder(
 
 
 def _device(name: str | torch.device) -> torch.device:
-    """Return the device of a name, having made sure that this machine has it."""
-    require(str(name).partition(":")[0] != "meta", "device", "one that computes", str(name), "use cpu or cuda")
+    """Return the device with a name; refuse devices that this machine lacks."""
+    require(str(name).partition(":")[0] != "meta", "device", "a device that computes", str(name), "use cpu or cuda")
     try:
         device = torch.device(default_device() if name == "auto" else name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing
         got = f"{str(name)!r} ({reason_of(error)})"
-        raise ValueError(f"device: expected one that this machine has, got {got}; use cpu, or auto.") from error
+        raise ValueError(f"device: expected a device of this machine, got {got}; use cpu, or auto.") from error
     return device
 
 
@@ -201,12 +212,13 @@ def load_checkpoint(
 
     Args:
         path: The checkpoint, sharded or not.
-        options: Gives ``dtype`` and ``attn_implementation``; its ``attention`` and ``block_size`` are ``None`` or those
-            that are stored.
-        device: Where the model will be, for a ``dtype`` of ``auto``.
+        options: Gives ``dtype`` and ``attn_implementation``; ``attention`` and ``block_size`` are ``None`` or equal
+            the stored values.
+        device: Device of the model, for a ``dtype`` of ``auto``.
 
     Raises:
-        ValueError: If it cannot be read, its weights do not fit its metadata, or it was trained with another attention.
+        ValueError: If the checkpoint cannot be read, its weights do not fit its metadata, or it was trained with
+            another attention pattern.
     """
     checkpoint = read_checkpoint(path)
     metadata = CheckpointMetadata.from_checkpoint(checkpoint, path)
@@ -217,7 +229,7 @@ def load_checkpoint(
     tokenizer = tokenizer_from_files(metadata.tokenizer_files, path)
     if options is not None and options.dtype == "auto":
         options = replace(options, dtype=decoding_dtype(metadata.architecture, device))
-    backbone = _rebuilt(metadata, tokenizer, options)
+    backbone = _rebuild(metadata, tokenizer, options)
     if is_sharded_checkpoint(path):
         load_sharded(path, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})
     else:
@@ -228,7 +240,7 @@ def load_checkpoint(
 def restore_metadata(
     checkpoint: dict[str, Any], backbone: Backbone, tokenizer: PreTrainedTokenizerBase | None, *, resumes: bool
 ) -> None:
-    """Tell a training module's backbone what the weights of a checkpoint were trained for, before it loads them.
+    """Prepare a training module's backbone for the weights of a checkpoint, before it loads them.
 
     Args:
         checkpoint: The checkpoint. Its weights get their adapters merged if the backbone has none.
@@ -248,16 +260,16 @@ def restore_metadata(
         )
     backbone.traits = metadata.traits
     if metadata.adapters is not None and backbone.adapters is None and not resumes:
-        adapted = _rebuilt(metadata, stored, None)
+        adapted = _rebuild(metadata, stored, None)
         _load_weights(adapted, checkpoint["state_dict"])
         adapted.model = merged(adapted.model)
         checkpoint["state_dict"] = {_WEIGHTS_PREFIX + name: value for name, value in adapted.state_dict().items()}
 
 
-def _rebuilt(
+def _rebuild(
     metadata: CheckpointMetadata, tokenizer: PreTrainedTokenizerBase, options: BackboneConfig | None
 ) -> Backbone:
-    """Return the metadata's model with random weights."""
+    """Build the model that the metadata describes, with random weights."""
     config = metadata.backbone_config()
     if options is not None:
         config = replace(config, dtype=options.dtype, attn_implementation=options.attn_implementation)

@@ -7,7 +7,6 @@ import re
 import sys
 from argparse import Action
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
@@ -18,8 +17,9 @@ from refusion_lit.cli.given import PARSER_ERRORS, options_given
 from refusion_lit.cli.usage_errors import explained, located
 
 # Importing the decoders registers the checkpoint formats of all families.
-from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative, check_context
+from refusion_lit.decoding import Decoder, ReFusion, check_context
 from refusion_lit.modeling.formats import FORMATS
+from refusion_lit.plugins import load_plugins
 from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -92,17 +92,19 @@ class OneLineParser(ArgumentParser):
 def _default_decoder(options: Mapping[str, Any]) -> Decoder:
     """Return the default decoder of the model that a command names, without loading weights.
 
-    If the model cannot be read, return ReFusion, or SelfSpeculative for a drafter; loading reports the error.
+    Without a model, as for help, it is ReFusion.
+
+    Raises:
+        ValueError: If the model's config cannot be read, or names no decoder.
     """
     from refusion_lit.checkpoints.models import read_default_decoder
 
+    if not options.get("ckpt_path"):
+        return ReFusion()
     names = ("revision", "checkpoint_format", "attention", "block_size", "draft")
-    decoder: Decoder = SelfSpeculative() if options.get("draft") else ReFusion()
-    with suppress(ValueError):
-        named = {name: options[name] for name in names if options.get(name)}
-        decoder = read_default_decoder(options["ckpt_path"], **named)
-        if "max_new_tokens" in options:
-            decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
+    decoder = read_default_decoder(options["ckpt_path"], **{name: options[name] for name in names if options.get(name)})
+    if "max_new_tokens" in options:
+        decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     return decoder
 
 
@@ -133,6 +135,7 @@ def add_decoder_option(
     parser: OneLineParser, which: str = "by default the model's own, which is SelfSpeculative for one with a drafter"
 ) -> None:
     """Add the decoder with its options."""
+    load_plugins()  # their decoders have short names
     text = f"class of the decoder, or a YAML file like those in configs/decoder; {which}"
     # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
@@ -166,6 +169,8 @@ def add_loading_options(parser: OneLineParser) -> None:
     text = "attention pattern of a directory that does not state its own"
     parser.add_argument("--attention", type=attention, default=None, help=text)
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens per block, with block_causal")
+    bos = "prompts begin with BOS: true, false, or auto, as the tokenizer itself does; by default as stored"
+    parser.add_argument("--add_bos", type=bool | Literal["auto"] | None, default=None, help=bos)
     parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
     parser.add_argument("--trust_remote_code", type=bool, default=False, help="run Python code that the source brings")
 
@@ -193,6 +198,7 @@ def load_model(options: Namespace) -> TextModel:
     """
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.load import BackboneConfig
+    from refusion_lit.modeling.vocabulary import describe_bos
 
     path, decoder = options.ckpt_path, options.decoder
     is_used = decoder is not None and "verifier" in decoder.requirements().predictions
@@ -201,12 +207,13 @@ def load_model(options: Namespace) -> TextModel:
     require(is_used or options.verifier is None, "verifier", "a decoder that uses it, as APD does", got, fix)
     names = ("checkpoint_format", "attention", "block_size", "batch_invariant")
     overrides = BackboneConfig(source=path, **{name: options[name] for name in names})
-    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier")
+    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier", "add_bos")
     model = load(path, overrides=overrides, **{name: options[name] for name in names})
     size = sum(weights.numel() for weights in model.backbone.parameters())
     number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
     kind = str(model.backbone.head.weight.dtype).removeprefix("torch.")
-    sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}\n")
+    bos = describe_bos(model.tokenizer)
+    sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}{', ' * bool(bos)}{bos}\n")
     return model
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.tokenizers import unknown_text
-from refusion_lit.modeling.vocabulary import EOS_IDS
+from refusion_lit.modeling.vocabulary import EOS_IDS, get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.utils.require import require
 
 
@@ -29,6 +29,10 @@ def encode_prompt(
     assistant's turn. Without a chat template, ``prompt_template`` is filled in. The name of a special token becomes the
     token if the template contains it, and plain text if the query does. A query without names of special tokens is
     encoded together with the template around it.
+
+    The prompt begins with the BOS token if the tokenizer's policy says so
+    (:func:`~refusion_lit.modeling.vocabulary.set_add_bos`) and the template does not write it. With ``add_bos: auto``,
+    nothing is added to a chat template's tokens, as in transformers' ``apply_chat_template``.
 
     Args:
         tokenizer: The tokenizer.
@@ -56,7 +60,17 @@ def encode_prompt(
     ids = [token for text, special in guard.split(rendered) for token in encode_text(tokenizer, text, special=special)]
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
-    return ids
+    is_complete = bool(tokenizer.chat_template) and get_add_bos(tokenizer) == "auto"
+    return ids if is_complete or starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]
+
+
+def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode a prompt without template, as :func:`encode_text` does, after BOS by the tokenizer's policy.
+
+    Raises:
+        ValueError: If a character is not in the tokenizer's alphabet.
+    """
+    return [*prompt_prefix(tokenizer), *encode_text(tokenizer, text)]
 
 
 class _Guard:

@@ -17,6 +17,7 @@ from refusion_lit.data.evaluation import PromptBatch, encode_prompts, evaluation
 from refusion_lit.data.examples import EncodedExample, encode_example, load_examples
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.modeling.vocabulary import AddBos, describe_bos, set_add_bos
 from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require, require_at_least
@@ -44,6 +45,8 @@ class InstructionDataModule(L.LightningDataModule):
         num_workers: Number of worker processes that collate batches. Changes no batch.
         seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
+        add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does. The
+            choice is stored with the model. ``None``: the stored choice, else ``auto``.
 
     >>> from refusion_lit.data.tokenizers import CharacterTokenizer
     >>> from refusion_lit.tasks import Additions
@@ -65,6 +68,7 @@ class InstructionDataModule(L.LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
         max_eval_prompts: int | None = None,
+        add_bos: AddBos | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
@@ -93,13 +97,19 @@ class InstructionDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.max_eval_prompts = max_eval_prompts
+        self.add_bos: AddBos | None = add_bos
         self._splits: dict[Split, LazyDataset | list[EncodedExample]] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
 
     @cached_property
     def built_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, built on first use."""
-        return self.tokenizer_source.build(self.task, self.prompt_template)
+        tokenizer = self.tokenizer_source.build(self.task, self.prompt_template)
+        if self.add_bos is not None:
+            set_add_bos(tokenizer, self.add_bos)
+        if description := describe_bos(tokenizer):
+            rank_zero_info(description)
+        return tokenizer
 
     def check_context(self, max_positions: int) -> None:
         """Refuse training and validation samples that are longer than the model's context.

@@ -11,10 +11,11 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from refusion_lit.data.encoding import encode_text
+from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
+from refusion_lit.modeling.vocabulary import prompt_prefix, starts_with_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_at_least, require_choice
@@ -126,7 +127,7 @@ class RefusionLitModel(LM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
-        """Return log-likelihoods of whole texts in nats, after an end-of-sequence token."""
+        """Return log-likelihoods of whole texts in nats, after a BOS token, or after EOS if there is no BOS."""
         pairs = [self._split("", request.args[0]) for request in requests]
         self._check_lengths(requests, pairs)
         return [self._loglikelihood(*pair)[0] for pair in pairs]
@@ -189,19 +190,23 @@ class RefusionLitModel(LM):
     def _encode(self, text: str) -> list[int]:
         """Encode a prompt; special tokens are recognised only in a rendered chat template."""
         if self._has_template:
-            return list(self.model.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
-        return encode_text(self.model.tokenizer, text)
+            tokenizer = self.model.tokenizer
+            ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+            return ids if starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]  # as in the harness
+        return encode_plain_prompt(self.model.tokenizer, text)
 
     def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:
         """Return context tokens, never empty, and the tokens of the text after the context."""
         moved = context[len(context.rstrip()) :]  # spaces belong to the word that they stand before
         context = context[: len(context) - len(moved)]
         text = moved + text
-        before = self._encode(context) if context else []
+        before = self._encode(context) if context else prompt_prefix(self.model.tokenizer)
         whole = self._encode(context + text)
         # If the tokenizer merges the boundary, the continuation begins at the first token that differs.
         same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
-        return whole[:same] or [self.model.backbone.special_tokens.eos_token_ids[0]], whole[same:]
+        bos = self.model.tokenizer.bos_token_id
+        start = self.model.backbone.special_tokens.eos_token_ids[0] if bos is None else int(bos)  # type: ignore[arg-type]
+        return whole[:same] or [start], whole[same:]
 
     def _check_lengths(self, requests: list[Any], pairs: Sequence[tuple[list[int], list[int]]]) -> None:
         lengths = [(len(known) + len(text), name) for name, (known, text) in zip(_names(requests), pairs, strict=True)]

@@ -42,7 +42,7 @@ _HEAD_CHANGES = (
 
 
 def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
-    """Make the config of a model type; vocabulary size and special ids default to the tokenizer's.
+    """Build the config of a model type; vocabulary size and special ids default to the tokenizer's.
 
     Args:
         options: The config's options, ``model_type`` among them.
@@ -82,12 +82,12 @@ def load_config(
         source: The directory or hub id.
         values: Contents of ``config.json``; empty if there is none.
         overrides: Options to replace.
-        published: Format of the checkpoint, if it is a published one.
+        published: Format of the checkpoint, if it is published in another format than transformers'.
         revision: Pinned revision of a hub id.
-        trust_remote_code: Allow a source without a known format to run its own Python code.
+        trust_remote_code: Allow a source without a known format to run its Python code.
 
     Raises:
-        ValueError: If the config cannot be built, or has no such option.
+        ValueError: If the config cannot be built, or lacks an option in ``overrides``.
     """
     if not values and (Path(source) / "adapter_config.json").is_file():
         raise ValueError(
@@ -110,7 +110,7 @@ def load_config(
             config, unknown = cls.from_dict(stored, **options)
     except Exception as error:  # transformers' checks raise errors of their own
         if model_type not in CONFIG_MAPPING:
-            known = ", ".join(f"{each.name} ({each.family})" for each in FORMATS.values())
+            known = ", ".join(f"{entry.name} ({entry.family})" for entry in FORMATS.values())
             raise ValueError(
                 f"backbone.source: expected an architecture of transformers or one of the formats "
                 f"{known}, got model_type {model_type!r}"
@@ -133,15 +133,17 @@ def _published_config(published: CheckpointFormat, values: Mapping[str, Any], ov
     """Return transformers' config for the config of a published checkpoint."""
     try:
         config = AutoConfig.for_model(**published.library_options(values))
-    except (KeyError, TypeError) as error:
+        for name, value in overrides.items():
+            if not hasattr(config, name):
+                raise _unknown_option(name, config)
+            setattr(config, name, value)
+    except ValueError:  # ours, which names the option
+        raise
+    except Exception as error:  # transformers' checks raise errors of their own, explicit nulls among their reasons
         raise ValueError(
             f"backbone.source: expected a complete config of a {published.name} checkpoint, got one that cannot be "
-            f"converted ({type(error).__name__}: {reason_of(error)}); fetch config.json again."
+            f"converted ({type(error).__name__}: {_last_line(error)}); fetch config.json again."
         ) from error
-    for name, value in overrides.items():
-        if not hasattr(config, name):
-            raise _unknown_option(name, config)
-        setattr(config, name, value)
     _check_rope(config, overrides)
     _check_sizes(config, "backbone.source")
     return config
@@ -186,13 +188,15 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
 
 
 def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse an override of rotary positions that leaves out their type or base: it replaces all of the source's."""
+    """Refuse an override that leaves out the type or base of rotary positions, because it replaces all options."""
     for name in ("rope_parameters", "rope_scaling"):  # transformers takes the second as another name of the first
         if name in overrides:
             rope = config.rope_parameters
-            holds = isinstance(rope, Mapping) and all(rope.get(key) is not None for key in ("rope_type", "rope_theta"))
+            is_complete = isinstance(rope, Mapping) and all(
+                rope.get(key) is not None for key in ("rope_type", "rope_theta")
+            )
             fix = "add what is missing: the override replaces all rotary options of the source"
-            require(holds, f"backbone.config.{name}", "rope_type and rope_theta", overrides[name], fix)
+            require(is_complete, f"backbone.config.{name}", "rope_type and rope_theta", overrides[name], fix)
 
 
 def _last_line(error: Exception) -> str:
@@ -203,8 +207,8 @@ def _last_line(error: Exception) -> str:
 def _check_names(options: Mapping[str, Any]) -> None:
     """Refuse a model type that transformers does not know, and misspelt options, which it would store and not use.
 
-    Names that resemble none of the architecture's options pass, because some are accepted under other names. So do
-    configs that transformers wrote itself, perhaps in another version.
+    Names that resemble no option of the architecture pass, because architectures accept some options under other
+    names. Configs that transformers wrote pass, too, perhaps in another version.
 
     Raises:
         ValueError: Naming the most similar option.
@@ -218,7 +222,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
         return
     config = CONFIG_MAPPING[model_type]()
     for name in options:
-        is_token = name.endswith("_token_id")  # these resemble one another, and ours is new to the architecture
+        is_token = name.endswith("_token_id")  # these names resemble each other, and ours is new to the architecture
         if not hasattr(config, name) and not is_token and get_close_matches(name, config.to_dict(), n=1, cutoff=0.8):
             raise _unknown_option(name, config)
 
@@ -267,8 +271,8 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper
-    """Return whether a model has an embedding of its context's length besides that of tokens: one for positions."""
+    """Return whether a model has learnt position embeddings: an embedding, besides the tokens', of context length."""
     limit = getattr(model.config, "max_position_embeddings", None)
     embeddings = [module for module in body.modules() if isinstance(module, nn.Embedding)]
-    sizes = [each.num_embeddings for each in embeddings if each is not model.get_input_embeddings()]
+    sizes = [module.num_embeddings for module in embeddings if module is not model.get_input_embeddings()]
     return limit is not None and max(sizes, default=0) >= limit

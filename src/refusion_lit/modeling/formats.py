@@ -21,22 +21,22 @@ _NUMBER = "{}"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """Checkpoint format of one model family, declared as values.
+    """Checkpoint format of a model family, declared as values.
 
-    A family's architecture is one of transformers' own under other names, so its checkpoints load without the Python
-    code in their repositories.
+    The family's architecture exists in transformers under other names, so that the family's checkpoints load without
+    the Python code in their repositories.
 
     Attributes:
         name: Name in options (``--checkpoint_format``) and messages.
         family: Models of the format, for messages and documentation.
-        model_type: ``model_type`` in the family's ``config.json``; ``None`` if it is transformers' own, so that the
-            format must be named.
+        model_type: ``model_type`` in the family's ``config.json``; ``None`` if the name is transformers' too, so that
+            users must name the format.
         base: Architecture of transformers that computes the same function.
         config_names: Names of options by transformers' names, where they differ.
-        required: Options and the values that transformers' architecture supports; checked if the config has them.
+        required: Options with the values that transformers' architecture supports; checked if the config has them.
         dropped: Further options of the family's classes that transformers' config must not get.
-        weight_names: Pairs of prefixes of weight names, transformers' and the family's; ``{}`` is a layer's number.
-            Empty if all names are equal.
+        weight_names: Pairs of weight name prefixes, transformers' and the family's; ``{}`` is a layer's number. Empty
+            if all names are equal.
         attention: Attention pattern.
         predictions: Meaning of the logits.
         block_size: Tokens per block, for block-causal attention.
@@ -44,7 +44,13 @@ class CheckpointFormat:
         mask_tokens: Texts of the mask token, for families whose config and tokenizer do not name it.
         end_tokens: Texts of further tokens that end a response.
         slow_tokenizer: Transformers class that reads the tokenizer's files, if the published tokenizer is Python code.
-        decoder: Class and options of the decoder that the authors publish; a block size is filled in.
+        decoder: Name of the decoder class that the authors publish.
+        decoder_options: Options of the decoder; loading adds the block size.
+
+    >>> import refusion_lit.decoding  # registers the formats
+    >>> llada = FORMATS["llada"]
+    >>> llada.published_name("model.layers.3.self_attn.q_proj.weight")
+    'model.transformer.blocks.3.q_proj.weight'
     """
 
     name: str
@@ -73,15 +79,16 @@ class CheckpointFormat:
         return ModelTraits(attention=self.attention, block_size=size, predictions=self.predictions)
 
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of transformers' config for a published one, with traits and default decoder.
+        """Convert a published config to the options of transformers' config, with traits and default decoder.
 
         Raises:
             ValueError: If the config needs something that the architecture of transformers lacks.
         """
         for name, allowed in self.required.items():
-            holds = name not in values or values[name] in allowed
+            is_supported = name not in values or values[name] in allowed
             expected = f"{' or '.join(map(repr, allowed))} in the config of a {self.name} checkpoint"
-            require(holds, f"backbone.source: {name}", expected, values.get(name), "name its own --checkpoint_format")
+            fix = "name its own --checkpoint_format"
+            require(is_supported, f"backbone.source: {name}", expected, values.get(name), fix)
         ours = {theirs: name for name, theirs in self.config_names.items()}
         dropped = _NOT_CARRIED | self.required.keys() | {*self.dropped}
         options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
@@ -125,23 +132,25 @@ def register(published: CheckpointFormat) -> None:
 
 
 def find_format(values: Mapping[str, Any], name: str | None = None) -> CheckpointFormat | None:
-    """Return the format of a published config; ``None`` if the config is transformers' own.
+    """Return the format of a published config; ``None`` for a config in transformers' format.
 
     Args:
         values: The options in ``config.json``.
         name: A format's name, which overrides what the config says.
 
     Raises:
-        ValueError: If there is no format of that name, or the config is another family's.
+        ValueError: If no format has this name, or the config belongs to another family.
     """
-    found = next((each for each in FORMATS.values() if each.model_type == values.get("model_type")), None)
+    model_type = values.get("model_type")
+    # Users must name a format whose model type is transformers', too.
+    declared = next((entry for entry in FORMATS.values() if model_type and entry.model_type == model_type), None)
     if name is None:
-        return found
+        return declared
     require_choice("checkpoint_format", name, tuple(FORMATS))
     named = FORMATS[name]
-    if found is not named and values.get("model_type") != named.base:
+    if declared is not named and model_type != named.base:
         raise ValueError(
-            f"checkpoint_format: expected {found.name if found else 'none'} for model_type "
-            f"{values.get('model_type')!r}, got {name!r}; leave out --checkpoint_format."
+            f"checkpoint_format: expected {declared.name if declared else 'none'} for model_type {model_type!r}, got "
+            f"{name!r}; leave out --checkpoint_format."
         )
     return named

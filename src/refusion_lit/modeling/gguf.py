@@ -13,7 +13,7 @@ from refusion_lit.utils.require import require
 
 
 def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a GGUF file of an architecture that transformers knows, as an unquantised model with its tokenizer.
+    """Load a GGUF file as an unquantised model with its tokenizer.
 
     Args:
         path: The file.
@@ -39,7 +39,7 @@ def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:  # the reader has errors of its own for damaged files and unknown architectures
+    except Exception as error:  # the reader has errors for damaged files and unknown architectures
         raise ValueError(
             f"file: {file} cannot be read ({reason_of(error)}); it may be truncated, or of an architecture that "
             "transformers does not read from GGUF files."

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, body_of
 from refusion_lit.modeling.config import new_config, read_traits
@@ -17,12 +16,10 @@ from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.fused.body import is_known
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.source import ModelSource
-from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained, special_tokens_of
+from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained, read_special_tokens
+from refusion_lit.modeling.weights import initialise_weights, load_weights
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.errors import reason_of
 from refusion_lit.utils.require import require
-
-disable_progress_bar()  # a bar for every load would be printed between a program's own lines
 
 AttentionImplementation = Literal["sdpa", "flex_attention"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
@@ -30,33 +27,40 @@ DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """Options of a backbone.
+    """Options of a backbone: where its weights come from, and how they are trained and decoded.
 
     Attributes:
         source: A local Hugging Face directory or a hub id to load weights from; ``None`` for random weights.
-        config: Overrides of the source's transformers config, or with ``source: null`` a config of its own, which needs
-            ``model_type``. The base of rotary positions is ``rope_theta`` in a config of its own, and a part of
-            ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``) among overrides.
+        config: Options that replace options in the source's transformers config. With ``source: null``, the whole
+            config, which needs ``model_type``. A whole config sets the base of rotary positions with ``rope_theta``,
+            a replacement with ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``).
         revision: Pinned revision of a hub id.
         checkpoint_format: Published format of the source (see :data:`~refusion_lit.modeling.formats.FORMATS`);
-            ``None`` takes the one that its ``model_type`` names, or transformers' own.
-        attention: Attention pattern; ``None`` takes the one in the source's config, causal by default.
+            ``None`` derives the format from ``model_type``.
+        attention: Attention pattern; ``None`` takes the pattern in the source's config, causal by default.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
         dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
         attn_implementation: Implementation of attention (``attn_implementation`` in transformers).
-            ``flex_attention`` is for training on GPUs; the fused backbone decodes such a model with ``sdpa``.
-        fused_body: Decode with the fused backbone where it supports the architecture (Qwen2, Qwen3, Llama with
-            ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). It
-            gives the same hidden states up to rounding, about twice as fast on small models. Training and checkpoints
-            do not depend on it.
-        batch_invariant: Decode so that a token's logits are bitwise identical alone and in a batch, one by one and
-            together with drafts, in every type. For CPUs, the architectures of ``fused_body`` with widths that are
-            multiples of 32, and ``attn_implementation: sdpa``; slower (see Speed in the documentation).
+            ``flex_attention`` is for training on GPUs; the fused backbone then decodes with ``sdpa``.
+        fused_body: Decode with the fused backbone if it supports the architecture (Qwen2, Qwen3, Llama with
+            ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). The
+            hidden states are equal up to rounding, and small models decode about twice as fast. Training and
+            checkpoints do not depend on this option.
+        batch_invariant: Decode so that a token's logits are bitwise identical alone, in a batch, and together with
+            drafts, in every type. For CPUs, the architectures of ``fused_body`` with widths that are multiples of 32,
+            and ``attn_implementation: sdpa``; slower (see Speed in the documentation).
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora: Train low-rank adapters instead of all weights.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
-        draft: Directory of a drafter to train further instead of a new ``drafter``, for example on other texts.
-        trust_remote_code: Allow the source to run its own Python code on this machine. Off by default.
+        draft: Directory of a drafter to train further, for example on other texts, instead of a new ``drafter``.
+        trust_remote_code: Allow the source to run its Python code on this machine.
+
+    >>> import refusion_lit
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config = BackboneConfig(config={"model_type": "llama", **sizes})
+    >>> tokenizer = refusion_lit.CharacterTokenizer(characters="0123456789+").build(None)
+    >>> config.build(tokenizer, seed=0).special_tokens.vocab_size
+    14
     """
 
     source: str | None = None
@@ -86,7 +90,7 @@ class BackboneConfig:
         expected = "none for what is on this machine"
         require(not is_pinned, "revision", expected, self.revision, "leave it out, or give a hub id as source")
         if self.attention is not None or self.block_size is not None:
-            # Refuses one without the other.
+            # Refuses a block size without blocks, and blocks without a size.
             ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
         trained = [name for name in ("lora", "drafter", "draft") if getattr(self, name) is not None]
         expected = "one of lora, drafter (a new one) and draft (an exported one)"
@@ -119,60 +123,52 @@ class BackboneConfig:
     ) -> Backbone:
         """Build the backbone for a tokenizer.
 
-        Embedding and head get at least as many rows as the tokenizer has ids; new rows start as the mean of the others.
+        Embedding and head get a row for every token; new rows start as the mean of the existing rows.
 
         Args:
-            tokenizer: The tokenizer; its mask token becomes the model's.
+            tokenizer: The tokenizer; its mask token becomes the model's mask token.
             seed: Seeds random weights without changing the global generator's state.
             source: The source, if the caller has opened it already.
 
         Raises:
             ValueError: If the source cannot be loaded or is not supported.
         """
-        return _build(self, tokenizer, seed, source)
-
-
-def _build(
-    options: BackboneConfig, tokenizer: PreTrainedTokenizerBase, seed: int | None, source: ModelSource | None
-) -> Backbone:
-    if source is None and options.source is not None:
-        source = options.open_source()
-    config = new_config(options.config, tokenizer) if source is None else source.config
-    if options.dtype == "auto":
-        options = replace(options, dtype=decoding_dtype(config, default_device()))
-    traits = _choose_traits(options, config, tokenizer)
-    with torch.random.fork_rng(devices=(), enabled=seed is not None):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)  # the CPU draws all initial weights
-        model = _initialise_weights(options, config) if source is None else _load_weights(options, source)
-        new_token_ids = fit_vocabulary(model, tokenizer, pretrained=source is not None)
-        if options.gradient_checkpointing:
-            _enable_checkpointing(model)
-        if options.lora is not None:
-            model = add_adapters(model, options.lora)
-        drafter = _make_drafter(options, model)
-    backbone = Backbone(
-        model,
-        traits,
-        special_tokens_of(tokenizer),
-        fused_body=options.fused_body,
-        batch_invariant=options.batch_invariant,
-    )
-    if drafter is not None:
-        attach(backbone, drafter)
-    if options.lora is not None:
-        backbone.adapters = Adapters(
-            options=options.lora,
-            base=options.source,
-            revision=options.revision,
-            config_overrides=options.config if source is not None else {},
-            new_token_ids=new_token_ids,
-        )
-    return backbone
+        if source is None and self.source is not None:
+            source = self.open_source()
+        config = new_config(self.config, tokenizer) if source is None else source.config
+        name = decoding_dtype(config, default_device()) if self.dtype == "auto" else self.dtype
+        dtype, attention = getattr(torch, name), self.attn_implementation
+        traits = _choose_traits(self, config, tokenizer)
+        with torch.random.fork_rng(devices=(), enabled=seed is not None):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)  # the CPU draws all initial weights
+            if source is None:
+                model = initialise_weights(config, dtype, attention, trust_remote_code=self.trust_remote_code)
+            else:
+                model = load_weights(source, dtype, attention)
+            new_token_ids = fit_vocabulary(model, tokenizer, pretrained=source is not None)
+            if self.gradient_checkpointing:
+                _enable_checkpointing(model)
+            if self.lora is not None:
+                model = add_adapters(model, self.lora)
+            drafter = _make_drafter(self, model)
+        decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
+        backbone = Backbone(model, traits, read_special_tokens(tokenizer), **decoding)
+        if drafter is not None:
+            attach(backbone, drafter)
+        if self.lora is not None:
+            backbone.adapters = Adapters(
+                options=self.lora,
+                base=self.source,
+                revision=self.revision,
+                config_overrides=self.config if source is not None else {},
+                new_token_ids=new_token_ids,
+            )
+        return backbone
 
 
 def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelTraits:  # noqa: ANN401 - one class per architecture
-    """Return what the weights were trained to do: as the config says, with the attention pattern of the options."""
+    """Return what the config says that the weights were trained to do, with the attention pattern of the options."""
     traits = read_traits(getattr(config, "refusion_lit", None) or {}, options.source)
     if options.attention is not None:
         traits = replace(
@@ -197,65 +193,8 @@ def _make_drafter(options: BackboneConfig, model: PreTrainedModel) -> Drafter | 
     return Drafter(body_of(model.requires_grad_(False)), options.drafter, options.source)
 
 
-def _initialise_weights(options: BackboneConfig, config: Any) -> PreTrainedModel:  # noqa: ANN401 - one class per architecture
-    return AutoModelForCausalLM.from_config(
-        config,
-        dtype=getattr(torch, options.dtype),
-        attn_implementation=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code,  # without it transformers may ask on standard input
-    )
-
-
-def _load_weights(options: BackboneConfig, source: ModelSource) -> PreTrainedModel:
-    published = source.published
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.name,
-            config=source.config,
-            # Without a generation config, transformers looks for generation options in config.json.
-            generation_config=source.generation_config,
-            revision=source.revision,
-            dtype=getattr(torch, options.dtype),
-            attn_implementation=options.attn_implementation,
-            trust_remote_code=source.trust_remote_code,
-            weights_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            key_mapping=None if published is None else published.key_mapping,
-        )
-    except Exception as error:  # readers of formats have errors of their own for damaged files
-        raise ValueError(
-            f"backbone.source: the weights of {source.name!r} cannot be loaded ({reason_of(error)}). They may be "
-            "truncated or of another architecture than config.json says; fetch them again."
-        ) from error
-    model, report = loaded
-    published_name = str
-    if published is not None:
-        published_name = published.published_name
-        model._weight_conversions = None  # otherwise transformers would save it under the family's names
-    for name, stored, wanted in sorted(report["mismatched_keys"]):
-        raise ValueError(
-            f"backbone.source: the weights of {source.name!r} do not fit its config: {published_name(name)} has the "
-            f"shape {tuple(stored)}, not {tuple(wanted)}. Take the config that they were trained with."
-        )
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers would leave them random
-        raise ValueError(
-            f"backbone.source: expected all weights in {source.name!r}, got none for {published_name(missing[0])} and "
-            f"{len(missing) - 1} more. Fetch them again"
-            f"{', or take the config that they were trained with (backbone.config: {})' * bool(source.overrides)}."
-        )
-    extra = sorted(name for name in report["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq"))
-    if extra:  # transformers would drop them
-        raise ValueError(
-            f"backbone.source: expected only weights of the architecture in the config, got {extra[0]} and "
-            f"{len(extra) - 1} more in {source.name!r}. Take the config that they were trained with."
-        )
-    return model
-
-
 def attach(backbone: Backbone, drafter: Drafter) -> None:
-    """Let a backbone draft with a drafter; its masks get the ids after the embedding's last row.
+    """Give a backbone a drafter, whose masks get the ids after the embedding's last row.
 
     Raises:
         ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
@@ -271,19 +210,18 @@ def attach(backbone: Backbone, drafter: Drafter) -> None:
 
 
 def default_device() -> str:
-    """Return the device of commands that name none: a GPU that CUDA finds, else the CPU."""
+    """Return the device that commands use by default: a GPU that CUDA finds, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def decoding_dtype(config: Any, device: str | torch.device) -> DType:  # noqa: ANN401 - one class per architecture
-    """Return the type to decode in where none is named.
+    """Return the default type to decode in: the type that the config states.
 
-    It is the type that a model's config states, but float32 in place of a 16-bit type on a CPU without instructions for
-    it, where float32 is faster.
+    A CPU without instructions for a 16-bit type decodes faster in float32, so it gets float32.
 
     Args:
         config: The transformers config, or its values.
-        device: Where the model will be.
+        device: Device of the model.
     """
     values = config if isinstance(config, Mapping) else {"dtype": getattr(config, "dtype", None)}
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")

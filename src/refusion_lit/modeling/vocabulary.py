@@ -1,23 +1,28 @@
-"""A tokenizer's special tokens, those that it lacks, and the rows of a model's embedding and head for new tokens."""
+"""Special tokens of tokenizers, the BOS policy, and the rows of a model's embedding and head for new tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from refusion_lit.types import SpecialTokens
+from refusion_lit.utils.require import require
 
+AddBos = Literal["auto"] | bool
+"""Whether prompts begin with the BOS token; ``auto``: as the tokenizer itself does."""
+ADD_BOS = "add_bos"
+"""Entry of ``tokenizer_config.json`` with the BOS policy, unless it is ``auto``; it is saved with the tokenizer."""
 EOS_IDS = "ends_of_sequence"
 """Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
 
 _NEW_MASK = "mask_token_is_new"
 
 
-def special_tokens_of(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a tokenizer of transformers
-    """Read a tokenizer's special ids; its own end-of-sequence token is the first of ``eos_token_ids``.
+def read_special_tokens(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a tokenizer of transformers
+    """Read a tokenizer's special ids; the tokenizer's end-of-sequence token comes first in ``eos_token_ids``.
 
     Raises:
         ValueError: If it has no end-of-sequence token.
@@ -33,12 +38,69 @@ def special_tokens_of(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a toke
     return SpecialTokens(mask_token_id=mask, eos_token_ids=ends, pad_token_id=int(pad), vocab_size=len(tokenizer))
 
 
+def set_add_bos(tokenizer: PreTrainedTokenizerBase, add_bos: AddBos) -> None:
+    """Set the BOS policy of a tokenizer, which is saved with the tokenizer.
+
+    Args:
+        tokenizer: Changed in place.
+        add_bos: ``True``: prompts begin with the BOS token. ``False``: no token is added. ``auto``: as the tokenizer
+            does by default, which is what transformers' ``tokenizer(text)`` gives.
+
+    Raises:
+        ValueError: If the value is unknown, or the tokenizer has no BOS token to add.
+    """
+    require(add_bos in ("auto", True, False), "add_bos", "auto, true or false", add_bos, "choose one of them")
+    has_bos = tokenizer.bos_token_id is not None or add_bos is not True
+    require(has_bos, "add_bos", "auto or false, as the tokenizer has no BOS token", add_bos, "set it to auto")
+    if add_bos == "auto":
+        tokenizer.init_kwargs.pop(ADD_BOS, None)
+    else:
+        tokenizer.init_kwargs[ADD_BOS] = bool(add_bos)
+
+
+def get_add_bos(tokenizer: Any) -> AddBos:  # noqa: ANN401 - a tokenizer of transformers
+    """Return the BOS policy of a tokenizer."""
+    return tokenizer.init_kwargs.get(ADD_BOS, "auto")
+
+
+def prompt_prefix(tokenizer: Any) -> list[int]:  # noqa: ANN401 - a tokenizer of transformers
+    """Return the tokens that begin a plain prompt: BOS, or none.
+
+    With ``add_bos: auto``, they are all special tokens that the tokenizer puts before a text.
+    """
+    add_bos = get_add_bos(tokenizer)
+    if add_bos != "auto":
+        return [int(tokenizer.bos_token_id)] if add_bos else []
+    try:
+        encoding = tokenizer.backend_tokenizer.encode("0", add_special_tokens=True)
+    except Exception:  # the tokenizers library raises this class where the vocabulary lacks the text
+        return []
+    if all(encoding.special_tokens_mask):
+        return [token for token in encoding.ids[:1] if token == tokenizer.bos_token_id]
+    return encoding.ids[: encoding.special_tokens_mask.index(0)]
+
+
+def starts_with_bos(token_ids: Sequence[int], tokenizer: Any) -> bool:  # noqa: ANN401 - a tokenizer of transformers
+    """Return whether tokens begin with the BOS token or with :func:`prompt_prefix`."""
+    prefix = prompt_prefix(tokenizer)
+    bos = tokenizer.bos_token_id
+    return (bos is not None and [*token_ids[:1]] == [bos]) or [*token_ids[: len(prefix)]] == prefix != []
+
+
+def describe_bos(tokenizer: Any) -> str:  # noqa: ANN401 - a tokenizer of transformers
+    """Return which tokens prompts begin with, for messages; empty if that is up to a chat template, or without BOS."""
+    if tokenizer.chat_template and get_add_bos(tokenizer) == "auto":
+        return ""
+    names = " ".join(tokenizer.convert_ids_to_tokens(prompt_prefix(tokenizer)))
+    return f"prompts begin with {names} (add_bos: {str(get_add_bos(tokenizer)).lower()})" if names else ""
+
+
 def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> None:
-    """Add end-of-sequence tokens besides the tokenizer's own one.
+    """Add end-of-sequence tokens to a tokenizer.
 
     Args:
         tokenizer: Changed in place; the ids are saved with it.
-        token_ids: The ids; those that the tokenizer does not have are ignored.
+        token_ids: The ids; unknown ids are ignored.
     """
     known = (int(token) for token in token_ids if 0 <= int(token) < len(tokenizer))
     further = [*dict.fromkeys((*tokenizer.init_kwargs.get(EOS_IDS, ()), *known))]
@@ -53,9 +115,9 @@ def ensure_mask_token(
 
     Args:
         tokenizer: Changed in place.
-        mask_token_id: Id that the model's config names; its token becomes the mask token unless the tokenizer names
-            one itself.
-        texts: Texts of the mask token in the model's published format. If they are given, no token is ever added.
+        mask_token_id: Id that the model's config names. Its token becomes the mask token unless the tokenizer names
+            a mask token.
+        texts: Texts of the mask token in the model's published format. With them, no token is ever added.
 
     Raises:
         ValueError: If a published format's mask token is missing.
@@ -76,12 +138,12 @@ def ensure_mask_token(
 
 
 def mask_is_new(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether :func:`ensure_mask_token` has added a token that the tokenizer did not have."""
+    """Return whether :func:`ensure_mask_token` has added a token to the tokenizer."""
     return bool(getattr(tokenizer, _NEW_MASK, False))
 
 
 def mask_is_untrained(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether nobody can have trained the mask token as a mask: it is new, or begins or ends texts too."""
+    """Return whether the mask token cannot have been trained as a mask: it is new, or begins or ends texts, too."""
     others = (tokenizer.eos_token_id, tokenizer.bos_token_id)
     return mask_is_new(tokenizer) or (tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others)
 
@@ -89,13 +151,13 @@ def mask_is_untrained(tokenizer: PreTrainedTokenizerBase) -> bool:
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pretrained: bool) -> tuple[int, ...]:
     """Give embedding and head a row for every token; new rows start as the mean of the rows before them.
 
-    Many models have spare rows beyond their tokenizer's vocabulary. A new mask token may get one of them, which is
-    untrained, so it starts like an added row.
+    Many models have spare, untrained rows beyond their tokenizer's vocabulary. If a new mask token gets a spare row,
+    the row starts like an added row.
 
     Args:
-        model: Changed in place; ``mask_token_id`` of its config becomes the tokenizer's.
+        model: Changed in place; its config gets the tokenizer's ``mask_token_id``.
         tokenizer: The tokenizer, with its mask token.
-        pretrained: Whether the weights are trained ones; random spare rows stay as they are.
+        pretrained: Whether the weights are trained; random spare rows stay as they are.
 
     Returns:
         Tokens whose rows are new.
@@ -107,7 +169,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
         _initialise_as_mean(model, num_rows, num_tokens)
         new += range(num_rows, num_tokens)
-    mask = special_tokens_of(tokenizer).mask_token_id
+    mask = read_special_tokens(tokenizer).mask_token_id
     if pretrained and mask_is_new(tokenizer) and mask is not None:
         _initialise_as_mean(model, mask, mask + 1)
         new.append(mask)

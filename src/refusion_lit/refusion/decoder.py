@@ -98,7 +98,7 @@ class ReFusion(Decoder):
             expected = "at least 0.5 with infill 'bonus'"
             require(self.token_threshold >= 0.5, "token_threshold", expected, self.token_threshold, fix)
         else:
-            fix = "leave it out, or set infill"
+            fix = "leave it out, or set infill to 'bonus'"
             require(self.num_drafts is None, "num_drafts", "null without infill 'bonus'", self.num_drafts, fix)
         fix = "set k with selection 'top_k', and never with 'threshold'"
         if self.selection == "threshold":

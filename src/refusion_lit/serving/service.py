@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
-from refusion_lit.data.encoding import encode_text
+from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.stopping import TextStream
@@ -207,7 +207,7 @@ class Service:
             return [self.model.encode(texts[-1], turns)]
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
-        return [encode_text(self.model.tokenizer, text) for text in body.prompt]
+        return [encode_plain_prompt(self.model.tokenizer, text) for text in body.prompt]
 
     async def _events(self, served: ServedRequest) -> AsyncIterator[tuple[Job, Update]]:
         """Yield the jobs' updates until all jobs have ended; abort the jobs if the client leaves.
