@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def decode(
     sampling: SamplingParams,
     *,
     callbacks: Sequence[GenerationCallback] = (),
-    detokenize: Callable[[list[int]], str] | None = None,
+    detokenize: Callable[..., str] | None = None,
     trace: bool = False,
     kept: KeptCache | None = None,
     checked: bool = False,
@@ -62,7 +63,8 @@ def decode(
         sampling: Length limit and sampling options.
         named: Fields of :class:`~refusion_lit.types.DecodingOptions`: how prompts are batched; they change no token.
         callbacks: Notified when tokens are committed and prompts finish.
-        detokenize: Turns tokens into text; without it, generations have no text and stop strings are refused.
+        detokenize: Turns the tokens of a response into text; also takes ``after``, the tokens of the prompt, and
+            ``stop``, the stop strings. ``None``: generations have no text, and stop strings are refused.
         trace: Record a trace of every forward.
         kept: Keeps the cache for the next call with the same model, whose prompts then share prefixes with the prompts
             of this call.
@@ -150,7 +152,7 @@ class Engine:
     options: DecodingOptions = DecodingOptions()
     _: KW_ONLY
     callbacks: Sequence[GenerationCallback] = ()
-    detokenize: Callable[[list[int]], str] | None = None
+    detokenize: Callable[..., str] | None = None
     trace: bool = False
     kept: KeptCache | None = None
     output: DecodingOutput = field(default_factory=DecodingOutput)
@@ -222,8 +224,7 @@ class Engine:
         sequence.last_call = self.output.num_calls
         steps = self._steps(state)
         if sequence.sampling.stop:
-            assert self.detokenize is not None  # decode and the server refuse stop strings without it
-            sequence.stop_finder = StopFinder(sequence.sampling.stop, self.detokenize)
+            sequence.stop_finder = StopFinder(sequence.sampling.stop, partial(self._detokenize, sequence))
             steps = sequence.stop_finder.watch(steps, state)
         sequence.begin(state, steps)
         return sequence
@@ -319,7 +320,12 @@ class Engine:
         result.num_tokens = len(tokens) - sum(token is not None for token in state.prompt.given[: len(tokens)])
         result.seconds = synchronised_time(self.device) - sequence.started
         if self.detokenize is not None:
-            result.text = cut_at_stop(self.detokenize(tokens), sequence.sampling.stop)
+            result.text = cut_at_stop(self._detokenize(sequence, tokens), sequence.sampling.stop)
         for callback in self.callbacks:
             callback.on_finished(sequence.index, result)
         return result
+
+    def _detokenize(self, sequence: PromptSequence, tokens: list[int]) -> str:
+        """Return the text of response tokens, which continues the prompt."""
+        assert self.detokenize is not None  # decode and the server refuse stop strings without it
+        return self.detokenize(tokens, after=sequence.prompt.token_ids, stop=sequence.sampling.stop)
