@@ -65,13 +65,15 @@ class TrajectoryRecorder(GenerationCallback):
         trajectories: Trajectories of finished prompts, by index of the prompt.
 
     >>> import refusion_lit
+    >>> from refusion_lit.decoding import ReFusion
     >>> from refusion_lit.types import Prompt, SamplingParams
     >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
-    >>> recorder = TrajectoryRecorder(model.default_decoder)
-    >>> prompt = Prompt(token_ids=tuple(model.encode("12+34>")), id="sum")
-    >>> _ = model.decode([prompt], model.default_decoder, SamplingParams(max_new_tokens=8), callbacks=[recorder])
-    >>> recorder.trajectories[0].order
-    ?
+    >>> decoder = ReFusion(slot_size=4)
+    >>> recorder = TrajectoryRecorder(decoder)
+    >>> prompt = Prompt(token_ids=tuple(model.encode("12+34,56+78>")), id="sums")
+    >>> output = model.decode([prompt], decoder, SamplingParams(max_new_tokens=20), callbacks=[recorder])
+    >>> recorder.trajectories[0].rounds[:20].tolist()  # places became final in forwards 2 and 3
+    [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3]
     """
 
     def __init__(self, decoder: Decoder) -> None:
