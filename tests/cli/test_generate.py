@@ -14,7 +14,7 @@ import pytest
 import refusion_lit
 from cli.conftest import KEYS, REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.cli.answers import read_prompts
+from refusion_lit.cli.generate import read_prompts
 from refusion_lit.cli.generate import build_parser
 from refusion_lit.cli.score import write_predictions
 from refusion_lit.decoding import ReFusion
