@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,22 +93,27 @@ class AnswerStream(GenerationCallback):
     """Prints the final prefix of a response as it grows.
 
     Args:
-        detokenize: Turns tokens into text.
+        detokenize: Turns the tokens of a response into text; see :meth:`TextModel.detokenize`.
         sampling: Length limit and stop strings of the response.
         decoder: The decoder's name.
     """
 
-    def __init__(self, detokenize: Callable[[list[int]], str], sampling: SamplingParams, decoder: str) -> None:
-        self._stream = TextStream(detokenize, sampling)
+    def __init__(self, detokenize: Callable[..., str], sampling: SamplingParams, decoder: str) -> None:
+        self._detokenize = detokenize
+        self._sampling = sampling
+        self._stream: TextStream | None = None
         self._decoder = decoder
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
         """Print the text that has become final."""
+        if self._stream is None:
+            detokenize = partial(self._detokenize, after=state.prompt.token_ids, stop=self._sampling.stop)
+            self._stream = TextStream(detokenize, self._sampling)
         print(self._stream.piece(state.final_prefix()), end="", flush=True)
 
     def on_finished(self, index: int, output: Generation) -> None:  # noqa: ARG002
         """Print the rest of the text, and on standard error the decoder's figures."""
-        print(self._stream.rest(output.text), flush=True)
+        print(output.text if self._stream is None else self._stream.rest(output.text), flush=True)
         figures = f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s"
         sys.stderr.write(f"{self._decoder}: {figures}, {output.finish_reason}\n")
 
@@ -145,6 +151,7 @@ def _write_answers(options: Namespace) -> None:
             templates=[request.template for request in waiting],
             json_schema=schema,
             callbacks=[writer, *bar],
+            continues_text=True,
             checked=True,
             **vars(setup.decoding),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def decode(
     sampling: SamplingParams,
     *,
     callbacks: Sequence[GenerationCallback] = (),
-    detokenize: Callable[[list[int]], str] | None = None,
+    detokenize: Callable[..., str] | None = None,
     trace: bool = False,
     kept: KeptCache | None = None,
     checked: bool = False,
@@ -50,7 +51,8 @@ def decode(
         sampling: Length limit and sampling options.
         named: Fields of :class:`~refusion_lit.types.DecodingOptions`: how prompts are batched; they change no token.
         callbacks: Notified when tokens are committed and prompts finish.
-        detokenize: Turns tokens into text; without it, generations have no text and stop strings are refused.
+        detokenize: Turns the tokens of a response into text; also takes ``after``, the tokens of the prompt, and
+            ``stop``, the stop strings. ``None``: generations have no text, and stop strings are refused.
         trace: Record a trace of every forward.
         kept: Keeps the cache of one call for the next call with the same model, so that its prompts share prefixes with
             those of this call.
@@ -116,7 +118,7 @@ class Engine:
     options: DecodingOptions = DecodingOptions()
     _: KW_ONLY
     callbacks: Sequence[GenerationCallback] = ()
-    detokenize: Callable[[list[int]], str] | None = None
+    detokenize: Callable[..., str] | None = None
     trace: bool = False
     kept: KeptCache | None = None
     output: DecodingOutput = field(default_factory=DecodingOutput)
@@ -185,7 +187,7 @@ class Engine:
         row.waiting_since = self.output.num_calls
         steps = self._steps(state)
         if row.sampling.stop or row.sampling.min_entropy is not None:
-            row.stopping = Stopping(row.sampling, self.detokenize)
+            row.stopping = Stopping(row.sampling, self.detokenizer(row))
             steps = row.stopping.watched(steps, state)
         row.begin(state, steps)
         return row
@@ -259,6 +261,12 @@ class Engine:
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return torch.cat([row.hidden for row in rows]) if has_twins else hidden
 
+    def detokenizer(self, row: Row) -> Callable[[list[int]], str] | None:
+        """Return the function that turns the tokens of a prompt's response into text."""
+        if self.detokenize is None:
+            return None
+        return partial(self.detokenize, after=row.prompt.token_ids, stop=row.sampling.stop)
+
     def _finish(self, row: Row) -> Generation:
         state = row.state
         result = row.result
@@ -277,8 +285,9 @@ class Engine:
         result.num_forwards = state.num_forwards
         result.num_tokens = len(tokens) - sum(token is not None for token in state.prompt.given[: len(tokens)])
         result.seconds = synchronised_time(self.device) - row.started
-        if self.detokenize is not None:
-            text = self.detokenize(tokens)
+        detokenize = self.detokenizer(row)
+        if detokenize is not None:
+            text = detokenize(tokens)
             result.text = cut_at_stop(text, row.sampling.stop) if row.sampling.stop else text
         for callback in self.callbacks:
             callback.on_finished(row.index, result)

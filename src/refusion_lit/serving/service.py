@@ -160,7 +160,8 @@ class Service:
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, notify=notify,
                 deadline=served.started + worker.limits.max_seconds,
                 wants_rounds=body.stream_options.include_decode,
-                stream=TextStream(worker.model.detokenize, sampling))
+                stream=TextStream(
+                    partial(worker.model.detokenize, after=prompt.token_ids, stop=sampling.stop), sampling))
             for prompt in prompts
             for number in range(body.n)  # keys the noise of a choice
         ]  # fmt: skip
