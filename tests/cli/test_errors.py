@@ -110,7 +110,7 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
         ),
         (
             ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
-            "data.task: Import path json.JSONDecoder",
+            "data.task: expected a subclass of Task",
         ),
         (
             [

@@ -246,9 +246,9 @@ class A(Decoder):
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
-        ("class A(\n", "own.A", "SyntaxError: '(' was never closed"),
-        ("raise RuntimeError('no')", "own.A", "RuntimeError: no"),
-        ("", "os.path", "os.path"),
+        ("class A(\n", "own.A", "'(' was never closed"),
+        ("raise RuntimeError('no')", "own.A", ": no"),
+        ("", "os.path", "expected a subclass of "),
         (NO_STEP, "own.A", "abstract"),
     ],
 )

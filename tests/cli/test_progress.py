@@ -15,10 +15,10 @@ from rich.console import Console
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
-from refusion_lit.cli.messages import show_warnings
 from refusion_lit.cli.decoding_progress import DecodingProgress
-from refusion_lit.cli.trainer_progress import TrainerProgress
+from refusion_lit.cli.messages import show_warnings
 from refusion_lit.cli.trainer import show_own_logs
+from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.decoding import Autoregressive, GenerationCallback, ReFusion
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"

@@ -13,7 +13,6 @@ from refusion_lit.cli.generate import build_parser
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.parser import suggest
 
-
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 
 

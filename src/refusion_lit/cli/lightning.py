@@ -142,7 +142,7 @@ class RefusionCLI(LightningCLI):
         try:
             config = parser.parse_args([command, *_read_decoder_files(options)])
         except PARSER_ERRORS as error:
-            message = explain_error(subparser, error)
+            message = explain_error(subparser, error).removeprefix(f"{command}.")
             raise ValueError(_find_file(message, options, files) + message) from error
         seed = config[command].seed_everything
         if type(seed) is int:
@@ -277,7 +277,9 @@ def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], pa
         for part in name.split("."):
             value = value.get(part, {}) if isinstance(value, Mapping) else {}
         is_file = isinstance(value, str)
-        require(is_file or isinstance(value, Mapping), f"{path}: {name}", "a mapping or a YAML file", value, "correct it")
+        require(
+            is_file or isinstance(value, Mapping), f"{path}: {name}", "a mapping or a YAML file", value, "correct it"
+        )
 
 
 def _find_file(message: str, args: Sequence[str], files: Iterable[Path]) -> str:

@@ -65,7 +65,9 @@ class OneLineParser(ArgumentParser):
             num_times = names.count(f"--{action.dest}")
             takes_list = "list[" in str(getattr(action, "_typehint", ""))
             if num_times > 1 and (takes_list or action.dest == "prompt"):
-                fix = "write one list, as in '[A, B]'" if takes_list else "put several prompts into a file for --prompts"
+                fix = (
+                    "write one list, as in '[A, B]'" if takes_list else "put several prompts into a file for --prompts"
+                )
                 require(False, action.dest, "the option once", f"{num_times} times", fix)
 
 
@@ -127,17 +129,20 @@ def explain(parser: ArgumentParser, message: str) -> str:
     types = [line for line in lines if _TYPE.match(line)]
     if match := _CLASS.search(message):
         name = match[1] or match[2] or ""
-        classes = action.extra_help() if action is not None and hasattr(action, "extra_help") else ""
+        classes = getattr(action, "extra_help", str)()
         known = re.findall(r"\.(\w+)(?:,|$)", classes)
         reason = f"expected the name or import path of a class, got {name!r}{suggest(name, known)}"
     elif types and types == lines:
-        names = [(match["choices"] or match["name"]).replace(", ", " or ") for match in map(_TYPE.match, types) if match]
+        names = [
+            (match["choices"] or match["name"]).replace(", ", " or ") for match in map(_TYPE.match, types) if match
+        ]
         value = re.search(r"(?:Got|Given) value: (.*)", message)
         reason = f"expected {' or '.join(names)}, got {value[1] if value else ''!r}"
     else:
         reason = " ".join(line for line in lines if line not in types)
         fix = "name the class before its options, and define all abstract methods"
         reason = re.sub(r"Expected an instantiatable class.*", f"expected a class that is not abstract; {fix}", reason)
+        reason = re.sub(r"Import path.* does not correspond to (a subclass of \w+)", r"expected \1", reason)
     inner = re.match(r"([\w.]+): ", reason)
     if option and inner:
         option = option if option.endswith(f".{inner[1]}") else f"{option}.{inner[1]}"
@@ -148,7 +153,9 @@ def explain(parser: ArgumentParser, message: str) -> str:
 def _option_names(parser: ArgumentParser) -> list[str]:
     names = [action.dest for action in parser._actions if "help" not in action.dest.split(".")]
     for action in parser._actions:  # of subcommands
-        names += [name for subparser in getattr(action, "_name_parser_map", {}).values() for name in _option_names(subparser)]
+        names += [
+            name for subparser in getattr(action, "_name_parser_map", {}).values() for name in _option_names(subparser)
+        ]
     return names
 
 

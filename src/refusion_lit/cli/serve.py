@@ -7,7 +7,13 @@ import os
 import sys
 from pathlib import Path
 
-from refusion_lit.cli.model_options import ModelParser, add_decoding_options, add_model_options, build_options, load_setup
+from refusion_lit.cli.model_options import (
+    ModelParser,
+    add_decoding_options,
+    add_model_options,
+    build_options,
+    load_setup,
+)
 from refusion_lit.serving import Limits
 from refusion_lit.utils.require import require
 

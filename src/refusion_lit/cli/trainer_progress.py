@@ -52,7 +52,9 @@ class TrainerProgress(ProgressBar):
         self._start_time, self._start_step = time.monotonic(), trainer.global_step
         trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
         size = sum(p.numel() for p in pl_module.parameters())
-        self.print(f"training {size:,} parameters" if trained == size else f"training {trained:,} of {size:,} parameters")
+        self.print(
+            f"training {size:,} parameters" if trained == size else f"training {trained:,} of {size:,} parameters"
+        )
         self._steps = self._add("training", trainer.estimated_stepping_batches, trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
