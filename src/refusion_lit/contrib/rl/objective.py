@@ -124,7 +124,7 @@ class GroupPolicy(Objective):
         reason = self.likelihood.refusal(decoder)
         fix = "name another likelihood, or another first decoder"
         require(reason is None, "objective.likelihood", "one for the first of model.decoders", reason, fix)
-        for option, none in (("top_p", 1), ("top_k", None), ("stop", ()), ("min_entropy", None)):
+        for option, none in (("top_p", 1), ("top_k", None), ("stop", ())):
             value, expected = getattr(sampling, option), f"{none}, as roll-outs with it have another likelihood"
             require(value == none, f"model.sampling.{option}", expected, value, "leave it out")
 
