@@ -129,8 +129,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     types = [line for line in lines if _TYPE.match(line)]
     if match := _CLASS.search(message):
         name = match[1] or match[2] or ""
-        classes = getattr(action, "extra_help", str)()
-        known = re.findall(r"\.(\w+)(?:,|$)", classes)
+        known = re.findall(r"\.(\w+)(?:,|$)", getattr(action, "extra_help", str)())  # text of the help: the subclasses
         reason = f"expected the name or import path of a class, got {name!r}{suggest(name, known)}"
     elif types and types == lines:
         names = [
