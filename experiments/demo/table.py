@@ -25,6 +25,7 @@ def class_name(component: str | dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table: every decoder on the model that was trained for it, with speeds measured in turns."""
     rows = sorted(rows, key=lambda row: ORDER.index(class_name(row["model.objective"])))
+    rows = [row for row in rows if row.get("latency")]  # a decoder that the model was not trained for is not timed
     sizes = sorted({size for row in rows for size in row["latency"]}, key=int)[1:]
     lines = ["| " + " | ".join([*HEAD, *(f"batch {size}" for size in sizes)]) + " |"]
     lines.append("| --- | --- |" + " --: |" * (len(HEAD) + len(sizes) - 2))
