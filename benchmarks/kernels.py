@@ -2,10 +2,10 @@
 
 usage: python -m benchmarks.kernels [--parts '[linear, shared_heads]'] [--repeats 9] [--threads 1]
 
-``linear``: all linear layers of a 135 M model over a few tokens, each alone (``packed``), and those with the same input
-as one product (``joint``), as the fused body has them. For one token also the joint products without and with padding to
-four rows (``plain``, ``padded``), of which ``joint`` takes the faster one per shape. ``shared_heads``: bfloat16 attention where query heads
-share keys, each head alone and as queries of one head. Each part writes a result of its own.
+``linear``: all linear layers of a 135 M model over a few tokens: all alone (``packed``), and layers with the same
+input as one product (``joint``), as in the fused body. For one token also joint products as one row (``plain``) and
+padded to four rows (``padded``); ``joint`` takes the faster one for each shape. ``shared_heads``: bfloat16 attention
+where query heads share keys, each head alone and as queries of one head. Each part writes a result of its own.
 """
 
 from __future__ import annotations
