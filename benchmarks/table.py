@@ -147,16 +147,18 @@ def linear(result: Result) -> str:
     names = ("num_tokens", "torch_milliseconds", "packed_milliseconds", "ratio", "joint_milliseconds", "joint_ratio")
     rows = [[dtype, *(case[name] for name in names)] for dtype in ("float32", "bfloat16") for case in result[dtype]]
     head = ["type", "tokens", "torch (ms, the fastest)", "packed weights", "torch / packed", "one product per input"]
-    return table([*head, "packed / one product"], rows)
+    text = table([*head, "packed / one product"], rows)
+    for dtype in ("float32", "bfloat16"):
+        case = result[dtype][0]
+        if "padded_milliseconds" in case:  # older results lack it
+            plain, padded = case["plain_milliseconds"], case["padded_milliseconds"]
+            text += f"\nOne token in {dtype}: {plain} ms as one row, {padded} ms padded to four rows.\n"
+    return text
 
 
 def shared_heads(result: Result) -> str:
     head = ["shape", "batch size", "queries", "heads apart (ms, the fastest)", "together", "ratio"]
     return table(head, [list(case.values()) for case in result["cases"]])
-
-
-def attention_calls(result: Result) -> str:
-    return table(["case", "over one call"], [[name, case["over one call"]] for name, case in result["cases"].items()])
 
 
 def fast_paths(result: Result) -> str:
@@ -297,7 +299,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forwards": forwards,
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads,
-    "attention_calls": attention_calls, "fast_paths": fast_paths, "head_candidates": head_candidates,
+    "fast_paths": fast_paths, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "precision": precision,
     "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
@@ -335,7 +337,6 @@ COMPARED = {
     "host_time": "Equal: tokens, schedule. Not equal: entries in the cache; the model itself does nothing.",
     "linear": "Equal: weights, thread. Not equal: how they are stored.",
     "shared_heads": "Equal in a row: tensors, thread. Not equal: the calls of attention.",
-    "attention_calls": "Equal in a row: weights, prompts, thread. Not equal: the calls of attention.",
     "fast_paths": "Equal in a row: weights, prompts, thread. Not equal: the path that is replaced.",
     "head_candidates": "Equal: hidden states, weights. Not equal: the copy that proposes; times are of random weights.",
     "training": "Equal: backbone, samples, thread. Not equal: the objective, and with it the positions of a row.",

@@ -100,9 +100,7 @@ def _by_hand(
         batch = collate_responses(samples, pad_token_id=0)
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
         corrupted = objective.corrupt(batch, noise, model.special_tokens)
-        hidden = model(
-            corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts
-        )
+        hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts)
         loss = objective.loss(hidden, model.logits, corrupted).total
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, trained)

@@ -1,0 +1,70 @@
+"""Streams of text: their pieces, joined, are the final text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from refusion_lit.engine.stopping import TextStream
+from refusion_lit.types import SamplingParams
+
+
+def decoded(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def streamed(stream: TextStream, text: bytes) -> list[str]:
+    return [stream.piece([*text[:length]]) for length in range(len(text) + 1)]
+
+
+def test_a_response_that_ends_within_a_character_is_streamed_whole() -> None:
+    text = "a€".encode()[:-1]  # cut by the length limit
+    stream = TextStream(decoded, SamplingParams())
+    pieces = streamed(stream, text)
+    assert "".join(pieces) == "a", "the last character may still be completed"
+    assert "".join([*pieces, stream.rest(decoded([*text]))]) == decoded([*text]) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end() -> None:
+    stream = TextStream(decoded, SamplingParams(stop=("END", "\n")))
+    assert streamed(stream, b"xEyEN") == ["", "x", "", "Ey", "", ""]
+    assert stream.rest("xEyEN") == "EN"
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_while_its_next_character_is_half_written() -> None:
+    for stop, text in (("Q€", "12Q€"), ("\n答", "42\n答")):
+        stream = TextStream(decoded, SamplingParams(stop=(stop,)))
+        assert "".join(streamed(stream, text.encode())) == text.removesuffix(stop)
+
+
+def test_a_tokenizer_that_changes_earlier_text_loses_nothing() -> None:
+    """As with `clean_up_tokenization_spaces`, where a space goes once punctuation follows."""
+
+    def cleaned(tokens: list[int]) -> str:
+        return decoded(tokens).replace(" .", ".")
+
+    stream = TextStream(cleaned, SamplingParams())
+    assert streamed(stream, b"a . b") == ["", "a", " ", "", ". ", "b"]
+    stream = TextStream(cleaned, SamplingParams())
+    assert [*streamed(stream, b"a ."), stream.rest("a.")] == ["", "a", " ", "", "."]
+
+
+def test_a_request_that_starts_again_tells_nothing_twice() -> None:
+    stream = TextStream(decoded, SamplingParams())
+    assert "".join(streamed(stream, b"abc")) == "abc"
+    assert streamed(stream, b"abcd") == ["", "", "", "", "d"]
+    assert stream.rest("abcd") == ""
+
+
+def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
+    """A request of a megabyte must not hold the engine's thread, which decodes for everyone."""
+
+    class Counted(str):
+        num_slices = 0
+
+        def __getitem__(self, key: Any) -> str:
+            Counted.num_slices += 1
+            return super().__getitem__(key)
+
+    stream = TextStream(decoded, SamplingParams(stop=(Counted("c" * 100_000),)))
+    assert "".join([*streamed(stream, b"abcc"), stream.rest("abcc")]) == "abcc"
+    assert Counted.num_slices <= 1 + 2 + 3 + 4
