@@ -89,7 +89,7 @@ def test_every_way_out_has_the_trained_logits(
     is_embedding = target_modules not in ("all-linear", ["q_proj"])
     alone = TextModel(deepcopy(backbone), trained.tokenizer, "{query}")
     if is_embedding and (tied or mask != "in the vocabulary"):
-        with pytest.raises(ValueError, match="adapter_only: expected .* export without adapter_only"):
+        with pytest.raises(ValueError, match=r"adapter_only: expected .* export without adapter_only"):
             save_adapters(alone.backbone, alone.tokenizer, tmp_path / "adapters")
         assert not (tmp_path / "adapters").exists()
     else:

@@ -28,7 +28,7 @@ from support.tiny import TINY_QWEN
 HOOKS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Ends a training as a kill after the last checkpoint would."""
 
 
@@ -43,7 +43,7 @@ class StopAt(L.Callback):
     def _stop(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self._step:
             trainer.save_checkpoint(self._path)
-            raise Stopped
+            raise StoppedError
 
 
 class Recorded(SlotDiffusionModule):
@@ -85,7 +85,7 @@ class Training:
                 )  # fmt: skip
                 try:
                     trainer.fit(module, data, ckpt_path=path)
-                except Stopped:
+                except StoppedError:
                     path = saved
                 else:
                     break

@@ -115,7 +115,7 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - tra
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence warnings of peft 0.21 that users cannot act on: a deprecation, and tied weights, which `merged` unties."""
+    """Silence warnings of peft 0.21 that users cannot act on: a deprecation, and tied weights (see :func:`merged`)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")
