@@ -108,7 +108,6 @@ def bench(session: nox.Session) -> None:
         "shared_prefixes",
         "many_prompts",
         "kernels",
-        "attention_calls",
         "fast_paths",
         "training",
         "training_memory",

@@ -114,10 +114,10 @@ def test_torch_types_are_taken(model: TextModel) -> None:
     ("options", "message"),
     [
         ({"sampling": {"max_new_tokens": 8}}, "sampling: expected an instance of SamplingParams"),
-        ({"callbacks": [print]}, "callbacks: expected a list of instances of GenerationCallback"),
-        ({"callbacks": GenerationCallback()}, "callbacks: expected a list of instances of GenerationCallback"),
+        ({"callbacks": [print]}, "callbacks: expected a list"),
+        ({"callbacks": GenerationCallback()}, "callbacks: expected a list"),
         ({"decoder": ReFusion}, "decoder: expected an instance of a decoder class"),
-        ({"kept": True}, "kept: expected an instance of KeptCache, got True"),
+        ({"kept": True}, "kept: expected an instance of KeptCache"),
         ({"templates": iter([None])}, "templates: expected a list"),
     ],
 )

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.data.detokenizer import Detokenizer
-from refusion_lit.data.encoding import TextStream
-from refusion_lit.decoding import Autoregressive, Generation
+from refusion_lit.decoding import Autoregressive, Generation, TextStream
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from support.servers import address, serving

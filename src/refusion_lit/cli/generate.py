@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.data.encoding import TextStream
-from refusion_lit.decoding import Generation, GenerationCallback, RowState
+from refusion_lit.decoding import Generation, GenerationCallback, RowState, TextStream
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 

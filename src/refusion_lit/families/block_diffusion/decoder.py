@@ -106,11 +106,10 @@ class BlockDiffusion(BlockDecoder):
     ``block_size=4, num_steps=4, threshold=0.85, confidence="filtered", fused=False``, and its
     ``low_confidence_static`` that with ``threshold=1``.
 
-    Deliberate differences. BD3-LM: no sliding window; its stop at a low entropy is an option of the sampling
-    (``min_entropy``); top-p keeps the crossing token; and temperature 0 is deterministic, so the place, too, is the
-    most confident one (``first_hitting`` then equals ``threshold=1``). Fast-dLLM v2: any number of new tokens is given,
-    where the released program makes whole blocks and one token more. SDAR: the last block is not cached, which saves
-    its last forward.
+    Deliberate differences. BD3-LM: no sliding window and no stop at a low entropy; top-p keeps the crossing token; and
+    temperature 0 is deterministic, so the place, too, is the most confident one (``first_hitting`` then equals
+    ``threshold=1``). Fast-dLLM v2: any number of new tokens is given, where the released program makes whole blocks and
+    one token more. SDAR: the last block is not cached, which saves its last forward.
 
     Attributes:
         block_size: Tokens per block, D; must be the trained one (to decode in smaller steps, set ``sub_block_size``).
