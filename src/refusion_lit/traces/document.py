@@ -131,16 +131,8 @@ def traced(
         finish_reason=generation.finish_reason,
         seconds=generation.seconds,
         rounds=tuple(generation.trace),
-        pieces={token: piece_of(model, token) for token in sorted(shown)},
+        pieces={token: model.token_text(token) for token in sorted(shown)},
     )
-
-
-def piece_of(model: TextModel, token_id: int) -> str:
-    """Return the text of a single token, special ones by name."""
-    name = model.tokenizer.convert_ids_to_tokens(token_id)
-    text = str(model.tokenizer.decode([token_id], skip_special_tokens=False))
-    # Tokenizers that mark the beginning of a word drop the space from a text's first token.
-    return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
