@@ -16,7 +16,8 @@ import run
 import yaml
 
 import refusion_lit
-from refusion_lit.decoding import APD, Decoder, FastDLLM, FirstHitting, LLaDA, ReFusion, SlotSearch
+from refusion_lit.contrib import APD, Convolutional, SlotSearch
+from refusion_lit.decoding import Decoder, FastDLLM, FirstHitting, LLaDA, ReFusion
 from refusion_lit.reports.results import environment
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -41,7 +42,7 @@ def decoders_of(objective: str, length: int) -> dict[str, Decoder]:
             "first_hitting_32": FirstHitting(num_steps=32),
         }
     steps = {size: LLaDA(steps=length // size) for size in (1, 2, 4)}
-    kernels = {f"conv_{width}_{size}": LLaDA(steps=length // size, kernel_size=width)
+    kernels = {f"conv_{width}_{size}": Convolutional(steps=length // size, kernel_size=width)
                for width in (8, 32) for size in (2, 4)}  # fmt: skip
     apd = {
         f"apd_r{round(100 * weight)}": APD(mixture_weight=weight, max_lookahead=16) for weight in (0.3, 0.5, 0.7, 0.9)

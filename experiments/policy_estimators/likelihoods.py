@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood
+from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood, Trajectory
 from refusion_lit.contrib.rl.likelihood import Answers, LaidOut, laid_out
-from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative, Trajectory
+from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import Head, required_mask_id

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
-from refusion_lit.modeling.vocabulary import special_tokens_of
+from refusion_lit.modeling.vocabulary import read_special_tokens
 from refusion_lit.utils.files import write_atomically
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -61,7 +61,7 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
     from refusion_lit.noise import KeyedNoise
 
     cli = built(args)
-    special_tokens = special_tokens_of(cli.datamodule.built_tokenizer)
+    special_tokens = read_special_tokens(cli.datamodule.built_tokenizer)
 
     def positions(batch: Any) -> int:
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from refusion_lit.decoding import Trajectory, read_trajectories
+from refusion_lit.contrib.rl import Trajectory, read_trajectories
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, required_mask_id
 from refusion_lit.noise import KeyedNoise

@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 import refusion_lit
-from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowState, SlotSearch
+from refusion_lit.contrib import SlotSearch
+from refusion_lit.decoding import Decoder, GenerationCallback, ReFusion, RowState
 from refusion_lit.reports.results import environment
 from refusion_lit.types import SamplingParams
 

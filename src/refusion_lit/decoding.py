@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from refusion_lit.contrib.apd import APD
-from refusion_lit.contrib.card import CARD
-from refusion_lit.contrib.d2f import D2F
-from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder, TrajectoryWriter, read_trajectories
-from refusion_lit.contrib.set_diffusion import SetDiffusion
-from refusion_lit.contrib.slot_search import SlotSearch
+from typing import Any
+
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, text_branch, uncached, up_to_eos
@@ -24,13 +20,11 @@ from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.families.zarya import FirstHitting
+from refusion_lit.plugins import find_class
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.refusion.recompute import RecomputeKV
 
 __all__ = [
-    "APD",
-    "CARD",
-    "D2F",
     "Autoregressive",
     "BlockDiffusion",
     "Branch",
@@ -52,14 +46,9 @@ __all__ = [
     "RecomputeKV",
     "RowState",
     "SelfSpeculative",
-    "SetDiffusion",
-    "SlotSearch",
     "Steps",
     "TokenEditing",
     "TraceRound",
-    "Trajectory",
-    "TrajectoryRecorder",
-    "TrajectoryWriter",
     "WeDLM",
     "check_context",
     "check_model",
@@ -70,10 +59,16 @@ __all__ = [
     "masked_in",
     "most_certain",
     "named_decoder",
-    "read_trajectories",
     "rounds_since",
     "text_between",
     "text_branch",
     "uncached",
     "up_to_eos",
 ]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a plugin
+    """Return a decoder of a plugin by its name, such as one of :mod:`refusion_lit.contrib`."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return find_class(Decoder, name)

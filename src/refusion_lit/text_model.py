@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.contrib.apd import PairedModel
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import fill_templates
@@ -139,7 +138,7 @@ class TextModel:
         fix = "load one with --verifier, model.decoding.verifier, or load(..., verifier=...)"
         if self.verifier is None:
             raise ValueError(f"verifier: expected a second model for this decoder, got None; {fix}.")
-        return PairedModel(self.backbone, self.verifier)
+        return decoder.pair(self.backbone, self.verifier)
 
     def generate(
         self,

@@ -244,8 +244,8 @@ def test_adapters_alone_are_refused_where_they_would_not_help(
 
     assert "adapter_only: expected the checkpoint of a run with model.backbone.lora" in refused(base)
     for folder, source, options, message in (
-        ("whole", base, {}, "expected a model with low-rank adapters, got one without"),
-        ("random", None, {"config": TINY_QWEN, **LORA}, "expected adapters of a base model with weights of its own"),
+        ("whole", base, {}, "adapter_only: expected a model with low-rank adapters"),
+        ("random", None, {"config": TINY_QWEN, **LORA}, "adapter_only: expected adapters of a pretrained base"),
     ):
         config = write_config(tmp_path / f"{folder}.yaml", source, **options)
         args = ["fit", *config, f"--runs_dir={tmp_path / folder}", "--run_version=fit", "--trainer.max_steps=1"]

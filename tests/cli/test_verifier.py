@@ -20,8 +20,9 @@ from refusion_lit.checkpoints.models import pair
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser
 from refusion_lit.cli.parser import Setup, sampling_of
+from refusion_lit.contrib import APD
 from refusion_lit.contrib.apd import PairedModel
-from refusion_lit.decoding import APD, decode
+from refusion_lit.decoding import decode
 from refusion_lit.modeling.load import BackboneConfig, DType
 from refusion_lit.tasks import Additions
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams

@@ -19,10 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import refusion_lit.decoding
+from refusion_lit.contrib import APD, CARD, D2F, SetDiffusion
 from refusion_lit.decoding import (
-    APD,
-    CARD,
-    D2F,
     Autoregressive,
     BlockDiffusion,
     Decoder,
@@ -31,7 +29,6 @@ from refusion_lit.decoding import (
     LLaDA,
     RecomputeKV,
     ReFusion,
-    SetDiffusion,
     TokenEditing,
     WeDLM,
     decode,
@@ -489,4 +486,9 @@ def test_options_of_another_kind_are_refused_by_name(cls: type[Decoder]) -> None
 
 def test_all_decoders_are_exported() -> None:
     exported = {getattr(refusion_lit.decoding, name) for name in refusion_lit.decoding.__all__}
-    assert set(DECODERS) <= exported
+    core, extras = (
+        {cls for cls in DECODERS if ("contrib" in cls.__module__) == is_extra} for is_extra in (False, True)
+    )
+    assert core <= exported
+    assert not extras & exported
+    assert all(getattr(refusion_lit.decoding, cls.__name__) is cls for cls in extras), "plugins resolve by name"

@@ -11,11 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from refusion_lit.contrib import APD, CARD, D2F, Convolutional, SetDiffusion, SlotSearch
 from refusion_lit.data.schema_templates import Span, TemplateState
 from refusion_lit.decoding import (
-    APD,
-    CARD,
-    D2F,
     Autoregressive,
     BlockDiffusion,
     Decoder,
@@ -25,8 +23,6 @@ from refusion_lit.decoding import (
     RecomputeKV,
     ReFusion,
     SelfSpeculative,
-    SetDiffusion,
-    SlotSearch,
     TokenEditing,
     WeDLM,
     decode,
@@ -45,8 +41,8 @@ from support.decoder_cases import (
 from support.effort import examples
 from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 
-KEEPS = {BlockDiffusion, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion, SlotSearch,
-         TokenEditing, WeDLM}  # fmt: skip
+KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,
+         SlotSearch, TokenEditing, WeDLM}  # fmt: skip
 REFUSES = {APD, Autoregressive, SelfSpeculative, CARD}
 
 

@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refusion_lit import objectives, policy
+from refusion_lit import objectives
+from refusion_lit.contrib import rl
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
@@ -64,8 +65,8 @@ VARIANTS: list[Objective] = [
     objectives.MaskWindows(window=3, num_tilings=3, decay=0.5),
     RecordedStates(slot_sizes=(3,)),
     Ending(),
-    objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=3), temperature=0.7, chunk_size=5),
-    objectives.GroupPolicy(likelihood=policy.LeftToRight(slot_size=4), unit="sequence", clip_high=0.3),
+    objectives.GroupPolicy(likelihood=rl.LeftToRight(slot_size=3), temperature=0.7, chunk_size=5),
+    objectives.GroupPolicy(likelihood=rl.LeftToRight(slot_size=4), unit="sequence", clip_high=0.3),
     objectives.GroupPolicy(likelihood=likelihoods.MaskedBound(), unit="sequence"),
     objectives.GroupPolicy(likelihood=likelihoods.BlockBound(block_size=3), unit="sequence"),
     objectives.GroupPolicy(likelihood=likelihoods.SlotBound(slot_size=3), unit="sequence"),

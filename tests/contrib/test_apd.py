@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from refusion_lit.contrib import APD
 from refusion_lit.contrib.apd import PairedModel
-from refusion_lit.decoding import APD, Autoregressive, decode
+from refusion_lit.decoding import Autoregressive, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import prompts, traits_for

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.decoding import CARD, Autoregressive, decode, default_decoder
+from refusion_lit.contrib import CARD, SoftTail
+from refusion_lit.decoding import Autoregressive, decode, default_decoder
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.objectives import GatedDraft, SoftTail
+from refusion_lit.objectives import GatedDraft
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import prompts
 from support.effort import examples

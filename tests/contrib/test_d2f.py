@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.decoding import D2F, decode
+from refusion_lit.contrib import D2F
+from refusion_lit.decoding import decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import prompts, traits_for

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from refusion_lit.decoding import D2F, decode
+from refusion_lit.contrib import D2F, DiffusionForcing
+from refusion_lit.decoding import decode
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import DiffusionForcing
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from support.dense import attention_mask
 from support.fakes import SPECIAL, tiny_backbone

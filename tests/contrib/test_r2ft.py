@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from refusion_lit.contrib import R2FT
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import R2FT
 from refusion_lit.types import SpecialTokens
 
 EOS, MASK = 1, 2

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.decoding import SetDiffusion, decode
-from refusion_lit.families import set_diffusion as staggered_sets
+from refusion_lit.contrib import SetDiffusion, StaggeredSets
+from refusion_lit.contrib import set_diffusion as staggered_sets
+from refusion_lit.decoding import decode
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import StaggeredSets
 from refusion_lit.types import Prompt, SamplingParams
 from support.decoder_cases import prompts, traits_for
 from support.effort import examples

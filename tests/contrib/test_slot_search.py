@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusion_lit.contrib import SlotSearch
 from refusion_lit.contrib.slot_search import EXPLORATION, IMMEDIATE_WEIGHT, PRIOR_TEMPERATURE
-from refusion_lit.decoding import ReFusion, SlotSearch, decode
+from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
 from support.decoder_cases import prompts

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusion_lit.contrib import SoftTail
 from refusion_lit.contrib.card import mask_density
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import Autoregressive, SoftTail
+from refusion_lit.objectives import Autoregressive
 from refusion_lit.types import SpecialTokens
 
 SPECIAL = SpecialTokens(mask_token_id=90, pad_token_id=0, eos_token_ids=(1,), vocab_size=91)

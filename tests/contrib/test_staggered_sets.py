@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from refusion_lit.contrib import StaggeredSets
 from refusion_lit.contrib.set_diffusion import staggered_times
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import StaggeredSets
 from refusion_lit.types import SpecialTokens
 from support.dense import attention_mask
 

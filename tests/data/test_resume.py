@@ -13,7 +13,8 @@ from torch import nn
 
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
-from refusion_lit.learning.batch import MicroBatch, ResponseBatch
+from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.learning.step import MicroBatch
 from refusion_lit.tasks import Additions
 
 NUM_BATCHES = 6  # an epoch

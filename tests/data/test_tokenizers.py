@@ -20,7 +20,7 @@ from refusion_lit.data.tokenizers import (
     tokenizer_files,
     tokenizer_from_files,
 )
-from refusion_lit.modeling.vocabulary import special_tokens_of
+from refusion_lit.modeling.vocabulary import read_special_tokens
 from refusion_lit.tasks import Additions, Example
 from refusion_lit.tasks.base import Task
 
@@ -56,7 +56,7 @@ def characters():
 def test_bpe_round_trips_any_text(bpe, text: str) -> None:
     ids = encode_text(bpe, text)
     assert bpe.decode(ids) == text
-    special = special_tokens_of(bpe)
+    special = read_special_tokens(bpe)
     assert not {special.mask_token_id, special.pad_token_id, *special.eos_token_ids} & set(ids)
 
 
@@ -69,7 +69,7 @@ def test_characters_round_trip(characters, text: str) -> None:
 
 def test_special_ids_come_first() -> None:
     tokenizer = CharacterTokenizer().build(Additions(num_train=10, num_validation=2, num_test=2))
-    special = special_tokens_of(tokenizer)
+    special = read_special_tokens(tokenizer)
     assert (special.pad_token_id, special.eos_token_ids, special.mask_token_id) == (0, (1,), 2)
     assert special.vocab_size == len(tokenizer)
     assert min(encode_text(tokenizer, "0123456789+=;,>")) == 3
@@ -142,7 +142,7 @@ def test_an_example_ends_with_its_end_of_sequence(characters) -> None:
 def test_stored_files_rebuild_the_tokenizer(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(name)
     rebuilt = StoredTokenizer(files=tokenizer_files(tokenizer)).build(None)
-    assert special_tokens_of(rebuilt) == special_tokens_of(tokenizer)
+    assert read_special_tokens(rebuilt) == read_special_tokens(tokenizer)
     assert rebuilt.get_vocab() == tokenizer.get_vocab()
     assert rebuilt.chat_template == tokenizer.chat_template
     assert encode_text(rebuilt, "abc a<|mask|>") == encode_text(tokenizer, "abc a<|mask|>")
@@ -195,7 +195,7 @@ def test_a_directory_without_padding_pads_with_its_end(tmp_path, bpe) -> None:
     loaded = PretrainedTokenizer(source=str(tmp_path)).build(None)
     assert loaded.pad_token_id == loaded.eos_token_id == bpe.eos_token_id
     rebuilt = StoredTokenizer(files=tokenizer_files(loaded)).build(None)
-    assert special_tokens_of(rebuilt) == special_tokens_of(loaded)
+    assert read_special_tokens(rebuilt) == read_special_tokens(loaded)
 
 
 def test_a_directory_without_end_of_sequence_is_refused(tmp_path, bpe) -> None:
@@ -210,7 +210,7 @@ def test_a_generation_config_without_an_object_names_no_end(tmp_path, bpe) -> No
     bpe.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text("[]")
     loaded = PretrainedTokenizer(source=str(tmp_path)).build(None)
-    assert special_tokens_of(loaded).eos_token_ids == special_tokens_of(bpe).eos_token_ids
+    assert read_special_tokens(loaded).eos_token_ids == read_special_tokens(bpe).eos_token_ids
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path) -> None:

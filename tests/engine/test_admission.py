@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusion_lit.contrib import CARD, SlotSearch
 from refusion_lit.decoding import (
-    CARD,
     Autoregressive,
     BlockDiffusion,
     Decoder,
@@ -17,7 +17,6 @@ from refusion_lit.decoding import (
     LLaDA,
     RecomputeKV,
     ReFusion,
-    SlotSearch,
     WeDLM,
     decode,
 )

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
+from refusion_lit.contrib import D2F, SlotSearch
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import (
-    D2F,
     Autoregressive,
     BlockDiffusion,
     Decoder,
     ModelMismatchError,
     ReFusion,
-    SlotSearch,
     TokenEditing,
     WeDLM,
     decode,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from refusion_lit.contrib import D2F, SlotSearch
 from refusion_lit.data.templates import choose_lengths, choose_most_probable, make_probe
 from refusion_lit.decoding import (
-    D2F,
     BlockDiffusion,
     Decoder,
     FastDLLM,
@@ -19,7 +19,6 @@ from refusion_lit.decoding import (
     Generation,
     LLaDA,
     ReFusion,
-    SlotSearch,
     TokenEditing,
     WeDLM,
     decode,

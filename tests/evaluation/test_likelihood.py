@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import refusion_lit
+from refusion_lit.contrib import SoftTail
 from refusion_lit.decoding import LLaDA
 from refusion_lit.evaluation.likelihood import is_greedy_text, monte_carlo_masked
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.load import BackboneConfig
-from refusion_lit.objectives import SoftTail
 from support.fakes import tiny_backbone
 from support.orders import order_mask
 from support.published import MODELS, published_model

@@ -144,7 +144,7 @@ def test_the_drafter_is_what_an_export_writes_today(tmp_path: Path, monkeypatch:
     decoder = (drafter / "custom_generate" / "generate.py").read_text()
     assert decoder == program_text(Path(self_speculative.__file__))
     origin = DrafterOrigin.from_dict(json.loads((drafter / "drafter.json").read_text()))
-    chat: Any = SimpleNamespace(chat_template="SmolLM2's")
+    chat: Any = SimpleNamespace(chat_template="SmolLM2's", init_kwargs={})
     card = (drafter / "README.md").read_text().replace("refusion-lit 0.2.0", f"refusion-lit {__version__}")
     written = drafter_card("experiments/lossless/drafter", origin, prompt_code(chat, "{query}"))
     head, text = card.rstrip().rsplit("\n---\n", 1)

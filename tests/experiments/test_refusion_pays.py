@@ -12,7 +12,8 @@ from experiments.refusion_pays import levers
 from experiments.refusion_pays.recorded import RecordedStates, trajectories_of
 from experiments.refusion_pays.soft import SoftWindows, teacher_columns
 
-from refusion_lit.decoding import ReFusion, Trajectory, TrajectoryRecorder, TrajectoryWriter, decode
+from refusion_lit.contrib.rl import Trajectory, TrajectoryRecorder, TrajectoryWriter
+from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.noise import KeyedNoise

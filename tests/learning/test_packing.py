@@ -11,20 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from refusion_lit.contrib import SoftTail
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.objectives import (
-    Autoregressive,
-    BlockMasked,
-    DualStream,
-    Hybrid,
-    Masked,
-    MaskWindows,
-    Objective,
-    SoftTail,
-)
+from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, MaskWindows, Objective
 from refusion_lit.types import ModelTraits, SpecialTokens
 from support.dense import attention_mask
 from support.tiny import TINY_QWEN

@@ -14,7 +14,7 @@ import refusion_lit
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.saving import save_model
-from refusion_lit.modeling.vocabulary import special_tokens_of
+from refusion_lit.modeling.vocabulary import read_special_tokens
 from refusion_lit.types import SamplingParams
 
 END_OF_TEXT, END_OF_TURN = 0, 1
@@ -58,7 +58,7 @@ def test_greedy_text_is_that_of_transformers_with_its_own_defaults(directory: Pa
 
 
 def test_the_tokenizers_own_end_is_the_first(directory: Path) -> None:
-    special = special_tokens_of(PretrainedTokenizer(source=str(directory)).build(None))
+    special = read_special_tokens(PretrainedTokenizer(source=str(directory)).build(None))
     assert special.eos_token_ids == (END_OF_TURN, END_OF_TEXT)
     assert END_OF_TEXT not in special.banned_token_ids, "padding that ends a response can be drawn"
 
@@ -66,7 +66,7 @@ def test_the_tokenizers_own_end_is_the_first(directory: Path) -> None:
 def test_ends_survive_checkpoints_and_exports(directory: Path, tmp_path: Path) -> None:
     model = refusion_lit.load(directory)
     stored = tokenizer_from_files(tokenizer_files(model.tokenizer))
-    assert special_tokens_of(stored) == model.backbone.special_tokens
+    assert read_special_tokens(stored) == model.backbone.special_tokens
     save_model(model.backbone, model.tokenizer, tmp_path / "saved")
     assert refusion_lit.load(tmp_path / "saved").backbone.special_tokens == model.backbone.special_tokens
     assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["eos_token_id"] == [1, 0]
@@ -76,7 +76,7 @@ def test_ids_beyond_the_tokenizer_are_no_ends(directory: Path) -> None:
     path = directory / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": [END_OF_TURN, 999]}))
     tokenizer = PretrainedTokenizer(source=str(directory)).build(None)
-    assert special_tokens_of(tokenizer).eos_token_ids == (END_OF_TURN,)
+    assert read_special_tokens(tokenizer).eos_token_ids == (END_OF_TURN,)
 
 
 def test_sampled_text_can_end_with_either(directory: Path) -> None:

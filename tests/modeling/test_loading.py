@@ -23,7 +23,7 @@ from refusion_lit.modeling.load import BackboneConfig, decoding_dtype, default_d
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.modeling.source import ModelSource
-from refusion_lit.modeling.vocabulary import ensure_mask_token, special_tokens_of
+from refusion_lit.modeling.vocabulary import ensure_mask_token, read_special_tokens
 from refusion_lit.types import ModelTraits
 from support.tiny import TINY_QWEN, make_base
 
@@ -222,11 +222,11 @@ def test_a_mask_token_is_found_named_or_added() -> None:
 
 
 def test_special_tokens_of_a_tokenizer() -> None:
-    special = special_tokens_of(make_tokenizer(eos_token="<eos>"))
+    special = read_special_tokens(make_tokenizer(eos_token="<eos>"))
     assert (special.pad_token_id, special.eos_token_ids, special.mask_token_id) == (0, (0,), None)
     assert special.banned_token_ids == ()
     with pytest.raises(ValueError, match=r"^tokenizer: expected an end-of-sequence token, got none"):
-        special_tokens_of(make_tokenizer(pad_token="<pad>"))
+        read_special_tokens(make_tokenizer(pad_token="<pad>"))
 
 
 def test_traits_come_from_the_option_then_the_directory(tmp_path: Path) -> None:

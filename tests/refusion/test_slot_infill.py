@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from refusion_lit.engine.requests import Forward, Reading
-from refusion_lit.refusion.bonus import infill_autoregressively
-from refusion_lit.refusion.infill import branch_of, close_round, infill_by_masks
+from refusion_lit.refusion.infill import branch_of, close_round, infill_autoregressively, infill_by_masks
 from refusion_lit.refusion.slots import OpenSlot, SlotState
 from refusion_lit.types import Prompt, SamplingParams
 from support.fakes import EOS, SPECIAL

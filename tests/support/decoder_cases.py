@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 import refusion_lit.families
 import refusion_lit.refusion
+from refusion_lit.contrib import APD, CARD, D2F, Convolutional, SetDiffusion
 from refusion_lit.decoding import (
-    APD,
-    CARD,
-    D2F,
     BlockDiffusion,
     Decoder,
     DecodingOutput,
@@ -30,7 +28,6 @@ from refusion_lit.decoding import (
     ReFusion,
     RowState,
     SelfSpeculative,
-    SetDiffusion,
     TokenEditing,
     WeDLM,
 )
@@ -59,6 +56,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"shifted": True, "sub_block_size": 4},
         {"shifted": True, "sub_block_size": 4, "sub_block_cache": True},
     ],
+    Convolutional: [{"steps": 4, "kernel_size": 3}],
     LLaDA: [{"order": "entropy"}, {"order": "origin", "steps": 4}],
     FastDLLM: [
         {"threshold": None, "factor": 1.0, "cache": "prefix", "block_length": 5},

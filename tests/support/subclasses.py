@@ -7,6 +7,8 @@ import inspect
 import os
 from typing import TypeVar
 
+from refusion_lit.plugins import load_plugins
+
 T = TypeVar("T")
 
 
@@ -16,6 +18,7 @@ def concrete_subclasses(cls: type[T]) -> list[type[T]]:
     They are those of the package, and of the module that the variable CONTRACT names (docs/extending.md).
     """
     modules = ("refusion_lit", *os.environ.get("CONTRACT", "").split())
+    load_plugins()
     for name in modules:
         importlib.import_module(name)
     found, waiting = set(), [cls]

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from refusion_lit import SlotDiffusionModule
+from refusion_lit.contrib import SoftTail
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
 from refusion_lit.evaluation.loop import EvaluationOptions
 from refusion_lit.modeling.load import BackboneConfig
-from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective, SoftTail
+from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine, parameter_groups
 from refusion_lit.types import SamplingParams

@@ -8,7 +8,8 @@ import lightning as L
 import pytest
 import torch
 
-from refusion_lit.learning.batch import CorruptedBatch, LossOutput
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.step import OptimizerStep, group_into_steps
 from refusion_lit.objectives import Hybrid
 from refusion_lit.training import progress as training
 from refusion_lit.training.progress import TrainingProgress
@@ -31,8 +32,17 @@ def _corrupted(key: int = 0) -> CorruptedBatch:
 
 
 def _one_step(progress: TrainingProgress) -> None:
-    progress.begin_step([_corrupted()], ["a", "b"])
-    progress.add(replace(LOSS, counts=progress.next_micro_batch().counts))
+    step = OptimizerStep([_clean("a", "b")])
+    step.begin([_corrupted()])
+    progress.begin_step(step)
+    progress.add(replace(LOSS, counts=step.take(0).counts))
+
+
+def _clean(*ids: str) -> ResponseBatch:
+    ones = torch.ones(len(ids), dtype=torch.long)
+    return ResponseBatch(
+        input_ids=ones[:, None], prompt_lengths=0 * ones, response_lengths=ones, sample_keys=ones, ids=[*ids]
+    )
 
 
 def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,21 +72,24 @@ def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest
 
 def test_each_micro_batch_of_a_step_has_the_counts_of_the_step() -> None:
     progress = TrainingProgress()
-    progress.begin_step([_corrupted(1), _corrupted(2), _corrupted(3)], ["a", "b", "c"])
+    step = OptimizerStep([_clean("a"), _clean("b"), _clean("c")])
+    step.begin([_corrupted(1), _corrupted(2), _corrupted(3)])
+    progress.begin_step(step)
     for number in (1, 2, 3):
-        corrupted = progress.next_micro_batch()
+        corrupted = step.take(number - 1)
         assert corrupted.input_ids.unique().tolist() == [number]
         assert corrupted.counts.tolist() == [9.0, 6.0]
         assert float(progress.num_positions) == 30.0
         progress.add(replace(LOSS, counts=corrupted.counts))
+    assert progress.sample_ids == ["a", "b", "c"]
     figures = progress.figures()
     assert (float(figures["ar"]), float(figures["mdm"])) == (18 / 9, 3 / 6)
 
 
-def test_an_interrupted_step_is_not_continued_by_the_next_one() -> None:
-    progress = TrainingProgress()
-    progress.begin_step([_corrupted(1), _corrupted(2)], ["a", "b"])
-    progress.next_micro_batch()
-    progress.begin_step([_corrupted(3)], ["c"])
-    assert progress.next_micro_batch().input_ids.unique().tolist() == [3]
-    assert progress.sample_ids == ["c"]
+def test_steps_are_cut_where_the_loader_says() -> None:
+    lengths = iter((2, 2, 1, 5))
+    batches = [_clean(name) for name in "abcdef"]
+    micro_batches = list(group_into_steps(iter(batches), lambda: next(lengths, 1)))
+    assert [batch.batch.ids for batch in micro_batches] == [[name] for name in "abcdef"]
+    assert [batch.step.sample_ids for batch in micro_batches] == [[*"ab"]] * 2 + [[*"cd"]] * 2 + [["e"], ["f"]]
+    assert [batch.is_last for batch in micro_batches] == [False, True, False, True, True, True]

@@ -31,6 +31,7 @@ from refusion_lit.cli.usage_errors import explained, located
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
+from refusion_lit.plugins import load_plugins
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import read_yaml
@@ -74,6 +75,7 @@ class RefusionCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={L.__version__}"])
+        load_plugins()  # their decoders and objectives have short names
         parser = OneLineLightningParser(**kwargs)
         parser.add_argument("-c", "--config", action="config", help="YAML file; several overlay one another")
         return parser

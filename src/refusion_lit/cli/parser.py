@@ -19,6 +19,7 @@ from refusion_lit.cli.usage_errors import explained, located
 # Importing the decoders registers the checkpoint formats of all families.
 from refusion_lit.decoding import Decoder, ReFusion, check_context
 from refusion_lit.modeling.formats import FORMATS
+from refusion_lit.plugins import load_plugins
 from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -134,6 +135,7 @@ def add_decoder_option(
     parser: OneLineParser, which: str = "by default the model's own, which is SelfSpeculative for one with a drafter"
 ) -> None:
     """Add the decoder with its options."""
+    load_plugins()  # their decoders have short names
     text = f"class of the decoder, or a YAML file like those in configs/decoder; {which}"
     # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)

@@ -56,6 +56,10 @@ class APD(Decoder):
     max_lookahead: int | None = 100
     shifted: bool = False
 
+    def pair(self, model: LanguageModel, verifier: LanguageModel) -> LanguageModel:
+        """Return the masked model and its verifier as one model."""
+        return PairedModel(model, verifier)
+
     def step(self, state: RowState) -> Steps[None]:
         """Draft masks, verify the drafts, and commit those that are accepted."""
         place = state.num_committed

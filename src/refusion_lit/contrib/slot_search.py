@@ -3,7 +3,7 @@
 Source: McDiffuSE (arXiv 2602.12586), after secondary descriptions, since the paper was not available: slots are
 actions, filling is deterministic, confidence is prior and reward, rollouts look ahead. Choices that these descriptions
 leave open: an unvisited slot has its parent's mean value; ties go to the higher prior and then to the left; the search
-restarts after each committed slot. The choices without search that ``ReFusion`` offers as baselines are here, too.
+restarts after each committed slot.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from math import exp, fsum, log, sqrt
 from sys import float_info
 from typing import Literal
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements
 from refusion_lit.engine.requests import Branch, Compaction, Draw, Forward, Steps
-from refusion_lit.noise import stable_key
 from refusion_lit.refusion.slots import SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import is_number, require
 
 EXPLORATION = 1.0
 """Weight of the prior against the value, c of PUCT."""
@@ -341,29 +339,3 @@ class SlotSearch(Decoder):
             child.ends = True
             child.remaining = [slot for slot in child.remaining if slot < child.slot]
         return child.ends or len(child.tokens) == len(child.positions)
-
-
-def check_baseline(selection: str, k: int | None) -> None:
-    """Refuse a number of slots that is invalid or missing, or that has no effect; see :func:`baseline_choice`."""
-    takes_k = selection != "threshold"
-    expected = f"an integer of at least 1 with selection {selection!r}" if takes_k else "null"
-    holds = selection != "top_k" if k is None else takes_k and is_number(k, int) and k >= 1
-    require(holds, "k", expected, k, "set k with selection 'top_k', and never with 'threshold'")
-
-
-def baseline_choice(state: SlotState, selection: str, count: int, confidences: Sequence[float]) -> list[int]:
-    """Return which of a serial block's slots are chosen without search or threshold: what a search must beat.
-
-    Args:
-        state: The state, after a plan of the block.
-        selection: ``top_k``, ``sequential`` or ``random``, as in :class:`ReFusion`.
-        count: Maximum number of slots.
-        confidences: Confidence of each slot of the block, in text order; ties go to the earlier slot.
-    """
-    ranked = most_certain(confidences)
-    if selection == "sequential":
-        ranked.sort()
-    elif selection == "random":
-        key = ("slot_order", state.sampling.seed, state.prompt.id, state.num_plans)
-        ranked.sort(key=lambda i: stable_key(*key, state.blocks[0][i]))
-    return sorted(ranked[:count])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -13,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from refusion_lit.data.examples import EncodedExample
-from refusion_lit.learning.batch import MicroBatch, ResponseBatch
+from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.learning.step import MicroBatch, group_into_steps
 from refusion_lit.noise import stable_key
 from refusion_lit.utils.require import require
 
@@ -119,10 +119,9 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
 class TrainingLoader(DataLoader[ResponseBatch]):
     """A loader of micro-batches that looks ahead by one optimizer step and resumes in mid-epoch.
 
-    It is the one place that knows how many micro-batches make an optimizer step: a :class:`MicroBatch` brings the
-    others of its step, whose counts must be known before the first backward pass. Over :class:`LengthGroupedBatches`,
-    a checkpoint from mid-epoch resumes at the next micro-batch: Lightning saves and restores the state of a loader
-    with ``state_dict`` and ``load_state_dict``.
+    It yields every micro-batch with its :class:`~refusion_lit.learning.step.OptimizerStep`. Over
+    :class:`LengthGroupedBatches`, a checkpoint from mid-epoch resumes at the next micro-batch: Lightning saves and
+    restores the state of a loader with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
         trainer: The trainer, which says how many micro-batches it accumulates; ``None``: one per step.
@@ -140,11 +139,9 @@ class TrainingLoader(DataLoader[ResponseBatch]):
             # A checkpoint from the end of an epoch is resumed at the beginning of the next one.
             self.sampler.start = self._num_yielded = num_seen if epoch == self.sampler.epoch else 0
         self._resumed = None
-        batches = super().__iter__()
-        while step := tuple(islice(batches, self._num_left_in_step())):
-            for index in range(len(step)):
-                self._num_yielded += 1
-                yield MicroBatch(step, index)
+        for batch in group_into_steps(super().__iter__(), self._num_left_in_step):
+            self._num_yielded += 1
+            yield batch  # type: ignore[misc] - a micro-batch with its step, in place of the batch alone
 
     def _num_left_in_step(self) -> int:
         """Return the number of micro-batches up to the end of the next one's step, which the epoch may cut short."""

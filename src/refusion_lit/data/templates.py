@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.decoding import DecodingOutput, Generation, GenerationCallback
-from refusion_lit.modeling.vocabulary import special_tokens_of
+from refusion_lit.modeling.vocabulary import read_special_tokens
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -148,7 +148,7 @@ def fill_templates(
     rows: list[Generation] = []
     for start in range(0, len(groups), _NUM_TOGETHER):
         part = groups[start : start + _NUM_TOGETHER]
-        for row in choose_lengths(run, part, sampling, special_tokens_of(tokenizer).eos_token_ids):
+        for row in choose_lengths(run, part, sampling, read_special_tokens(tokenizer).eos_token_ids):
             row.trace = row.trace if trace else []
             for callback in callbacks:
                 callback.on_finished(len(rows), row)

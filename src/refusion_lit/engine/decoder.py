@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import ClassVar, Literal
 
 from refusion_lit.engine.requests import Steps
+from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import check_options, require
 
@@ -229,6 +230,15 @@ class Decoder(ABC):
     def mismatch_fix(self, traits: ModelTraits) -> str:  # noqa: ARG002
         """Return what to do about a model with other traits than required, as a sentence; empty: the caller says it."""
         return ""
+
+    def pair(self, model: LanguageModel, verifier: LanguageModel) -> LanguageModel:
+        """Return one model made of two, for a decoder that requires the prediction ``verifier``.
+
+        Args:
+            model: The model that drafts.
+            verifier: A second model with the same tokenizer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a verifier and must override pair")
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 - most decoders refuse nothing
         """Refuse sampling options that the decoder cannot work with.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from refusion_lit.contrib.card import CARD
-from refusion_lit.contrib.d2f import D2F
-from refusion_lit.contrib.set_diffusion import SetDiffusion
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
@@ -16,19 +13,16 @@ from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
+from refusion_lit.plugins import load_plugins
 from refusion_lit.refusion.decoder import ReFusion
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.require import require
 
-NAMEABLE: Mapping[str, type[Decoder]] = {
+NAMEABLE: dict[str, type[Decoder]] = {
     cls.__name__: cls
-    for cls in (
-        Autoregressive, BlockDiffusion, CARD, D2F, FastDLLM, LLaDA, ReFusion, SelfSpeculative, SetDiffusion,
-        TokenEditing, WeDLM,
-    )
-}  # fmt: skip
-"""Decoders that a model's config may name. A name in a file never makes the program import anything."""
-
+    for cls in (Autoregressive, BlockDiffusion, FastDLLM, LLaDA, ReFusion, SelfSpeculative, TokenEditing, WeDLM)
+}
+"""Decoders that a model's config may name; a name in a file never makes the program import anything."""
 
 GUESSED = (
     "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
@@ -53,17 +47,31 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
     return decoder
 
 
+_REGISTERED: list[Callable[[ModelTraits], Decoder | None]] = []
+
+
+def register_decoder(cls: type[Decoder], make_default: Callable[[ModelTraits], Decoder | None]) -> None:
+    """Make a plugin's decoder the default of some models, and a decoder that a model's config may name.
+
+    Args:
+        cls: The decoder.
+        make_default: Returns the decoder if it is the default for a model with these traits, else ``None``.
+    """
+    NAMEABLE[cls.__name__] = cls
+    _REGISTERED.append(make_default)
+
+
 def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None, *, drafts: bool = False) -> Decoder:
     """Return the default decoder of a model: the decoder that its authors name, if it fits, else by its traits.
 
     A model with a drafter gets :class:`SelfSpeculative`. Otherwise attention pattern and meaning of the logits decide:
 
-    - causal: :class:`ReFusion`; :class:`Autoregressive` if tokens predict the next one and masks nothing;
-      :class:`CARD` if masks predict the next token too; :class:`WeDLM` if masks predict themselves and clean tokens the
-      next one everywhere; :class:`SetDiffusion` if masks predict themselves only where they see no other mask;
+    - causal: :class:`ReFusion`; :class:`Autoregressive` if masks predict nothing; :class:`WeDLM` if masks predict
+      themselves and clean tokens predict the next token everywhere;
     - bidirectional: :class:`LLaDA`;
-    - block-causal: :class:`BlockDiffusion`; :class:`D2F` if blocks are counted from the response on;
-      :class:`TokenEditing` if visible tokens predict their own place.
+    - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict their own place.
+
+    Plugins may register decoders for further traits (:func:`register_decoder`); they are asked first.
 
     Args:
         traits: What the model was trained to do, including fine-tuning after its publication.
@@ -73,6 +81,7 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     Raises:
         ValueError: If ``named`` is no nameable decoder with its options.
     """
+    load_plugins()
     if named is not None:
         decoder = _build(named)
         is_own = isinstance(decoder, SelfSpeculative) or not drafts
@@ -80,23 +89,22 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
             return decoder
     if drafts:
         return SelfSpeculative()
+    for make_default in _REGISTERED:
+        if (decoder := make_default(traits)) is not None:
+            return decoder
     shifted = traits.predictions is not None and "mask" not in traits.predictions
     if traits.attention == "bidirectional":
         return LLaDA(shifted=shifted)
     if traits.attention == "block_causal":
         assert traits.block_size is not None
-        if traits.prompt_is_block:
-            return D2F(block_size=traits.block_size)
         if "visible" in (traits.predictions or ()):
             return TokenEditing(block_size=traits.block_size)
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
-    if "isolated_mask" in (traits.predictions or ()):
-        return SetDiffusion()
     if traits.predictions is None or "next_token_in_slot" in traits.predictions:
         return ReFusion()
     if "mask" in traits.predictions:
         return WeDLM()
-    return CARD() if "mask_shifted" in traits.predictions else Autoregressive()
+    return Autoregressive()
 
 
 def _build(named: Mapping[str, Any]) -> Decoder:

@@ -1,4 +1,7 @@
-"""Zarya (arXiv 2609.19868): changes to ReFusion's objective, and the any-order sampler FirstHitting."""
+"""Zarya (arXiv 2609.19868): checkpoints, changes to ReFusion's objective, and the any-order sampler FirstHitting.
+
+Published checkpoints are Qwen3 models under the prefix ``backbone.`` that are trained and decoded as ReFusion.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,29 @@ from refusion_lit.engine.drafting import uncached
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, mask_probability, required_mask_id
+from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise, uniform_scalar
 from refusion_lit.refusion.objective import Hybrid, corrupt_slots, draw_slot_sizes, most_slots
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import is_number, require
 
 _EPS = 1e-3
+
+register(
+    CheckpointFormat(
+        name="zarya",
+        family="Zarya 0.6B, 1.7B and 4B",
+        model_type="zarya",
+        base="qwen3",
+        required={"backbone_class": ("Qwen3ForCausalLM",), "sequential_attn_mode": ("causal",)},
+        weight_names=(("model", "backbone.model"), ("lm_head", "backbone.lm_head")),
+        attention="causal",
+        predictions=("mask", "next_token_in_slot"),
+        mask_tokens=("<|mdm_mask|>",),
+        decoder="ReFusion",
+        decoder_options={"slot_size": 16, "num_serial_blocks": 4, "slot_threshold": 0.9, "token_threshold": 0.4},
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,33 +73,6 @@ class ResponseBatch(_Movable):
         return repeat(everything, "batch bound -> batch token 1 bound", token=self.input_ids.shape[1])
 
 
-@dataclass
-class MicroBatch:
-    """A micro-batch of an optimizer step, with all of the step: the loss is a mean over all of its samples.
-
-    Attributes:
-        step: This process's micro-batches of the step, in order.
-        index: Index of this one.
-    """
-
-    step: tuple[ResponseBatch, ...]
-    index: int
-
-    @property
-    def batch(self) -> ResponseBatch:
-        """The micro-batch itself."""
-        return self.step[self.index]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the optimizer steps after it."""
-        return self.index + 1 == len(self.step)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:  # noqa: ARG002
-        """Return the micro-batch itself: the module moves a whole step when it corrupts it."""
-        return self
-
-
 @dataclass(kw_only=True)
 class CorruptedBatch(_Movable):
     """The model's inputs and targets for one micro-batch.

@@ -48,12 +48,15 @@ class Objective(ABC):
         trained: What a model trained with it can do: its attention pattern and the meaning of its logits.
         term: Name of the only loss term; objectives with several override :attr:`terms`.
         packs: Whether samples can be packed: :meth:`corrupt` says which positions are real.
+        step_source: Import path of a ``StepSource`` (``training/step_source.py``) that makes the answers of every
+            optimizer step, such as roll-outs; ``None``: the responses of the data.
     """
 
     trained: ClassVar[ModelTraits]
     ranges: ClassVar[dict[str, float | str]] = {"chunk_size": 1}
     term: ClassVar[str] = "loss"
     packs: ClassVar[bool] = True
+    step_source: ClassVar[str | None] = None
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:

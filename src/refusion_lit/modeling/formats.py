@@ -143,14 +143,14 @@ def find_format(values: Mapping[str, Any], name: str | None = None) -> Checkpoin
     """
     model_type = values.get("model_type")
     # Users must name a format whose model type is transformers', too.
-    found = next((entry for entry in FORMATS.values() if model_type and entry.model_type == model_type), None)
+    declared = next((entry for entry in FORMATS.values() if model_type and entry.model_type == model_type), None)
     if name is None:
-        return found
+        return declared
     require_choice("checkpoint_format", name, tuple(FORMATS))
     named = FORMATS[name]
-    if found is not named and model_type != named.base:
+    if declared is not named and model_type != named.base:
         raise ValueError(
-            f"checkpoint_format: expected {found.name if found else 'none'} for model_type {model_type!r}, got "
+            f"checkpoint_format: expected {declared.name if declared else 'none'} for model_type {model_type!r}, got "
             f"{name!r}; leave out --checkpoint_format."
         )
     return named

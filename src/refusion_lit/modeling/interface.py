@@ -21,7 +21,7 @@ class LanguageModel(ABC):
         traits: What the model was trained to do.
         special_tokens: Its special ids.
         max_positions: Length of its context; ``None`` if it has no limit.
-        learns_positions: Whether it has learnt position embeddings, so that it has none beyond its context.
+        learns_positions: Whether it has learnt position embeddings, which end with its context.
     """
 
     traits: ModelTraits
@@ -46,9 +46,9 @@ class LanguageModel(ABC):
         Args:
             input_ids: Tokens in sequence order.
             position_ids: Position of each token in the final text; need not be monotonic.
-            attention_mask: What each token sees. Keys are the tokens themselves or, with a cache, its entries (these
-                tokens are written first). Ranges without spans, and ``None`` for causal attention over the sequence,
-                only without a cache.
+            attention_mask: The keys that tokens see. Keys are the tokens or, with a cache, the cache's entries, to
+                which the tokens are written first. Without a cache, it may also be ranges without spans, or ``None``
+                for causal attention over the sequence.
             cache: A cache after :meth:`KVCache.prepare`.
         """
         return self.runner()(input_ids, position_ids, attention_mask, cache)
@@ -59,15 +59,15 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return a function like :meth:`hidden_states` for many calls, between which the model does not change."""
+        """Return a function like :meth:`hidden_states` for many calls of an unchanged model."""
 
     @abstractmethod
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
-        """Return a function like :meth:`logits` for many calls, between which the model does not change."""
+        """Return a function like :meth:`logits` for many calls of an unchanged model."""
 
     @property
     def forward_cost(self) -> float:
-        """Fixed cost of a forward, in positions of one row: a / b of a cost a + b * positions."""
+        """Fixed cost of a forward pass in positions of a row: a / b for a cost of a + b * positions."""
         return 32.0
 
     @abstractmethod

@@ -27,8 +27,8 @@ def library_states(
     """Run a transformer without its head; for arguments see :meth:`LanguageModel.hidden_states`.
 
     Raises:
-        ValueError: If one of ``draft_token_ids``, a drafter's masks, is among the tokens, or the attention
-            implementation takes no such mask.
+        ValueError: If a drafter's mask (``draft_token_ids``) is among the tokens, or the attention implementation
+            cannot take the mask.
     """
     # On a GPU the host would have to wait for this check.
     if draft_token_ids and input_ids.device.type == "cpu":
@@ -54,11 +54,11 @@ def library_mask(
 ) -> Any:  # noqa: ANN401 - a tensor or a BlockMask
     """Return an explicit mask in the form that the attention implementation takes.
 
-    Without mask and cache, transformers takes position ids that do not rise by one for packed sequences and silently
-    changes the attention. Two-dimensional ones keep its fast causal path.
+    Without mask and cache, transformers interprets position ids with gaps as packed sequences and silently changes the
+    attention. A two-dimensional mask of ones prevents this and keeps the fast causal path.
 
     Raises:
-        ValueError: If the attention implementation takes no such mask.
+        ValueError: If the attention implementation cannot take the mask.
     """
     implementation = body.config._attn_implementation
     if mask is None:
@@ -85,9 +85,9 @@ def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> 
 
 
 class LibraryCache(Cache):
-    """A cache as the forward of transformers takes it; it writes to and reads from our storage.
+    """A cache for transformers' forward that writes to and reads from our storage.
 
-    It has no layers, so its length is 0: masks and positions are explicit, and must not be derived from a length.
+    The cache has no layers, so its length is 0: masks and positions are explicit, never derived from a length.
     """
 
     def __init__(self, storage: KVCache) -> None:
@@ -102,7 +102,7 @@ class LibraryCache(Cache):
         *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's [sequence, head, token, dim] states and return what the sequences may attend to."""
+        """Write a layer's [sequence, head, token, dim] states; return the keys and values that queries may see."""
         storage = self._storage
         flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
         if storage.source_index is not None:

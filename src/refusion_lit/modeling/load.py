@@ -16,7 +16,7 @@ from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.fused.body import is_known
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.source import ModelSource
-from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained, special_tokens_of
+from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained, read_special_tokens
 from refusion_lit.modeling.weights import initialise_weights, load_weights
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.require import require
@@ -153,7 +153,7 @@ class BackboneConfig:
                 model = add_adapters(model, self.lora)
             drafter = _make_drafter(self, model)
         decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
-        backbone = Backbone(model, traits, special_tokens_of(tokenizer), **decoding)
+        backbone = Backbone(model, traits, read_special_tokens(tokenizer), **decoding)
         if drafter is not None:
             attach(backbone, drafter)
         if self.lora is not None:

@@ -29,10 +29,10 @@ from refusion_lit.utils.files import require_empty, write_atomically
 
 PROMPT_TEMPLATE = "prompt_template"
 HAS_DRAFTER = "has_drafter"
-"""Entry of ``refusion_lit`` in the config of a directory that holds a drafter, too."""
+"""Entry of ``refusion_lit`` in the config of a directory with a drafter."""
 _PACKAGE = Path(__file__).parents[1]
 PROGRAM_OPTIONS = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
-"""What a hybrid model's program takes of :class:`~refusion_lit.decoding.ReFusion`'s options."""
+"""Options of :class:`~refusion_lit.decoding.ReFusion` that a hybrid model's program knows."""
 
 
 def save_model(
@@ -44,9 +44,9 @@ def save_model(
 ) -> None:
     """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
-    Adapters are merged into the backbone's weights first. For a model of the hybrid objective, the directory includes a
-    decoder for transformers' ``generate(custom_generate=...)``, with those options of the model's own ReFusion that it
-    knows; for a model with a drafter, the drafter and its decoder.
+    Adapters are merged into the weights first. A model with a drafter is written with the drafter and its decoder. A
+    model of the hybrid objective is written with a decoder for transformers' ``generate(custom_generate=...)``, which
+    gets the options of the model's ReFusion that it knows.
 
     Args:
         backbone: The model.
@@ -72,8 +72,8 @@ def save_model(
         path.mkdir(parents=True, exist_ok=True)
         save_drafter(drafter, body_of(model), path, vocab_size=backbone.special_tokens.vocab_size)
     elif has_own_decoder(backbone.traits):
-        own = stored.get("decoder") or {}
-        options = (own.get("init_args") or {}) if own.get("class_path") == "ReFusion" else {}
+        named = stored.get("decoder") or {}
+        options = (named.get("init_args") or {}) if named.get("class_path") == "ReFusion" else {}
         known = {name: options[name] for name in PROGRAM_OPTIONS if options.get(name) is not None}
         model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size, **known}
         model.generation_config._from_model_config = False  # otherwise loading derives it from the config
@@ -83,16 +83,16 @@ def save_model(
 
 
 def has_own_decoder(traits: ModelTraits) -> bool:
-    """Whether the saved directory of a model with these traits includes a decoder for transformers' ``generate``."""
+    """Return whether :func:`save_model` writes a decoder for transformers' ``generate`` for these traits."""
     return traits.attention == "causal" and {"mask", "next_token_in_slot"} <= set(traits.predictions or ())
 
 
 def save_drafter(drafter: Drafter, body: nn.Module, directory: Path, *, vocab_size: int) -> None:
-    """Write a drafter without its model: options, the model's name and digest, weights in bfloat16, and its decoder.
+    """Write a drafter without its model: options, weights in bfloat16, decoder, and the model's name and digest.
 
     Args:
         drafter: The drafter.
-        body: The body of the model that it was trained for.
+        body: The body of the model that the drafter was trained for.
         directory: An existing directory.
         vocab_size: Number of the tokenizer's tokens; the model may have more rows.
     """
@@ -107,9 +107,9 @@ def save_drafter(drafter: Drafter, body: nn.Module, directory: Path, *, vocab_si
 def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
     """Write the adapters alone in peft's layout, for ``PeftModel.from_pretrained`` with the base model.
 
-    Rows of embedding and head that the base lacks, such as a new mask token's, are written as peft's trainable tokens
-    (``trainable_token_indices``): the base with these adapters has the backbone's logits. A base with fewer rows than
-    tokens must be resized before it is given to peft.
+    Embedding and head rows that the base lacks, such as the row of a new mask token, are written as peft's trainable
+    tokens (``trainable_token_indices``), so that the base with the adapters has the backbone's logits. A base with
+    fewer rows than tokens must be resized before peft gets it.
 
     Args:
         backbone: A model with unmerged adapters; they are removed from it.
@@ -117,17 +117,17 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
         directory: A new or empty directory.
 
     Raises:
-        ValueError: If there are no adapters, they have no base, or the directory holds files already.
+        ValueError: If the model has no adapters, the adapters have no base, or the directory holds files already.
     """
     adapters = backbone.adapters
     if adapters is None:
         raise ValueError(
-            "adapter_only: expected a model with low-rank adapters, got one without; export it without adapter_only."
+            "adapter_only: expected a model with low-rank adapters, got a model without; export without adapter_only."
         )
     if adapters.base is None:
         raise ValueError(
-            "adapter_only: expected adapters of a base model with weights of its own, got a base with random weights, "
-            "which exist in the checkpoint alone; export it without adapter_only, which merges the adapters."
+            "adapter_only: expected adapters of a pretrained base model, got a base with random weights, which exist "
+            "in the checkpoint alone; export without adapter_only, which merges the adapters."
         )
     path = Path(directory)
     require_empty(path)
@@ -142,7 +142,7 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
 
 
 def _with_token_rows(model: Any, token_ids: list[int]) -> Any:
-    """Return a ``PeftModel`` with the same adapters that also holds some tokens' rows of embedding and head."""
+    """Return a ``PeftModel`` with the same adapters and with some tokens' embedding and head rows."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     config = model.peft_config[model.active_adapter]
@@ -168,7 +168,7 @@ def write_program(program: Path, directory: Path) -> None:
 
 
 def program_text(program: Path) -> str:
-    """Return a decoder's program as one file without this package: the functions that it imports are written out."""
+    """Return a decoder's program as a single file, with the functions written out that it imports from here."""
     text = program.read_text(encoding="utf-8")
     imports = re.findall(r"^from (refusion_lit\.\S+) import (.+)\n", text, re.M)
     functions = [getattr(import_module(module), name) for module, names in imports for name in names.split(", ")]
@@ -204,7 +204,7 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a call: its arguments, then the generation config, by default the model's.
 
     Raises:
-        ValueError: If one asks for what this decoder would have to ignore.
+        ValueError: If an option asks for something that this decoder would have to ignore.
     """
     taken = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "use_cache",
              "pad_token_id", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
@@ -232,7 +232,7 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
-    """Return the prompt and the response [1, token], which ``decode`` returns and gives a streamer, if there is one."""
+    """Return the prompt with the response [1, token]. ``decode`` returns the response and passes it to a streamer."""
     if streamer is not None:
         streamer.put(ids.cpu())
     with torch.no_grad():

@@ -21,7 +21,7 @@ EOS_IDS = "ends_of_sequence"
 _NEW_MASK = "mask_token_is_new"
 
 
-def special_tokens_of(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a tokenizer of transformers
+def read_special_tokens(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a tokenizer of transformers
     """Read a tokenizer's special ids; the tokenizer's end-of-sequence token comes first in ``eos_token_ids``.
 
     Raises:
@@ -169,7 +169,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
         _initialise_as_mean(model, num_rows, num_tokens)
         new += range(num_rows, num_tokens)
-    mask = special_tokens_of(tokenizer).mask_token_id
+    mask = read_special_tokens(tokenizer).mask_token_id
     if pretrained and mask_is_new(tokenizer) and mask is not None:
         _initialise_as_mean(model, mask, mask + 1)
         new.append(mask)

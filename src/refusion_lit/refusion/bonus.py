@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
-from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
-from refusion_lit.refusion.infill import branch_of, close_round, uncached
+from refusion_lit.engine.requests import Branch, Draw, MoreDrafts, Reading, Steps
+from refusion_lit.refusion.infill import branch_of, uncached
 from refusion_lit.refusion.slots import OpenSlot, SlotState
-from refusion_lit.utils.require import require
 
 
 @dataclass(kw_only=True)
@@ -34,44 +33,6 @@ class BonusState(SlotState):
     guessed: set[int] = field(default_factory=set)
     acceptance: Acceptance = field(default_factory=Acceptance)
     guesses: Acceptance = field(default_factory=Acceptance)
-
-
-def check_options(infill: str, token_threshold: float, num_drafts: int | None) -> None:
-    """Refuse a low threshold with bonus tokens, and their number of drafts without them."""
-    if infill == "bonus":
-        fix = "raise it, or use another infill"
-        require(token_threshold >= 0.5, "token_threshold", "at least 0.5 with infill 'bonus'", token_threshold, fix)
-    else:
-        require(
-            num_drafts is None, "num_drafts", "null without infill 'bonus'", num_drafts, "leave it out, or set infill"
-        )
-
-
-def infill_autoregressively(state: SlotState, token_threshold: float) -> Steps[None]:
-    """Fill the open slots left to right by next-token predictions, with guesses as in Jacobi decoding.
-
-    The logits at the last accepted token give the next token; those at the rejected proposals after it give guesses for
-    the rest. Before the first round the proposals are the plan's drafts. This is a decoder of its own, not a faster
-    form of :func:`~refusion_lit.refusion.infill.infill_by_masks`.
-
-    Args:
-        state: Its open slots are changed in place; each is a row of the call.
-        token_threshold: Proposals above it are accepted.
-    """
-    draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
-    num_free = 0
-    while not all(slot.is_complete for slot in state.open):
-        untested = [range(slot.num_accepted, len(slot.tokens)) for slot in state.open]
-        branches = [branch_of(state, slot, drawn=own, tested=own, shift=1)
-                    for slot, own in zip(state.open, untested, strict=True)]  # fmt: skip
-        readings = yield Forward(phase="infill_autoregressive", branches=tuple(branches), draw=draw)
-        for slot, reading in zip(state.open, readings, strict=True):
-            before = slot.num_accepted
-            state.accept(slot, reading.scores[num_free:], token_threshold)
-            if not slot.is_complete:
-                slot.tokens[slot.num_accepted :] = reading.tokens[slot.num_accepted - before :]
-        num_free = 1  # from now on, the first proposal is the model's own choice: progress every round
-        close_round(state, packed=False)
 
 
 def step(

@@ -13,14 +13,15 @@ from math import prod
 from operator import itemgetter
 from typing import Literal
 
-from refusion_lit.contrib.slot_search import baseline_choice, check_baseline
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best, most_certain
 from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, MoreDrafts, Steps
+from refusion_lit.noise import stable_key
 from refusion_lit.refusion import bonus
-from refusion_lit.refusion.infill import infill_by_masks
+from refusion_lit.refusion.infill import infill_autoregressively, infill_by_masks
 from refusion_lit.refusion.slots import OpenSlot, SlotState, require_serial_blocks
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import is_number, require
 
 _CONFIDENCES = {"first": itemgetter(0), "mean": lambda each: sum(each) / len(each), "min": min, "product": prod}
 """A slot's confidence from its drafts' probabilities."""
@@ -85,10 +86,17 @@ class ReFusion(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.infill == "bonus" or self.num_drafts is not None:
-            bonus.check_options(self.infill, self.token_threshold, self.num_drafts)
-        if self.selection != "threshold" or self.k is not None:
-            check_baseline(self.selection, self.k)
+        fix = "raise it, or use another infill"
+        fits = self.infill != "bonus" or self.token_threshold >= 0.5
+        require(fits, "token_threshold", "at least 0.5 with infill 'bonus'", self.token_threshold, fix)
+        fix = "leave it out, or set infill to 'bonus'"
+        fits = self.infill == "bonus" or self.num_drafts is None
+        require(fits, "num_drafts", "null without infill 'bonus'", self.num_drafts, fix)
+        takes_k = self.selection != "threshold"
+        expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
+        is_count = self.k is not None and is_number(self.k, int) and self.k >= 1
+        fits = self.selection != "top_k" if self.k is None else takes_k and is_count
+        require(fits, "k", expected, self.k, "set k with selection 'top_k', and never with 'threshold'")
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
@@ -139,7 +147,7 @@ class ReFusion(Decoder):
         if self.selection == "threshold":
             chosen = above_or_best(confidences, self.slot_threshold)
         else:
-            chosen = baseline_choice(state, self.selection, self.k or 1, confidences)
+            chosen = self._choose_k(state, confidences)
         drafts = [plan.tokens[groups[i]] for i in chosen]
         if not all_read:
             num_known = len(state.branches[-1].tokens) - bounds[-1]
@@ -153,6 +161,21 @@ class ReFusion(Decoder):
             places = state.slots[slots[i]]
             state.open.append(OpenSlot(slots[i], places, write_at, own))
             write_at += len(places)
+
+    def _choose_k(self, state: SlotState, confidences: Sequence[float]) -> list[int]:
+        """Return the ``k`` slots of a serial block that ``selection`` puts first, in text order.
+
+        Args:
+            state: The state, after a plan of the block.
+            confidences: Confidence of every slot of the block, in text order; ties go to the earlier slot.
+        """
+        ranked = most_certain(confidences)
+        if self.selection == "sequential":
+            ranked.sort()
+        elif self.selection == "random":
+            key = ("slot_order", state.sampling.seed, state.prompt.id, state.num_plans)
+            ranked.sort(key=lambda i: stable_key(*key, state.blocks[0][i]))
+        return sorted(ranked[: self.k or 1])
 
     def _verify(self, state: SlotState, phase: str) -> Steps[None]:
         """Forward all open slots' tokens in text order, and accept proposals of each slot that pass.
@@ -191,7 +214,7 @@ class ReFusion(Decoder):
         if self.infill == "mask":
             yield from infill_by_masks(state, self.token_threshold, packed=self.infill_layout == "packed")
         else:
-            yield from bonus.infill_autoregressively(state, self.token_threshold)
+            yield from infill_autoregressively(state, self.token_threshold)
 
     def _masks(self, state: SlotState, slots: Sequence[int], *, num_seen: int, write_at: int) -> Branch:
         """Return the branch that plans slots after ``num_seen`` cache entries, in the first plan also known tokens."""

@@ -44,6 +44,33 @@ def infill_by_masks(state: SlotState, token_threshold: float, *, packed: bool) -
         close_round(state, packed=packed)
 
 
+def infill_autoregressively(state: SlotState, token_threshold: float) -> Steps[None]:
+    """Fill the open slots left to right by next-token predictions, with guesses as in Jacobi decoding.
+
+    The logits at the last accepted token give the next token; those at the rejected proposals after it give guesses for
+    the rest. Before the first round the proposals are the plan's drafts. This is a decoder of its own, not a faster
+    form of :func:`~refusion_lit.refusion.infill.infill_by_masks`.
+
+    Args:
+        state: Its open slots are changed in place; each is a row of the call.
+        token_threshold: Proposals above it are accepted.
+    """
+    draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
+    num_free = 0
+    while not all(slot.is_complete for slot in state.open):
+        untested = [range(slot.num_accepted, len(slot.tokens)) for slot in state.open]
+        branches = [branch_of(state, slot, drawn=own, tested=own, shift=1)
+                    for slot, own in zip(state.open, untested, strict=True)]  # fmt: skip
+        readings = yield Forward(phase="infill_autoregressive", branches=tuple(branches), draw=draw)
+        for slot, reading in zip(state.open, readings, strict=True):
+            before = slot.num_accepted
+            state.accept(slot, reading.scores[num_free:], token_threshold)
+            if not slot.is_complete:
+                slot.tokens[slot.num_accepted :] = reading.tokens[slot.num_accepted - before :]
+        num_free = 1  # from now on, the first proposal is the model's own choice: progress every round
+        close_round(state, packed=False)
+
+
 def uncached(state: SlotState) -> list[OpenSlot]:
     """Return the open slots with tokens that are to be fed."""
     return [slot for slot in state.open if slot.num_cached < len(slot.tokens)]

@@ -1,4 +1,4 @@
-"""The LightningModule: model and training; validation, evaluation and roll-outs are callbacks of their own."""
+"""The LightningModule: model and training. Validation and evaluation are callbacks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.checkpoints.files import check_weights
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata
 from refusion_lit.checkpoints.models import restore_metadata
-from refusion_lit.contrib.rl.rollouts import Rollouts
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
-from refusion_lit.learning.batch import CorruptedBatch, LossOutput, MicroBatch, ResponseBatch
+from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import corrupt_checked
 from refusion_lit.learning.packing import pack
+from refusion_lit.learning.step import MicroBatch, OptimizerStep
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
-from refusion_lit.objectives import GroupPolicy, Hybrid, Objective
+from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import (
     WarmupCosine,
@@ -40,6 +40,7 @@ from refusion_lit.training.optimizer import (
     warn_of_slow_precision,
 )
 from refusion_lit.training.progress import TrainingProgress
+from refusion_lit.training.step_source import make_step_source
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
@@ -99,7 +100,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.backbone: Backbone | None = None
         self.progress = TrainingProgress()
         self.validation = Validation(objective, self.progress)
-        self.rollouts = Rollouts(objective, self.evaluation, seed) if isinstance(objective, GroupPolicy) else None
+        self.step_source = make_step_source(objective, self.evaluation, seed)
 
     def configure_model(self) -> None:
         """Build the backbone once the tokenizer is known, and shard it if the strategy does."""
@@ -149,9 +150,7 @@ class SlotDiffusionModule(L.LightningModule):
         self._check_mask(data.training_prompt().token_ids if isinstance(data, InstructionDataModule) else ())
         if isinstance(data, InstructionDataModule) and self.model.max_positions is not None:
             data.check_context(self.model.max_positions)
-        if self.rollouts is not None:
-            assert isinstance(data, InstructionDataModule)
-            self.rollouts.start(data, self.text_model(), self.global_rank)
+        self.step_source.start(self)
         self.model.traits = self.objective.traits
         self._warn_of_misfits()
         self.model.train()
@@ -230,30 +229,24 @@ class SlotDiffusionModule(L.LightningModule):
         return self.objective.loss(hidden, self.model.head, corrupted)
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
-        """Return a micro-batch's share of its step's loss; log the step's loss after the last one."""
+        """Return a micro-batch's share of the loss of its step; log the loss of the step after the last micro-batch."""
         num_accumulated = self.trainer.accumulate_grad_batches
-        if isinstance(batch, ResponseBatch):  # of a loader that knows nothing of steps
-            expected = "1 with a loader that does not look ahead"
+        if isinstance(batch, ResponseBatch):  # of a loader that does not look ahead
             fix = "use the loader of InstructionDataModule"
-            require(num_accumulated == 1, "trainer.accumulate_grad_batches", expected, num_accumulated, fix)
-            batch = MicroBatch((batch,), 0)
+            require(num_accumulated == 1, "trainer.accumulate_grad_batches", "1 with this loader", num_accumulated, fix)
+            batch = MicroBatch(OptimizerStep((batch,)), 0)
         if batch.index == 0:
-            sample_ids = [name for each in batch.step for name in each.ids]
-            if self.rollouts is None:
-                own = [self.corrupt(each) for each in batch.step]
-            else:
-                own = self.rollouts.next_update(batch.step, self.global_step, self.corrupt)
-            self.progress.begin_step(own, sample_ids)
-        loss = self.loss(self.progress.next_micro_batch())
+            batch.step.begin(self.step_source.corrupt(self, batch.step))
+            self.progress.begin_step(batch.step)
+        loss = self.loss(batch.step.take(batch.index))
         self.progress.add(loss)
         if batch.is_last and self._logs_now():
-            rolled_out = {} if self.rollouts is None else self.rollouts.figures  # of this process alone
-            for name, value in (rolled_out | self.progress.figures()).items():
-                shown = name in ("loss", "reward", "rollout_seconds", "update_seconds")
-                is_own = name in rolled_out and self.trainer.world_size > 1
-                self.log(f"train/{name}", value, prog_bar=shown, sync_dist=is_own)
-        # Lightning divides by the number of micro-batches, and gradients are averaged over processes.
-        return loss.total * (num_accumulated * self.trainer.world_size)
+            of_source = self.step_source.figures
+            for name, value in ({**of_source} | self.progress.figures()).items():
+                shown = name in ("loss", *self.step_source.shown)
+                differs = name in of_source and self.trainer.world_size > 1  # between processes
+                self.log(f"train/{name}", value, prog_bar=shown, sync_dist=differs)
+        return loss.total * OptimizerStep.scale(num_accumulated, self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping; stop if it or the loss is not finite.
@@ -282,8 +275,8 @@ class SlotDiffusionModule(L.LightningModule):
         self.validation.means.update(None if corrupted is None else self.loss(corrupted))
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Return validation, evaluation and roll-outs, whose hooks begin and end them."""
-        return [each for each in (self.validation, self.evaluation, self.rollouts) if each is not None]
+        """Return the callbacks of validation, evaluation and the step source."""
+        return [self.validation, self.evaluation, self.step_source]
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """Decode a batch with the first decoder, in a test with every decoder; write and return the predictions."""

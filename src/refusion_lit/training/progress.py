@@ -1,36 +1,29 @@
-"""State of a training run between batches: the optimizer step under way, computed positions, and speed."""
+"""State of a training run between batches: computed positions, the loss of the step under way, and speed."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from refusion_lit.learning.batch import CorruptedBatch, LossOutput
+from refusion_lit.learning.batch import LossOutput
+from refusion_lit.learning.step import OptimizerStep, all_reduce
 
 
 class TrainingProgress:
-    """Gradient accumulation with exact losses, and the figures that training logs.
-
-    The losses of a step's micro-batches add up to the loss of one batch with all their samples, on all processes. Loss
-    terms have denominators of their own (labelled tokens, samples) that differ between micro-batches, so a mean of the
-    micro-batches' means would be another loss. Therefore all micro-batches of a step are corrupted before the first
-    one runs, and each gets the counts of the whole step as its denominators.
+    """Counts what a training has computed and makes the figures that it logs.
 
     Attributes:
-        num_positions: Number of token positions computed so far on all processes, padding included; a resumed run sets
-            what it had computed before.
+        num_positions: Number of token positions computed so far on all processes, padding included; a resumed run
+            starts with the number of the interrupted run.
         sample_ids: Ids of the samples in the optimizer step under way, on this process.
     """
 
     def __init__(self) -> None:
         self.num_positions = torch.zeros((), dtype=torch.float64)
         self.sample_ids: list[str] = []
-        self._micro_batches: deque[CorruptedBatch] = deque()
         self._loss: LossOutput | None = None
         self._padding = torch.zeros(())
         self._positions_before = 0.0
@@ -44,32 +37,15 @@ class TrainingProgress:
         self._since = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Leave out time that was not training, as in a validation."""
+        """Leave out time in which nothing was trained, such as a validation."""
         self._since += seconds * (self._since > 0)
 
-    def begin_step(self, micro_batches: Sequence[CorruptedBatch], sample_ids: list[str]) -> None:
-        """Begin an optimizer step: sum what its micro-batches count, over all processes.
-
-        Args:
-            micro_batches: This process's micro-batches of the step, in order.
-            sample_ids: Ids of their samples.
-        """
-        counts = torch.stack([batch.counts for batch in micro_batches]).sum(0).double()
-        num_positions = counts.new_full((1,), sum(batch.input_ids.numel() for batch in micro_batches))
-        # Where the objective does not say which positions are no padding, all count.
-        real = [torch.ones_like(each.input_ids) if each.is_real is None else each.is_real for each in micro_batches]
-        num_real = torch.stack([each.sum() for each in real]).sum()[None]
-        # One all-reduce for all figures; the host waits for none of them.
-        totals = self._all_reduced(torch.cat((num_positions, num_real.double(), counts)))
-        self.num_positions = self.num_positions + totals[0]
-        self.sample_ids = sample_ids
-        self._padding = 1 - totals[1] / totals[0]
-        self._micro_batches = deque(replace(batch, counts=totals[2:]) for batch in micro_batches)
+    def begin_step(self, step: OptimizerStep) -> None:
+        """Count the positions of an optimizer step whose micro-batches are corrupted."""
+        self.num_positions = self.num_positions + step.num_positions
+        self.sample_ids = step.sample_ids
+        self._padding = step.padding
         self._loss = None
-
-    def next_micro_batch(self) -> CorruptedBatch:
-        """Return the step's next micro-batch with the step's counts: its loss is its share of the step's loss."""
-        return self._micro_batches.popleft()
 
     def add(self, loss: LossOutput) -> None:
         """Add the loss of a micro-batch."""
@@ -85,7 +61,7 @@ class TrainingProgress:
     def figures(self) -> dict[str, Tensor]:
         """Return what is logged after a step, by name; measures the speed since the last call."""
         assert self._loss is not None
-        loss = replace(self._loss, sums=self._all_reduced(self._loss.sums))
+        loss = replace(self._loss, sums=all_reduce(self._loss.sums))
         figures = {
             **loss.named_means(),
             "loss": loss.total,
@@ -100,8 +76,3 @@ class TrainingProgress:
         self._positions_before = num_positions
         self._since = now
         return figures
-
-    def _all_reduced(self, values: Tensor) -> Tensor:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(values)
-        return values

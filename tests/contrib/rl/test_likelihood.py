@@ -13,20 +13,11 @@ import torch
 from experiments.policy_estimators.likelihoods import BlockBound, MaskedBound, MeanField, Rounds, SlotBound
 from torch import Tensor
 
-from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood, NextToken
+from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood, NextToken, TrajectoryRecorder
 from refusion_lit.contrib.rl.likelihood import Answers, LaidOut
 from refusion_lit.contrib.rl.rollouts import engine_log_probabilities
 from refusion_lit.contrib.rl.trajectory import Trajectory
-from refusion_lit.decoding import (
-    Autoregressive,
-    BlockDiffusion,
-    Decoder,
-    LLaDA,
-    ReFusion,
-    SelfSpeculative,
-    TrajectoryRecorder,
-    decode,
-)
+from refusion_lit.decoding import Autoregressive, BlockDiffusion, Decoder, LLaDA, ReFusion, SelfSpeculative, decode
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from contrib.rl.test_likelihood import answers, batch_of, every_answer, laid, small
 from modeling.fused.test_invariant import backbone
-from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, NextToken
+from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, NextToken, TrajectoryRecorder
 from refusion_lit.contrib.rl.likelihood import LaidOut
 from refusion_lit.contrib.rl.objective import group_advantages
 from refusion_lit.contrib.rl.rollouts import engine_log_probabilities
-from refusion_lit.decoding import Autoregressive, ReFusion, SelfSpeculative, TrajectoryRecorder, decode
+from refusion_lit.decoding import Autoregressive, ReFusion, SelfSpeculative, decode
 from refusion_lit.learning.batch import LossOutput
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import Prompt, SamplingParams

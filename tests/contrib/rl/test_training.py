@@ -28,11 +28,11 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, SelfSpeculative
 from refusion_lit.evaluation.loop import EvaluationOptions
+from refusion_lit.learning.step import OptimizerStep
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.tasks import Additions, Example, InstructionFiles, Mbpp, Task
 from refusion_lit.tasks.base import Split
-from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.types import Prompt
 from support.tiny import TINY_QWEN
 from tasks.samples import MBPP, write_jsonl
@@ -219,8 +219,8 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_upda
 def test_a_second_fit_rolls_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one ends with updates left on its answers, to another task's questions."""
     module, _ = fitted(tmp_path, replace(OBJECTIVE, num_updates=4), steps=1)
-    assert module.rollouts is not None
-    assert module.rollouts.pending
+    assert module.step_source is not None
+    assert module.step_source.pending
     decoded: list[str] = []
     decode = Rollouts._decoded
 
@@ -328,18 +328,18 @@ def test_a_shorter_last_step_of_an_epoch_has_answers_of_its_own(
 ) -> None:
     """Four micro-batches an epoch, in steps of three and one: each step runs all that it has begun."""
     begun: list[int] = []
-    begin, run = TrainingProgress.begin_step, TrainingProgress.next_micro_batch
+    begin_step, take_batch = OptimizerStep.begin, OptimizerStep.take
 
-    def begin_step(self: TrainingProgress, micro_batches: Sequence[Any], sample_ids: list[str]) -> None:
-        begun.append(len(micro_batches))
-        begin(self, micro_batches, sample_ids)
+    def begin(self: OptimizerStep, corrupted: Sequence[Any]) -> None:
+        begun.append(len(corrupted))
+        begin_step(self, corrupted)
 
-    def next_micro_batch(self: TrainingProgress) -> Any:
+    def take(self: OptimizerStep, index: int) -> Any:
         begun.append(-1)
-        return run(self)
+        return take_batch(self, index)
 
-    monkeypatch.setattr(TrainingProgress, "begin_step", begin_step)
-    monkeypatch.setattr(TrainingProgress, "next_micro_batch", next_micro_batch)
+    monkeypatch.setattr(OptimizerStep, "begin", begin)
+    monkeypatch.setattr(OptimizerStep, "take", take)
     objective = replace(OBJECTIVE, num_updates=3, group_size=2, max_new_tokens=2)
     fitted(tmp_path, objective, steps=4, batch_size=16, accumulate_grad_batches=3)
     assert begun == [3, -1, -1, -1, 1, -1] * 2

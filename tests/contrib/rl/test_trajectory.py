@@ -11,16 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.decoding import (
-    Autoregressive,
-    Decoder,
-    ReFusion,
-    Trajectory,
-    TrajectoryRecorder,
-    TrajectoryWriter,
-    decode,
-    read_trajectories,
-)
+from refusion_lit.contrib.rl import Trajectory, TrajectoryRecorder, TrajectoryWriter, read_trajectories
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, decode
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import hash_models, prompts, setups
 from support.effort import examples

@@ -76,23 +76,6 @@ def test_a_plain_loop_with_guidance_and_ends_gives_the_same(options: dict[str, A
         assert row.token_ids == cut(llada(prompt, 48, 8, 12, **options), [EOS])
 
 
-@pytest.mark.parametrize("kernel_size", [1, 2, 3, 6, 99])
-@pytest.mark.parametrize("steps", [5, 16])
-def test_a_plain_loop_with_a_convolution_gives_the_same(kernel_size: int, steps: int) -> None:
-    rows = run(LLaDA(steps=steps, kernel_size=kernel_size), 16)
-    for prompt, row in zip(PROMPTS, rows, strict=True):
-        assert row.token_ids == cut(llada(prompt, 16, steps, 16, kernel=kernel_size), [EOS])
-
-
-def test_a_window_over_everything_changes_nothing_but_a_narrow_one_does() -> None:
-    wide, none, narrow = (
-        [row.token_ids for row in run(LLaDA(steps=4, kernel_size=size), 16)] for size in (999, None, 2)
-    )
-    # tanh of the whole prompt and more is 1 but for rounding.
-    assert wide == none
-    assert narrow != none
-
-
 @pytest.mark.parametrize("order", ["maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize(("length", "steps"), [(12, 12), (16, 5), (6, 11)])
 def test_a_plain_loop_of_dreams_gives_the_same(order: str, length: int, steps: int) -> None:
@@ -211,10 +194,6 @@ def test_no_guidance_is_weight_zero() -> None:
         ({"guidance_scale": float("inf")}, 16, "guidance_scale"),
         ({"order": "confidence"}, 16, "order: expected one of low_confidence, random"),
         ({"order": "entropy", "eos_confidence_zero": True}, 16, "eos_confidence_zero: expected false with order"),
-        ({"kernel_size": 0}, 16, "kernel_size"),
-        ({"kernel_size": 8, "block_length": 8}, 16, "kernel_size: expected null with blocks"),
-        ({"kernel_size": 8, "order": "random"}, 16, "kernel_size: expected null with blocks"),
-        ({"kernel_size": 8, "order": "origin"}, 16, "kernel_size: expected null with blocks"),
     ],
 )
 def test_impossible_options(options: dict[str, Any], length: int, message: str) -> None:

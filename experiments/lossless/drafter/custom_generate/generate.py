@@ -45,7 +45,7 @@ def request(
 
 
 def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
-    """Return the prompt and the response [1, token], which ``decode`` returns and gives a streamer, if there is one."""
+    """Return the prompt with the response [1, token]. ``decode`` returns the response and passes it to a streamer."""
     if streamer is not None:
         streamer.put(ids.cpu())
     with torch.no_grad():
@@ -59,7 +59,7 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a call: its arguments, then the generation config, by default the model's.
 
     Raises:
-        ValueError: If one asks for what this decoder would have to ignore.
+        ValueError: If an option asks for something that this decoder would have to ignore.
     """
     taken = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "use_cache",
              "pad_token_id", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
@@ -90,8 +90,8 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def weights_digest(model: torch.nn.Module) -> str | None:
     """Return a digest of a model's weights, 16 hexadecimal digits.
 
-    It hashes names and shapes of all parameters and a sample of 64 values from each, which is fast for large models.
-    The values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
+    The digest covers the names and shapes of all parameters and 64 values per parameter, which is fast for large
+    models. Values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
 
     Args:
         model: A model; tied weights count once.

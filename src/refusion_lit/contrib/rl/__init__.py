@@ -1,6 +1,10 @@
-"""Training on rewards: the objective, exact likelihoods of answers, and the interface of rewards."""
+"""Training on rewards: the objective, exact likelihoods of answers, rewards, and trajectories of decodes."""
 
 from refusion_lit.contrib.rl.likelihood import LeftToRight, Likelihood, NextToken
 from refusion_lit.contrib.rl.objective import GroupPolicy, Reward
+from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder, TrajectoryWriter, read_trajectories
 
-__all__ = ["GroupPolicy", "LeftToRight", "Likelihood", "NextToken", "Reward"]
+__all__ = [
+    "GroupPolicy", "LeftToRight", "Likelihood", "NextToken", "Reward", "Trajectory", "TrajectoryRecorder",
+    "TrajectoryWriter", "read_trajectories",
+]  # fmt: skip

@@ -79,6 +79,7 @@ class GroupPolicy(Objective):
             Longer answers have reward 0.
     """
 
+    step_source = "refusion_lit.contrib.rl.rollouts.Rollouts"
     ranges = {
         "group_size": 2,
         "temperature": "(0, inf)",

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -27,10 +27,12 @@ from refusion_lit.decoding import Generation, check_prompts
 from refusion_lit.evaluation.loop import Evaluation
 from refusion_lit.evaluation.predictions import class_and_options
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.learning.step import OptimizerStep
 from refusion_lit.noise import stable_key
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.tasks.code import CodeTask
-from refusion_lit.text_model import TextModel
+from refusion_lit.training.module import SlotDiffusionModule
+from refusion_lit.training.step_source import StepSource
 from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require
 
@@ -47,7 +49,7 @@ class _Answer:
     advantage: float
 
 
-class Rollouts(L.Callback):
+class Rollouts(StepSource):
     """Decodes groups of answers, rewards them, and keeps what the updates on them need, in checkpoints, too.
 
     Roll-outs are a function of weights, seed, step and prompt alone: a resumed run decodes the same.
@@ -62,28 +64,32 @@ class Rollouts(L.Callback):
         figures: What the last roll-out showed, by name.
     """
 
+    shown = ("reward", "rollout_seconds", "update_seconds")
+    objective: GroupPolicy
+
     def __init__(self, objective: GroupPolicy, evaluation: Evaluation, seed: int) -> None:
-        self.objective = objective
+        super().__init__(objective, evaluation, seed)
         self.pending: list[list[LaidOut]] = []
-        self.figures: dict[str, float] = {}
-        self._evaluation = evaluation
-        self._seed = seed
+        self.figures = {}
         self._finished = 0.0
         self._restored: Mapping[str, Any] | None = None
         self._examples: dict[str, Example] = {}
 
-    def start(self, data: InstructionDataModule, model: TextModel, rank: int) -> None:
-        """Check, before any work, that answers can be decoded, have a likelihood and a reward.
+    def start(self, module: SlotDiffusionModule) -> None:
+        """Check, before any work, that answers can be decoded and have a likelihood and a reward.
 
         Raises:
             ValueError: Naming the option.
         """
+        data, model = module.trainer.datamodule, module.text_model()
+        expected = "the data of an InstructionDataModule, which names the task"
+        require(isinstance(data, InstructionDataModule), "datamodule", expected, data, "pass it to the trainer")
         options = self.objective
         self.pending, self._examples = [], {}  # of an earlier fit
         self._model = model
         self._data = data
-        self._decoder = next(iter(self._evaluation.decoders(model).values()))
-        sampling = self._evaluation.sampling
+        self._decoder = next(iter(self.evaluation.decoders(model).values()))
+        sampling = self.evaluation.sampling
         self._sampling = replace(sampling, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
         options.check(self._decoder, self._sampling)
         self._decoder.check(self._sampling)
@@ -106,7 +112,7 @@ class Rollouts(L.Callback):
         check_prompts(model.model_for(self._decoder), self._decoder, [prompt], self._sampling, None)
         self._check_memory(len(prompt.token_ids))
         if self._restored is not None:
-            self._restore(self._restored, rank)
+            self._restore(self._restored, module.global_rank)
 
     def _check_memory(self, prompt_length: int) -> None:
         """Refuse a KV cache of all prompts in flight, or inputs of all layers, beyond the host's or device's memory."""
@@ -120,7 +126,7 @@ class Rollouts(L.Callback):
         if backbone.device.type == "cuda":
             memory = torch.cuda.mem_get_info(backbone.device)[1]
         parts = (
-            ("model.decoding.batch_size", self._evaluation.options.batch_size, 2 * heads * size),
+            ("model.decoding.batch_size", self.evaluation.options.batch_size, 2 * heads * size),
             ("data.batch_size", self._data.batch_size, self.objective.group_size * config.hidden_size),
         )
         for option, number, width in parts:
@@ -129,26 +135,24 @@ class Rollouts(L.Callback):
             got = f"{number}, which takes at least {needed / 2**30:.1f} GB"
             require(needed < memory, option, expected, got, "lower it, or objective.max_new_tokens")
 
-    def next_update(
-        self, step: Sequence[ResponseBatch], number: int, corrupt: Callable[[ResponseBatch], CorruptedBatch]
-    ) -> list[LaidOut]:
-        """Return the answers of an update: those that the last roll-out left, or new ones to a step's prompts.
+    def corrupt(self, module: SlotDiffusionModule, step: OptimizerStep) -> list[CorruptedBatch]:
+        """Return the answers of an update: the answers that the last roll-out left, or new ones to the step's prompts.
 
         Args:
-            step: The step's micro-batches; their responses are not used.
-            number: Number of the optimizer step.
-            corrupt: Lays a batch of answers out for training.
+            module: Lays a batch of answers out for training.
+            step: The prompts; the responses of the data are not used.
         """
         device = self._model.backbone.device
-        if not self.pending or len(self.pending[0]) != len(step):  # the last step of an epoch may be shorter
+        number = module.global_step
+        if not self.pending or len(self.pending[0]) != len(step.batches):  # the last step of an epoch may be shorter
             self.pending.clear()
             with torch.autocast(device.type, enabled=False):  # the fused backbone decodes without it
-                answers = self._answers(step, number)
+                answers = self._answers(step.batches, number)
             for update in range(self.objective.num_updates):
                 fresh = stable_key("update", update, number)  # bounds draw new masks for every update
-                keyed = [replace(each, sample_keys=each.sample_keys ^ fresh) for each in answers]
-                self.pending.append([self._with_fixed_terms(corrupt(each)) for each in keyed])
-        return [each.to(device) for each in self.pending.pop(0)]
+                keyed = [replace(batch, sample_keys=batch.sample_keys ^ fresh) for batch in answers]
+                self.pending.append([self._with_fixed_terms(module.corrupt(batch)) for batch in keyed])
+        return [batch.to(device) for batch in self.pending.pop(0)]
 
     def _with_fixed_terms(self, corrupted: CorruptedBatch) -> LaidOut:
         """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
@@ -185,8 +189,8 @@ class Rollouts(L.Callback):
         for attempt in range(1 + self.objective.max_resamples):
             copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in waiting for i in range(size)]
             recorder = TrajectoryRecorder(self._decoder)
-            sampling = replace(self._sampling, seed=stable_key("rollout", self._seed, number, attempt))
-            rows = self._evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
+            sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, number, attempt))
+            rows = self.evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
             rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
             trajectories = [recorder.trajectories[index] for index in range(len(rows))]
             by_group = torch.tensor(rewards, dtype=torch.float64).view(-1, size)

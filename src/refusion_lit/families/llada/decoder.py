@@ -7,7 +7,6 @@ go to the lower position; quotas are counted for each row, never pooled over a b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -62,16 +61,13 @@ class LLaDA(Decoder):
         stop_at_eos: Stop once everything up to an EOS token is final, instead of running all steps.
         confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
             the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
-        kernel_size: Convolutional decoding (arXiv 2509.15188): weigh a mask by s = tanh(n), where n is the number of
-            unmasked positions, prompt included, among the ``kernel_size`` centred at it (one more if that is even).
-            Masks far from the text then come late, without blocks: s multiplies the confidence. ``None``: off.
         shifted: The model predicts a mask at the position before it (Dream).
     """
 
     requires = ModelRequirements(attention="bidirectional", predictions=("mask",))
     refuses = None  # given tokens are unmasked tokens of the canvas
 
-    ranges = {"steps": 1, "block_length": 1, "guidance_scale": "[0, inf)", "kernel_size": 1}
+    ranges = {"steps": 1, "block_length": 1, "guidance_scale": "[0, inf)"}
     steps: int | None = None
     block_length: int | None = None
     order: Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"] = "low_confidence"
@@ -80,7 +76,6 @@ class LLaDA(Decoder):
     eos_confidence_zero: bool = False
     stop_at_eos: bool = False
     confidence_dtype: ConfidenceDtype | None = None
-    kernel_size: int | None = None
     shifted: bool = False
 
     def __post_init__(self) -> None:
@@ -91,10 +86,6 @@ class LLaDA(Decoder):
         require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
                 f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
-        if self.kernel_size is not None:
-            holds = self.order == "low_confidence" and self.block_length is None
-            require(holds, "kernel_size", "null with blocks, or with another order than 'low_confidence'",
-                    self.kernel_size, "leave it out, or leave out block_length and order")  # fmt: skip
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse blocks that do not fill the response, and steps that do not fill the blocks."""
@@ -169,21 +160,14 @@ class LLaDA(Decoder):
         confidences = reading.probabilities
         if self.order == "random":
             confidences = [self._chance(state, number, place) for place in places]
-        if self.kernel_size is not None:
-            near = [math.tanh(known_around(state, place, self.kernel_size)) for place in places]
-            confidences = [confidence * factor for confidence, factor in zip(confidences, near, strict=True)]
-        return most_certain(confidences, state.schedule[number][1])
+        return most_certain(self.weigh(state, places, confidences), state.schedule[number][1])
+
+    def weigh(self, state: RowState, places: Sequence[int], confidences: Sequence[float]) -> Sequence[float]:  # noqa: ARG002
+        """Return the confidences by which masks are ranked; a subclass may change them."""
+        return confidences
 
     def _chance(self, state: RowState, number: int, place: int) -> float:
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, number, place)
-
-
-def known_around(state: RowState, place: int, kernel_size: int) -> int:
-    """Return the number of unmasked positions, prompt included, in the window centred at a place of the canvas."""
-    start = place - kernel_size // 2
-    stop = place + kernel_size // 2 + 1
-    num_prompt = min(max(-start, 0), state.prompt_length)
-    return num_prompt + state.is_masked[max(start, 0) : stop].count(False)
 
 
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:

@@ -1,0 +1,183 @@
+"""Convolutional decoding and R2FT (arXiv 2509.15188), for masked models that are decoded without blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from refusion_lit.engine.decoder import RowState
+from refusion_lit.families.llada.decoder import LLaDA
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.objective import Head, MaskRatio, Objective, in_chunks, mask_probability, required_mask_id
+from refusion_lit.learning.text_order import extend_to_multiple
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require, require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convolutional(LLaDA):
+    """:class:`~refusion_lit.decoding.LLaDA` that unmasks near known text first, without blocks.
+
+    The confidence of a mask is multiplied by tanh(n), where n is the number of unmasked positions, prompt included, in
+    a window of ``kernel_size`` positions centred at the mask (one position more if ``kernel_size`` is even).
+
+    Source: convolutional decoding, arXiv 2509.15188.
+
+    Attributes:
+        kernel_size: Number of positions in the window, at least 1.
+
+    Example:
+        >>> Convolutional(kernel_size=8, steps=16).order
+        'low_confidence'
+    """
+
+    ranges = {"kernel_size": 1}
+    kernel_size: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.order == "low_confidence" and self.block_length is None
+        fix = "leave out block_length and order, or use LLaDA"
+        got = f"order {self.order!r} and block_length {self.block_length}"
+        require(fits, "kernel_size", "order 'low_confidence' without blocks", got, fix)
+
+    def weigh(self, state: RowState, places: Sequence[int], confidences: Sequence[float]) -> Sequence[float]:
+        """Return the confidences, smaller where little text is near."""
+        factors = [math.tanh(num_known_around(state, place, self.kernel_size)) for place in places]
+        return [confidence * factor for confidence, factor in zip(confidences, factors, strict=True)]
+
+
+def num_known_around(state: RowState, place: int, kernel_size: int) -> int:
+    """Return the number of unmasked positions, prompt included, in the window centred at a place of the canvas."""
+    start = place - kernel_size // 2
+    stop = place + kernel_size // 2 + 1
+    num_prompt = min(max(-start, 0), state.prompt_length)
+    return num_prompt + state.is_masked[max(start, 0) : stop].count(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class R2FT(Objective):
+    """Masks the response from a random place on, and prefers what stood there to a repetition of the text before it.
+
+    Rule-based rejective fine-tuning of convolutional decoding (arXiv 2509.15188), for models that were trained with
+    :class:`Masked` and repeat themselves where masks are far from known text. A cut c is uniform over the response;
+    everything from c on is masked. The rejected text repeats the last g tokens before c, g uniform in [1,
+    ``max_unit``], from a random one of them on, over a length uniform in [``min_span``, ``max_span``], at most to the
+    response's end; an EOS token stands at a random place of it. Both texts are scored by one forward of the
+    masked input. With w the mean of log p over the response, where known tokens count 0, and l the mean of log p of the
+    rejected text over its length, the terms are ``preference``, -log sigmoid(beta (w - l)), and ``likelihood``, -w,
+    both means over samples.
+
+    Deliberate differences: no margin, as in the released script (the paper's text has 0.1); means over samples, not
+    sums; an EOS token replaces a token of the rejected text and may stand at its end; the rejected text ends with
+    the response. Samples cannot be packed.
+
+    Attributes:
+        max_unit: Maximum number of tokens that are repeated, at least 1.
+        min_span: Minimum length of the rejected text, at least 1.
+        max_span: Maximum length, at least ``min_span``.
+        beta: Sharpness of the preference, above 0.
+        likelihood_weight: Coefficient of ``likelihood``, at least 0.
+        pad_responses_to: Lengthen responses with end-of-sequence tokens, as for :class:`Masked`.
+    """
+
+    trained = ModelTraits(attention="bidirectional", predictions=("mask",))
+
+    packs = False
+    ranges = {
+        "max_unit": 1,
+        "min_span": 1,
+        "beta": "(0, inf)",
+        "likelihood_weight": 0.0,
+        "pad_responses_to": 1,
+    }
+    max_unit: int = 14
+    min_span: int = 30
+    max_span: int = 49
+    beta: float = 1.0
+    likelihood_weight: float = 0.1
+    pad_responses_to: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("objective.max_span", self.max_span, self.min_span)
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The preference and the likelihood of the text."""
+        return {"preference": 1.0, "likelihood": self.likelihood_weight}
+
+    def corrupt(
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
+    ) -> CorruptedBatch:
+        """Mask responses from a cut on and make the rejected texts; see :meth:`Objective.corrupt`.
+
+        With ``mask_ratio``, that share of a response is masked, rounded up.
+        """
+        if self.pad_responses_to is not None:
+            batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
+        lengths = batch.response_lengths
+        if mask_ratio is None:
+            cut = batch.prompt_lengths + (noise.uniform("cut", 1)[:, 0] * lengths).long()
+        else:
+            cut = batch.ends - (mask_probability(noise, 0.0, mask_ratio) * lengths).ceil().long()
+        is_masked = batch.in_response & (batch.positions >= cut[:, None])
+        rejected = self._rejected(batch, cut, noise, special_tokens.eos_token_ids[0])
+        num_valid = (cut > 0).sum()  # a sample without any text before the cut has nothing to repeat
+        return CorruptedBatch(
+            input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
+            position_ids=batch.positions.expand_as(batch.input_ids),
+            labels=batch.input_ids.where(is_masked, IGNORE_INDEX),
+            weights=(1 / lengths.double())[:, None].float().where(is_masked, 0.0),
+            terms=is_masked.long(),
+            counts=torch.stack((num_valid, torch.full_like(num_valid, len(lengths)))).float(),
+            visible=batch.bidirectional,
+            is_masked=is_masked,
+            rejected=rejected,
+        )
+
+    def _rejected(
+        self, batch: ResponseBatch, cut: Int[Tensor, " batch"], noise: KeyedNoise, eos: int
+    ) -> Int[Tensor, "batch token"]:
+        """Return the rejected token of each position, or ``IGNORE_INDEX``."""
+        chances = noise.uniform("rejected", 4).unbind(1)
+        unit = (1 + (chances[0] * self.max_unit).long()).minimum(cut).clamp(min=1)
+        phase = (chances[1] * unit).long()
+        span = self.min_span + (chances[2] * (self.max_span - self.min_span + 1)).long()
+        span = span.minimum(batch.ends - cut)
+        offset = batch.positions - cut[:, None]
+        source = (cut - unit)[:, None] + (offset + phase[:, None]) % unit[:, None]
+        repeated = batch.input_ids.gather(1, source.clamp(min=0))
+        place = (chances[3] * span).long()
+        repeated = repeated.masked_fill(offset == place[:, None], eos)
+        is_rejected = (offset >= 0) & (offset < span[:, None]) & (cut > 0)[:, None]
+        return repeated.where(is_rejected, IGNORE_INDEX)
+
+    def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
+        """Compute the loss; see :meth:`Objective.loss`."""
+        labels = corrupted.labels
+        rejected = corrupted.rejected
+        assert rejected is not None
+        rows, columns = (labels != IGNORE_INDEX).nonzero().unbind(1)
+        states = hidden[rows, columns]
+        pairs = torch.stack((labels[rows, columns], rejected[rows, columns]), 1)
+
+        def losses(logits: Tensor, pairs: Tensor) -> Tensor:
+            return torch.stack([F.cross_entropy(logits, targets, reduction="none") for targets in pairs.unbind(1)])
+
+        found = torch.cat(in_chunks(losses, head, states, pairs, chunk_size=self.chunk_size), 1)
+        spread = found.new_zeros(2, *labels.shape)
+        spread[:, rows, columns] = found  # what is not rejected has no loss there
+        is_rejected = rejected != IGNORE_INDEX
+        text = -(spread[0] * corrupted.weights).sum(1)
+        repetition = -spread[1].sum(1) / is_rejected.sum(1).clamp(min=1)
+        preference = -F.logsigmoid(self.beta * (text - repetition))
+        sums = torch.stack((preference.where(is_rejected.any(1), 0.0).sum(), -text.sum()))
+        return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)

@@ -1,0 +1,34 @@
+"""Convolutional decoding beside a plain loop, and the options that it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from refusion_lit.contrib import Convolutional
+from refusion_lit.decoding import LLaDA
+from support.reference_masked import EOS, PROMPTS, llada, run
+from support.slow_decoding import cut
+
+
+@pytest.mark.parametrize("kernel_size", [1, 2, 3, 6, 99])
+@pytest.mark.parametrize("steps", [5, 16])
+def test_a_plain_loop_gives_the_same(kernel_size: int, steps: int) -> None:
+    rows = run(Convolutional(steps=steps, kernel_size=kernel_size), 16)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        assert row.token_ids == cut(llada(prompt, 16, steps, 16, kernel=kernel_size), [EOS])
+
+
+def test_a_window_over_everything_changes_nothing_but_a_narrow_one_does() -> None:
+    decoders = (Convolutional(steps=4, kernel_size=999), LLaDA(steps=4), Convolutional(steps=4, kernel_size=2))
+    wide, plain, narrow = ([row.token_ids for row in run(decoder, 16)] for decoder in decoders)
+    # tanh of the whole prompt and more is 1 but for rounding.
+    assert wide == plain
+    assert narrow != plain
+
+
+@pytest.mark.parametrize("options", [{"block_length": 8}, {"order": "random"}, {"order": "origin"}, {"kernel_size": 0}])
+def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="kernel_size: expected"):
+        Convolutional(**options)
