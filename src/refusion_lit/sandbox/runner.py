@@ -163,15 +163,25 @@ class _SandboxedProcess:
         interpreter = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
         source = Path(__file__).with_name("confined.py").read_text(encoding="utf-8")
         options = {"limits": asdict(limits), "readable": _READABLE, "layers": list(layers)}
+        descriptor = worker_socket.fileno()
         with worker_socket:
             self._process = subprocess.Popen(
-                [interpreter, "-I", "-S", "-c", source, str(worker_socket.fileno()), self._directory, json.dumps(options)],
+                [
+                    interpreter,
+                    "-I",
+                    "-S",
+                    "-c",
+                    source,
+                    str(descriptor),
+                    self._directory,
+                    json.dumps(options),
+                ],
                 cwd=self._directory,
                 env={"HOME": self._directory, "TMPDIR": self._directory, "LANG": "C.UTF-8"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(worker_socket.fileno(),),
+                pass_fds=(descriptor,),
                 start_new_session=True,
             )
 

@@ -64,7 +64,7 @@ class Timeline:
         return states
 
     def final_forwards(self) -> list[int]:
-        """Return the number, from 1, of the forward that accepted a token, for all tokens; 0 for tokens never accepted."""
+        """Return, for all tokens, the number from 1 of the forward that accepted the token; 0 if none did."""
         forwards = [0] * self.canvas_length
         for number, changes in enumerate(self.changes, start=1):
             for change in changes:
