@@ -81,7 +81,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small model for each decoder family, test each decoder on its own model, print the table."""
+    """Train a small model for each decoder family; test and time the decoders; print the table and what it shows."""
     install(session, ".")
     directory = Path("runs/sweep_demo")
     sweep = ("--config", "experiments/demo/sweep.yaml", "--directory", str(directory))
@@ -108,7 +108,6 @@ def bench(session: nox.Session) -> None:
         "shared_prefixes",
         "many_prompts",
         "kernels",
-        "attention_calls",
         "fast_paths",
         "training",
         "training_memory",

@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmarks.attention_calls import SMOLLM2
 from benchmarks.common import (
     SMALL,
     VOCABULARY_HEAVY,
@@ -37,6 +36,12 @@ from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.engine import reading
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fused import body, linear
+
+SMOLLM2: dict[str, Any] = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49_152,
+}  # fmt: skip
+"""The shape of SmolLM2-135M."""
 
 
 def library_norm(self: body._Norm, x: Tensor) -> Tensor:

@@ -155,10 +155,6 @@ def shared_heads(result: Result) -> str:
     return table(head, [list(case.values()) for case in result["cases"]])
 
 
-def attention_calls(result: Result) -> str:
-    return table(["case", "over one call"], [[name, case["over one call"]] for name, case in result["cases"].items()])
-
-
 def fast_paths(result: Result) -> str:
     found = [
         (name, way, ratio) for name, case in result["cases"].items() for way, ratio in case["without / with"].items()
@@ -297,7 +293,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forwards": forwards,
     "overhead": overhead, "growth": growth, "long_prompts": long_prompts, "shared_prefixes": shared_prefixes,
     "host_time": host_time, "linear": linear, "shared_heads": shared_heads,
-    "attention_calls": attention_calls, "fast_paths": fast_paths, "head_candidates": head_candidates,
+    "fast_paths": fast_paths, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "precision": precision,
     "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
@@ -335,7 +331,6 @@ COMPARED = {
     "host_time": "Equal: tokens, schedule. Not equal: entries in the cache; the model itself does nothing.",
     "linear": "Equal: weights, thread. Not equal: how they are stored.",
     "shared_heads": "Equal in a row: tensors, thread. Not equal: the calls of attention.",
-    "attention_calls": "Equal in a row: weights, prompts, thread. Not equal: the calls of attention.",
     "fast_paths": "Equal in a row: weights, prompts, thread. Not equal: the path that is replaced.",
     "head_candidates": "Equal: hidden states, weights. Not equal: the copy that proposes; times are of random weights.",
     "training": "Equal: backbone, samples, thread. Not equal: the objective, and with it the positions of a row.",

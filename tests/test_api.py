@@ -114,11 +114,11 @@ def test_torch_types_are_taken(model: TextModel) -> None:
     ("options", "message"),
     [
         ({"sampling": {"max_new_tokens": 8}}, "sampling: expected an instance of SamplingParams"),
-        ({"callbacks": [print]}, "callbacks: expected a list of instances of GenerationCallback"),
-        ({"callbacks": GenerationCallback()}, "callbacks: expected a list of instances of GenerationCallback"),
+        ({"callbacks": [print]}, "callbacks: expected a list"),
+        ({"callbacks": GenerationCallback()}, "callbacks: expected a list"),
         ({"decoder": ReFusion}, "decoder: expected an instance of a decoder class"),
-        ({"kept": True}, "kept: expected an instance of KeptCache, got True"),
-        ({"templates": iter([None])}, "templates: expected a list of one for each of 1 prompts"),
+        ({"kept": True}, "kept: expected an instance of KeptCache"),
+        ({"templates": iter([None])}, "templates: expected a list"),
     ],
 )
 def test_arguments_of_another_type_are_refused(model: TextModel, options: dict[str, Any], message: str) -> None:

@@ -37,24 +37,6 @@ def _demo(results: Result) -> str:
     return demo.table(results["rows"])
 
 
-@table("results", _path("demo"), _path("lossless"), _path("refusion_pays", "convert.json"))
-def _results(of_demo: Result, of_lossless: Result, of_pays: Result) -> str:
-    head = ["model and prompts", "decoder", "quality", "tokens/forward", "tokens/s, times `Autoregressive`"]
-    found = of_pays["runs"]["windows of 4, fourth round"]["decoders"]
-    converted = [
-        [
-            "SmolLM2 converted, GSM8K, alone",
-            f"`{name}`",
-            f"perplexity under the base: {figures['perplexity_under_base']:.2f}",
-            f"{figures['tokens_per_forward']:.2f}",
-            _speed(figures, "autoregressive"),
-        ]
-        for name, figures in found.items()
-        if name in ("SelfSpeculative, one slot", "ReFusion bonus 32x1", "ReFusion mask 8x4")
-    ]
-    return markdown_table(head, [*demo.summary(of_demo["rows"]), *lossless.summary(of_lossless["runs"]), *converted])
-
-
 @table("lossless", _path("lossless"))
 def _lossless(results: Result) -> str:
     return lossless.markdown([run for run in results["runs"] if run["part"] in lossless.COLUMNS])

@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from refusion_lit.reports.intervals import wilson
+
 RESULTS = Path(__file__).with_name("results.json")
 ORDER = ("Hybrid", "Masked", "BlockMasked", "Autoregressive")
+HEAD = ("trained with", "decoder", "score", "tokens/forward", "tokens/s, alone", "times `Autoregressive`: alone")
 
 
 def class_name(component: str | dict[str, Any]) -> str:
@@ -20,33 +23,29 @@ def class_name(component: str | dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: each decoder on the model of its own family, then mismatches."""
-    rows = [{**row, "objective": class_name(row["model.objective"])} for row in rows]
-    rows.sort(key=lambda row: (bool(row["mismatch"]), ORDER.index(row["objective"])))
-    lines = [
-        "| trained with | decoder | score | tokens/forward | forwards | positions/token |",
-        "| --- | --- | --: | --: | --: | --: |",
-    ]
+    """Return a Markdown table: every decoder on the model that was trained for it, with speeds measured in turns."""
+    rows = sorted(rows, key=lambda row: ORDER.index(class_name(row["model.objective"])))
+    rows = [row for row in rows if row.get("latency")]  # a decoder that the model was not trained for is not timed
+    sizes = sorted({size for row in rows for size in row["latency"]}, key=int)[1:]
+    lines = ["| " + " | ".join([*HEAD, *(f"batch {size}" for size in sizes)]) + " |"]
+    lines.append("| --- | --- |" + " --: |" * (len(HEAD) + len(sizes) - 2))
     for row in rows:
-        mark = r" \*" if row["mismatch"] else ""
-        figures = f"{row['score']:.3f} | {row['tokens_per_forward']:.2f} | {row['num_forwards']}"
-        figures += f" | {row['positions_per_token']:.1f}"
-        decoder = class_name(row["model.decoders"][row["decoder"]])
-        lines.append(f"| `{row['objective']}` | `{decoder}`{mark} | {figures} |")
-    return "\n".join([*lines, "", r"\* The model was not trained for this decoder."])
-
-
-def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the rows of the README's table: training, decoder, score, tokens per forward."""
-    shown = [{**row, "objective": class_name(row["model.objective"])} for row in rows if not row["mismatch"]]
-    shown.sort(key=lambda row: ORDER.index(row["objective"]))
-    return [
-        [
-            f"small, `{row['objective']}`", f"`{class_name(row['model.decoders'][row['decoder']])}`",
-            f"score: {row['score']:.3f}", f"{row['tokens_per_forward']:.2f}", "",
+        score = wilson(round(row["score"] * row["num_prompts"]), row["num_prompts"])
+        cells = [
+            f"`{class_name(row['model.objective'])}`",
+            f"`{class_name(row['model.decoders'][row['decoder']])}`",
+            f"{score.estimate:.2f} ({score.low:.2f} to {score.high:.2f})",
+            f"{row['tokens_per_forward']:.1f}",
+            f"{row['latency']['1']['tokens_per_second']:.0f}",
+            *(_times(row["latency"][size]["times_baseline"]) for size in ("1", *sizes)),
         ]
-        for row in shown
-    ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _times(interval: list[float]) -> str:
+    estimate, low, high = interval
+    return "1" if low == high else f"{estimate:.1f} ({low:.1f} to {high:.1f})"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 import refusion_lit
 from refusion_lit.decoding import SelfSpeculative, decode
 from refusion_lit.engine import sampling as drawing
-from refusion_lit.engine.sampling import draw_tokens, filter_logits
+from refusion_lit.engine.sampler import draw_tokens, filter_logits
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.reports.results import environment
 from refusion_lit.types import Prompt, SamplingParams

@@ -68,7 +68,7 @@ def attach_drafter(backbone: Backbone, num_masks: int) -> None:
     backbone.eval()
 
 
-def text_of(token_ids: Sequence[int]) -> str:
+def text_of(token_ids: Sequence[int], **_: object) -> str:
     """Return one character per token."""
     return "".join(chr(ord("a") + token) for token in token_ids)
 

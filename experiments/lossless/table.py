@@ -247,27 +247,6 @@ def markdown(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def summary(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the rows of the README's table, of at least 24 timed prompts: model, decoder, equal texts, speed."""
-    found = {(run["prompts"], run["part"]): run for run in runs if run["dtype"] == "float32" and "decoders" in run}
-    rows = []
-    for prompts, part, name in (
-        ("GSM8K", "speed", "auto"),
-        ("GSM8K", "speed", "two_forwards"),
-        ("HumanEval", "speed", "auto"),
-        ("MBPP", "speed", "auto"),
-        ("GSM8K", "text", "two_forwards"),  # the default makes no drafts in batches of 16
-    ):
-        run = found[prompts, part]
-        same, tokens = _cells(run, name, ("tokens_per_forward",))
-        key = "speed_over_autoregressive"
-        speed = _with_interval(run["decoders"][name], key) if part == "speed" else ""
-        how = "alone" if part == "speed" else "batches of 16"
-        decoder = "`SelfSpeculative`" if name == "auto" else f"`SelfSpeculative`, `{name}`"
-        rows.append([f"SmolLM2, {prompts}, {how}", decoder, f"same text: {same}", tokens, speed])
-    return rows
-
-
 def _with_interval(figures: dict[str, Any], key: str) -> str:
     """Return a figure with its 95 % interval over prompts, if it has one."""
     ends = figures.get(f"{key}_95")

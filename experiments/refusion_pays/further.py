@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import refusion_lit
-from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder, TrajectoryWriter
+from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.modeling.load import DType
@@ -32,6 +32,7 @@ from experiments.lossless.table import BASE
 from experiments.refusion_pays.convert import MAX_NEW_TOKENS, answer
 from experiments.refusion_pays.levers import DECODERS, WINDOWS, measured, trained
 from experiments.refusion_pays.real_model import decoders
+from experiments.refusion_pays.recorded import write_states
 
 HERE = Path(__file__).parent
 TEACHER = "ReFusion bonus 8x4"
@@ -61,7 +62,7 @@ def decoded(model: Path, questions: Path, num_questions: int, work: Path, dtype:
     recorder = TrajectoryRecorder(decoder)
     sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
     found = loaded.decode(prompts, decoder, sampling, batch_size=32, callbacks=[recorder]).rows
-    TrajectoryWriter(work / "record").write(list(recorder.trajectories.values()))
+    write_states(work / "states.jsonl", recorder.trajectories.values())
     ended = [
         {"id": prompt.id, "prompt": row["question"], "response": each.text}
         for prompt, row, each in zip(prompts, rows, found, strict=True)
@@ -102,7 +103,7 @@ def one_recipe(name: str, args: argparse.Namespace) -> dict[str, Any]:
         figures["answers"] = kept(own / "counts.json", decoded, *made)
         data = own / "ended.jsonl"
         options += ["--data.task.init_args.keep", "all"]
-    options += [f"{OBJECTIVE}.record", str(work / "decoded" / "record")] if name == "trajectories" else []
+    options += [f"{OBJECTIVE}.record", str(work / "decoded" / "states.jsonl")] if name == "trajectories" else []
     options += ["--data.task.init_args.train", str(data)]
     last, training = trained(work / name.replace(" ", "_"), args.num_positions, *options)
     script = "experiments/refusion_pays/further.py"

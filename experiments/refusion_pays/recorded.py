@@ -1,13 +1,20 @@
-"""Training on the states that a decoder went through: accepted slots, and masks for those that followed."""
+"""Training on the states that a decoder went through: accepted slots, then masks for the slots that followed.
+
+``write_states`` stores the decodes; ``RecordedStates`` trains on them.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from refusion_lit.contrib.rl import Trajectory, read_trajectories
+from refusion_lit.contrib.rl import Trajectory
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, required_mask_id
 from refusion_lit.noise import KeyedNoise
@@ -16,11 +23,24 @@ from refusion_lit.refusion.objective import corrupt_slots, most_slots
 from refusion_lit.types import SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
 
+_ARRAYS = ("prompt_ids", "tokens", "rounds", "order", "draws")
+
+
+def write_states(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write trajectories to a file, one JSON object per line."""
+    rows = [{**vars(item), **{name: getattr(item, name).tolist() for name in _ARRAYS}} for item in trajectories]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
 
 @cache
-def trajectories_of(record: str) -> dict[str, Trajectory]:
-    """Return a record's trajectories by id."""
-    return {each.id: each for each in read_trajectories(record)}
+def read_states(path: str) -> dict[str, Trajectory]:
+    """Return the trajectories of a file, by id."""
+    states = {}
+    for row in map(json.loads, Path(path).read_text(encoding="utf-8").splitlines()):
+        arrays = {name: np.array(row[name], dtype=np.int32) for name in _ARRAYS}
+        arrays["draws"] = arrays["draws"].reshape(-1, 3)  # also if there are none
+        states[row["id"]] = Trajectory(**{**row, **arrays})
+    return states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +53,7 @@ class RecordedStates(Hybrid):
     samples.
 
     Attributes:
-        record: Directory of the trajectories of :class:`~refusion_lit.decoding.ReFusion` on these samples, known by
+        record: File of the trajectories of :class:`~refusion_lit.decoding.ReFusion` on these samples, known by
             their ids. Empty: masks as :class:`Hybrid`.
         window: Rounds whose acceptances are targets, at least 1.
     """
@@ -72,7 +92,7 @@ class RecordedStates(Hybrid):
 
     def _trajectory(self, name: str, length: int) -> Trajectory:
         """Return a sample's trajectory, which must be of its response."""
-        found = trajectories_of(self.record).get(name)
+        found = read_states(self.record).get(name)
         got = "none" if found is None else f"one of {found.num_tokens} tokens for {length}"
         fix = "train on the answers that were recorded, with their ids"
         require(found is not None and found.num_tokens == length, "objective.record", f"a decode of {name}", got, fix)

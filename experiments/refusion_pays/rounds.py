@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import refusion_lit
-from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder, TrajectoryWriter
+from refusion_lit.contrib.rl.trajectory import TrajectoryRecorder
 from refusion_lit.decoding import Decoder, ReFusion, SelfSpeculative
 from refusion_lit.reports.intervals import score_difference
 from refusion_lit.reports.results import environment
@@ -29,6 +29,7 @@ from experiments.common import argument_parser, command, configs, kept, train, w
 from experiments.policy_additions.run import start_model
 from experiments.policy_estimators.run import HERE as ESTIMATORS
 from experiments.policy_estimators.run import SETTINGS, Setting
+from experiments.refusion_pays.recorded import write_states
 
 HERE = Path(__file__).parent
 OBJECTIVE = "--model.objective"
@@ -71,7 +72,7 @@ def answers(model: Path, task: Task, first: int, count: int, length: int, record
     recorder = TrajectoryRecorder(TEACHER)
     sampling = SamplingParams(max_new_tokens=length)
     rows = loaded.decode(prompts, TEACHER, sampling, batch_size=100, callbacks=[recorder]).rows
-    TrajectoryWriter(record).write(list(recorder.trajectories.values()))
+    write_states(record, recorder.trajectories.values())
     pairs = [(e, row) for e, row in zip(examples, rows, strict=True) if row.finish_reason == "eos" and row.text]
     found = [
         {"id": e.id, "prompt": e.query, "own": row.text, "given": e.response, "score": task.score(e, row.text)}
@@ -146,9 +147,13 @@ class Rounds:
 
     def answers(self, model: Path, number: int, name: str) -> dict[str, Any]:
         """Return a model's answers to the training prompts of a round."""
-        first, record = (number - 1) * self.num_answers, self.work / name
+        first, record = (number - 1) * self.num_answers, self._record(name)
         made = (model, self.setting.task, first, self.num_answers, self.setting.length, record)
         return kept(self.work / f"{name}.json", answers, *made)
+
+    def _record(self, name: str) -> Path:
+        """Return the file of the states in which a round's answers were decoded."""
+        return self.work / f"{name}_states.jsonl"
 
     def trained(self, source: Path, recipe: str, number: int, data: str) -> tuple[Path, float]:
         """Train a model on its answers, and export it; return it and the share of answers that are right."""
@@ -156,7 +161,7 @@ class Rounds:
         file = write_answers(self.work / f"{name}.jsonl", found["rows"], recipe)
         options = [*configs(HERE / "rounds.yaml"), *RECIPES[recipe], "--data.task.init_args.train", str(file)]
         options += ["--model.backbone.source", str(source), "--data.tokenizer.init_args.source", str(source)]
-        options += [f"{OBJECTIVE}.record", str(self.work / data)] if "recorded" in recipe else []
+        options += [f"{OBJECTIVE}.record", str(self._record(data))] if "recorded" in recipe else []
         last, exported = train(self.work / name / "fit", *options), self.work / name / "model"
         if not (exported / "config.json").exists():
             command("export", "--ckpt_path", str(last), "--output", str(exported))

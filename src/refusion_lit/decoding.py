@@ -7,11 +7,11 @@ from typing import Any
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, text_branch, uncached, up_to_eos
-from refusion_lit.engine.engine import decode
-from refusion_lit.engine.memory import KeptCache
+from refusion_lit.engine.engine import Engine, decode
+from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
-from refusion_lit.engine.stopping import cut_at_stop
+from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
 from refusion_lit.families.block_diffusion.token_editing import TokenEditing
@@ -32,6 +32,7 @@ __all__ = [
     "Decoder",
     "DecodingOutput",
     "Draw",
+    "Engine",
     "FastDLLM",
     "FirstHitting",
     "Forward",
@@ -48,6 +49,7 @@ __all__ = [
     "RowState",
     "SelfSpeculative",
     "Steps",
+    "TextStream",
     "TokenEditing",
     "TraceRound",
     "WeDLM",

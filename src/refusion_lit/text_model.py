@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.detokenizer import Detokenizer
 from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.templates import fill_templates
@@ -74,9 +75,23 @@ class TextModel:
         """
         return encode_prompt(self.tokenizer, query, self.prompt_template, messages)
 
-    def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+    def detokenize(self, token_ids: Sequence[int], after: Sequence[int] = (), stop: Sequence[str] = ()) -> str:
+        """Return the text of tokens without special tokens.
+
+        Args:
+            token_ids: The tokens of a response.
+            after: The tokens of the prompt. A tokenizer may drop a space at the beginning of a text, and a response is
+                a part of the whole text.
+            stop: Stop strings; special tokens that they name are kept as text.
+        """
+        return self._detokenizer(token_ids, after, stop)
+
+    def _detokenize_alone(self, token_ids: Sequence[int], after: Sequence[int], stop: Sequence[str]) -> str:  # noqa: ARG002
+        return self.detokenize(token_ids, stop=stop)
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.tokenizer)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token; special tokens by name."""
@@ -94,9 +109,21 @@ class TextModel:
         callbacks: Sequence[GenerationCallback] = (),
         trace: bool = False,
         kept: KeptCache | None = None,
+        continues_text: bool = True,
         **options: Any,  # noqa: ANN401 - fields of DecodingOptions
     ) -> DecodingOutput:
-        """Decode prompts in evaluation mode; for arguments see :func:`refusion_lit.decoding.decode`.
+        """Decode prompts in evaluation mode; for further arguments see :func:`refusion_lit.decoding.decode`.
+
+        Args:
+            prompts: The prompts.
+            decoder: The decoder.
+            sampling: Length limit and sampling options.
+            callbacks: Notified when tokens are committed and prompts finish.
+            trace: Record a trace of every forward pass.
+            kept: Keeps the cache of a call for the next call.
+            continues_text: Whether a response's text continues the prompt's text; otherwise, it is the text of the
+                response's tokens alone, which may lack a space at its beginning.
+            options: Fields of :class:`~refusion_lit.types.DecodingOptions`.
 
         Raises:
             TypeError: If an option is unknown.
@@ -108,7 +135,8 @@ class TextModel:
         model = self.model_for(decoder)
         was_training = self.backbone.training
         self.backbone.eval()
-        watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": self.detokenize}
+        detokenize = self.detokenize if continues_text else self._detokenize_alone
+        watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": detokenize}
         try:
             return decode(model, decoder, prompts, sampling, **watch, **options)
         except ModelMismatchError:
@@ -179,6 +207,7 @@ class TextModel:
         is_list = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
         require(is_list, "queries", "a list of texts", queries, "put a single text in a list, as in [text]")
         prompts = [self.encode(query) for query in queries]
+        options = {"continues_text": True} | options
         return self.generate_ids(prompts, decoder=decoder, max_new_tokens=max_new_tokens, **options)
 
     def generate_ids(
@@ -191,9 +220,14 @@ class TextModel:
         ids: Sequence[str] | None = None,
         templates: Sequence[str | None] | None = None,
         json_schema: Mapping[str, Any] | bool | None = None,
+        continues_text: bool = False,
         **options: Any,  # noqa: ANN401 - options of decode
     ) -> list[Generation]:
         """Continue prompts given as token ids; for arguments see :meth:`generate`.
+
+        The text of a response is by default the text of its tokens alone, as ``tokenizer.decode`` gives it. With
+        ``continues_text``, it continues the prompt's text, as in :meth:`generate`: SentencePiece tokenizers then keep
+        the space before the first word.
 
         Raises:
             TypeError: If an option is unknown.
@@ -215,8 +249,8 @@ class TextModel:
             require(is_free, "json_schema", "prompts without templates", templates, "give one of the two")
             named = self.schemas.constrain(named, json_schema, decoder, sampling)
         if templates is None:
-            return self.decode(named, decoder, sampling, **options).rows
-        decode = partial(self.decode, decoder=decoder)
+            return self.decode(named, decoder, sampling, continues_text=continues_text, **options).rows
+        decode = partial(self.decode, decoder=decoder, continues_text=continues_text)
         return fill_templates(decode, named, templates, sampling, self.tokenizer, **options)
 
 

@@ -1,32 +1,33 @@
-"""Values that the layers share: special tokens, prompts, and the options of decoding and sampling."""
+"""Values that all layers share: special tokens, model traits, prompts, constraints, decoding and sampling options."""
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from refusion_lit.constraints import Constraint, ConstraintState
-from refusion_lit.traits import AttentionKind, ModelTraits, Prediction
-from refusion_lit.utils.require import check_options, is_number, require, require_number
+from refusion_lit.utils.require import check_options, is_number, require, require_choice
 
-__all__ = [
-    "AttentionKind", "Constraint", "ConstraintState", "DecodingOptions", "ModelTraits", "Prediction", "Prompt",
-    "SamplingParams", "SpecialTokens",
-]  # fmt: skip
+if TYPE_CHECKING:
+    import torch
+
+AttentionKind = Literal["causal", "bidirectional", "block_causal"]
+Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token", "verifier"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """Ids with a meaning of their own, read from tokenizer and config, never literals.
+    """Special token ids, read from the tokenizer and the model's config.
 
     Attributes:
-        mask_token_id: The mask token, ``None`` for a model without one.
+        mask_token_id: The mask token, ``None`` for a model without a mask token.
         eos_token_ids: Ids that end a response.
-        pad_token_id: Fills up batches; may be one of ``eos_token_ids``.
-        vocab_size: Number of ids that the tokenizer knows; head rows from here on are never produced.
-        draft_token_ids: Ids of a drafter's masks, the first one for the nearest token; beyond all rows of the
-            embedding, never part of a text.
+        pad_token_id: Fills up batches; may be an EOS token.
+        vocab_size: Number of ids that the tokenizer knows. Decoders never produce ids from here on.
+        draft_token_ids: Ids of a drafter's masks, nearest token first. They lie beyond all embedding rows and never
+            appear in a text.
     """
 
     mask_token_id: int | None
@@ -43,18 +44,109 @@ class SpecialTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelTraits:
+    """What a model was trained to do. Traits are stored with the weights and checked against decoders.
+
+    >>> traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    >>> ModelTraits.from_dict(traits.to_dict()) == traits
+    True
+
+    Attributes:
+        attention: ``causal`` (in sequence order), ``bidirectional``, or ``block_causal``
+            (bidirectional inside a block of ``block_size`` positions, causal between blocks).
+        block_size: Tokens per block; only with ``block_causal``.
+        prompt_is_block: With ``block_causal``, the prompt is one block and blocks are counted from the response (D2F).
+            Otherwise blocks are counted from position 0, prompt included.
+        predictions: What the logits mean. ``mask``: a mask predicts its own position;
+            ``mask_shifted``: the position before a mask predicts the mask;
+            ``isolated_mask``: a mask that sees no other mask predicts its own position;
+            ``visible``: a clean token predicts what belongs at its own position;
+            ``next_token_in_slot``: a clean token predicts the next token of its slot;
+            ``next_token``: a clean token predicts the next token everywhere;
+            ``verifier``: a second model, which predicts the next token, runs the forwards with a cache.
+            ``None``: unknown (the model's directory does not state it), which fits every decoder.
+    """
+
+    attention: AttentionKind = "causal"
+    block_size: int | None = None
+    predictions: tuple[Prediction, ...] | None = None
+    prompt_is_block: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the names, and that a block size is given exactly when the attention needs it."""
+        require_choice("attention", self.attention, get_args(AttentionKind))
+        for prediction in self.predictions or ():
+            require_choice("predictions", prediction, get_args(Prediction))
+        has_blocks = self.attention == "block_causal"
+        is_paired = has_blocks == (self.block_size is not None)
+        expected = "a value if and only if attention is 'block_causal'"
+        fix = f"set both or neither (attention is {self.attention})"
+        require(is_paired, "block_size", expected, self.block_size, fix)
+        is_allowed = has_blocks or not self.prompt_is_block
+        require(is_allowed, "prompt_is_block", "attention 'block_causal'", self.attention, "leave it out")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values (stored under ``refusion_lit`` in a model's config)."""
+        predictions = None if self.predictions is None else list(self.predictions)
+        values = {"attention": self.attention, "block_size": self.block_size, "predictions": predictions}
+        return values | ({"prompt_is_block": True} if self.prompt_is_block else {})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelTraits:
+        """Read what :meth:`to_dict` wrote; unknown keys are ignored."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        if known.get("predictions") is not None:
+            known["predictions"] = tuple(known["predictions"])
+        return cls(**known)
+
+
+class ConstraintState(ABC):
+    """Constraint on one response while it is decoded.
+
+    Both methods take ``place``, which counts the tokens of the response, and ``before``, the tokens on the left of that
+    place if the decoder draws from left to right. They include drafts under verification, and masks.
+    """
+
+    @abstractmethod
+    def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
+        """Return which tokens may stand at a place, bool [vocab] on the CPU. ``None`` allows all tokens."""
+
+    def settle(self, place: int, before: Sequence[int], token: int) -> int:  # noqa: ARG002
+        """Return the token to take in place of a drawn token; by default the drawn token."""
+        return token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """Which responses a prompt may get, token by token; several prompts may share a constraint.
+
+    Attributes:
+        begin: Returns the state for a response. The argument is the maximum length of the response in tokens.
+        left_to_right: Whether the constraint needs the tokens before a place, which only decoders from left to right
+            know.
+    """
+
+    begin: Callable[[int], ConstraintState]
+    left_to_right: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One prompt to decode.
 
+    >>> prompt = Prompt(token_ids=(4, 5, 6), id="0", given=(None, None, 7))
+    >>> prompt.num_given, prompt.num_to_fill
+    (1, 2)
+
     Attributes:
-        token_ids: Prompt tokens, template included; may contain any id, the mask's too.
+        token_ids: Prompt tokens, template included; may contain any id, even the mask's.
         id: Names the prompt in results and keys its sampling noise.
         given: Known part of the response, from its first token on: a token id, or ``None`` for a token to generate.
-            Unknown tokens before the last given one are spans. The response continues after the last given token,
+            Unknown tokens before the last given token are spans. The response continues after the last given token,
             unless that is an EOS token. Empty: nothing is given.
         num_filled: Number of given tokens that count towards ``max_new_tokens``, because they fill spans of another
             prompt.
-        constraint: Which tokens may be drawn, such as those of a JSON schema; ``None``: all.
+        constraint: Which tokens may be drawn, such as the tokens of a JSON schema; ``None``: all tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -80,18 +172,18 @@ class Prompt:
 
     @property
     def num_to_fill(self) -> int:
-        """Tokens to generate before the last given one."""
+        """Tokens to generate before the last given token."""
         return self.given_length - self.num_given
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """How prompts are batched and decoded; but for ``allow_mismatch``, tokens change by rounding at most.
+    """How prompts are batched and decoded. Except for ``allow_mismatch``, options change tokens by rounding at most.
 
     Attributes:
-        batch_size: Maximum number of prompts decoded concurrently, at least 1; a finished prompt frees its row for the
-            next one (continuous batching).
-        max_tokens_per_forward: Maximum number of positions, padding included, that one batched forward pass computes,
+        batch_size: Maximum number of prompts decoded concurrently, at least 1. A finished prompt frees its row for the
+            next prompt (continuous batching).
+        max_tokens_per_forward: Maximum number of positions, padding included, that a batched forward pass computes,
             at least 1; prompts that do not fit wait. ``None``: no limit.
         max_cache_tokens: Maximum number of KV cache entries (tokens of prompts and responses) of all prompts in flight,
             at least 1; long prompts then run with fewer others at a time. ``None``: no limit.
@@ -114,43 +206,37 @@ class DecodingOptions:
 class SamplingParams:
     """How much to generate and how tokens are drawn.
 
+    >>> sampling = SamplingParams(max_new_tokens=64, temperature=0.7, top_p=0.9, stop=["END"])
+    >>> sampling.greedy().temperature
+    0.0
+
     Attributes:
         max_new_tokens: Maximum number of response tokens, EOS token included; at least 1.
         temperature: 0 takes the most probable token; from 1e-30 to 1e30 draws from the softmax of logits / temperature
             (beyond, float32 would overflow and a forbidden token could be drawn).
         top_p: Nucleus in (0, 1]; 1 keeps everything. At temperature 0 it changes no token, but Dream's confidences.
         top_k: Number of most probable tokens to keep; ``None`` keeps all. At temperature 0 as ``top_p``.
-        seed: Sampling noise is a function of seed, prompt id, round and position alone.
-        stop: Strings that end a response; text is cut before the first of them.
-        min_entropy: End a response that repeats itself: at the first token, in text order, that has more than
-            ``entropy_window`` tokens up to it, the last of which have token counts of an entropy, in nats, below this.
-            They are left out. BD3-LM (arXiv 2503.09573) has 4 nats over 256 tokens, prompt included, and looks at the
-            end of each block; here every token of the response counts. ``None``: no such end.
-        entropy_window: Number of tokens whose entropy is computed, at least 2.
+        seed: Sampling noise depends on seed, prompt id, round and position alone.
+        stop: Strings that end a response; the text is cut before the first stop string.
     """
 
-    ranges = {"max_new_tokens": 1, "top_p": "(0, 1]", "top_k": 1, "entropy_window": 2}
+    ranges = {"max_new_tokens": 1, "top_p": "(0, 1]", "top_k": 1}
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
-    min_entropy: float | None = None
-    entropy_window: int = 256
 
     def __post_init__(self) -> None:
         check_options(self)
         in_range = is_number(self.temperature, Real) and (self.temperature == 0 or 1e-30 <= self.temperature <= 1e30)
         require(in_range, "temperature", "0, or a number from 1e-30 to 1e30", self.temperature, "use 0.7, say")
         require(is_number(self.seed, Integral), "seed", "an integer", self.seed, "use 0, say")
-        holds = isinstance(self.stop, list | tuple) and all(isinstance(text, str) and text for text in self.stop)
-        require(holds, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
+        are_texts = isinstance(self.stop, list | tuple) and all(isinstance(text, str) and text for text in self.stop)
+        require(are_texts, "stop", "a list of texts, none of them empty", self.stop, "put a single text in a list")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "seed", int(self.seed))  # keys of noise name the type
-        if self.min_entropy is not None:
-            most = math.log(self.entropy_window)  # the entropy of different tokens
-            require_number("min_entropy", self.min_entropy, f"(0, {most:.2f}]", "lower it, or raise entropy_window")
 
     def greedy(self) -> SamplingParams:
         """Return the same parameters at temperature 0."""

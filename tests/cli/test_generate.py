@@ -143,7 +143,7 @@ def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.
         sampling=SamplingParams(max_new_tokens=8, stop=(" STOP",)),
         special_tokens=special,
     )
-    stream = Stream(lambda ids: "".join(map(chr, ids)), state.sampling, "ReFusion")
+    stream = Stream(lambda ids, **_: "".join(map(chr, ids)), state.sampling, "ReFusion")
     printed = ""
     for place, character in enumerate(text):
         state.commit([place], [ord(character)])

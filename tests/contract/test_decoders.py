@@ -238,10 +238,8 @@ def test_stops_are_decided_token_by_token_in_text_order(
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
-    window = data.draw(st.integers(2, 4))
-    least = data.draw(st.sampled_from([0.2, 0.7, 1.0]).filter(lambda least: least < log(window)))
     stop = tuple(data.draw(st.lists(st.text("def", min_size=1, max_size=2), max_size=2)))
-    stopping = replace(sampling, stop=stop, min_entropy=least, entropy_window=window)
+    stopping = replace(sampling, stop=stop)
     wholes = decode(make(decoder), decoder, found, sampling).rows
     rows = decode(make(decoder), decoder, found, stopping, batch_size=size, detokenize=letters).rows
     for whole, row in zip(wholes, rows, strict=True):
@@ -252,13 +250,8 @@ def test_stops_are_decided_token_by_token_in_text_order(
 
 
 def slowly_stopped(tokens: list[int], sampling: SamplingParams) -> list[int] | None:
-    """Return what remains of a text that ends at the first token at which a rule holds; ``None`` if none does."""
-    window = sampling.entropy_window
+    """Return a text up to the first token that completes a stop string; ``None`` without a stop string."""
     for length in range(1, len(tokens) + 1):
-        last = tokens[length - window : length] if length > window else []
-        shares = [last.count(token) / window for token in set(last)]
-        if last and -sum(share * log(share) for share in shares) < (sampling.min_entropy or 0.0) - 1e-12:
-            return tokens[: length - window]
         if any(string in letters(tokens[:length]) for string in sampling.stop):
             return tokens[:length]
     return None

@@ -13,7 +13,6 @@ from refusion_lit.objectives import Objective
 MINIMA = {
     ("SelfSpeculative", "num_drafts"): 0,
     ("GroupPolicy", "group_size"): 2,
-    ("GroupPolicy", "max_resamples"): 0,
     ("SoftTail", "tail"): 1.0,
 }
 """Minima of numbers other than 1 for integers and 0 for others."""

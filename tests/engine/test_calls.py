@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refusion_lit.decoding import Autoregressive, RowState
-from refusion_lit.engine import reading as reading_module
-from refusion_lit.engine.admission import Row
+from refusion_lit.engine import sampler as sampler_module
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.requests import (
     Branch,
@@ -25,6 +24,7 @@ from refusion_lit.engine.requests import (
     Statistic,
     Steps,
 )
+from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.types import Prompt, SamplingParams
 from support.effort import examples
 from support.fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
@@ -37,23 +37,23 @@ class Serving(Engine):
 
     def __init__(self, model: Any, num_rows: int) -> None:
         super().__init__(model, Autoregressive(), num_rows)
-        self.flying: dict[int, Row] = {}
+        self.flying: dict[int, PromptSequence] = {}
         self.answers: dict[int, list[Reading]] = {}
 
     def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
-        """Answer requests of prompts, given with their storage rows and ids."""
-        for storage, prompt_id, request in requests:
+        """Answer requests of prompts, given with their rows of the cache and ids."""
+        for row, prompt_id, request in requests:
             prompt = Prompt(token_ids=(3,), id=prompt_id)
             state = RowState(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
-            row = self.flying.setdefault(storage, Row(storage, prompt, state.sampling, storage=storage))
-            row.begin(state, self._asked(storage, request))
-        self.rows = [self.flying[storage] for storage, _, _ in requests]
-        for rows in self._schedule():
-            self._serve(rows)
-        return [self.answers[storage] for storage, _, _ in requests]
+            sequence = self.flying.setdefault(row, PromptSequence(row, prompt, state.sampling, cache_row=row))
+            sequence.begin(state, self._send(row, request))
+        self.running = [self.flying[row] for row, _, _ in requests]
+        for group in self._schedule():
+            self._postprocess(group, self._run(group))
+        return [self.answers[row] for row, _, _ in requests]
 
-    def _asked(self, storage: int, request: Request) -> Steps[None]:
-        self.answers[storage] = yield request
+    def _send(self, row: int, request: Request) -> Steps[None]:
+        self.answers[row] = yield request
 
 
 @st.composite
@@ -101,7 +101,7 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
         for row, group in enumerate(groups)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading_module, "_MAX_LOGITS", chunk)
+        patch.setattr(sampler_module, "_MAX_LOGITS", chunk)
         readings = executor.serve(requests)
     longest = max(len(branch.tokens) for group in groups for branch in group)
     assert executor.output.num_calls == 1

@@ -46,13 +46,13 @@ def serve(engine: Engine, requests: Sequence[Request]) -> dict[int, Generation]:
     found: dict[int, Generation] = {}
     last = max(request.arrives + (request.leaves or 0) for request in requests)
     time = 0
-    while time <= last or engine.waiting or engine.rows:
+    while time <= last or engine.waiting or engine.running:
         for index, request in enumerate(requests):
             if request.arrives == time:
                 engine.submit(index, request.prompt, request.sampling)
             if request.leaves is not None and request.arrives + request.leaves == time:
                 engine.abort(index)
-                assert all(row.index != index for row in engine.rows), "its row is free at once"
+                assert all(row.index != index for row in engine.running), "its row is free at once"
         found |= engine.step()
         time += 1
     return found
@@ -62,7 +62,7 @@ def check(model: LanguageModel, decoder: Decoder, requests: Sequence[Request], *
     engine = Engine(model, decoder, 3, DecodingOptions(**options), detokenize=letters)
     with torch.no_grad():
         found = serve(engine, requests)
-    assert not engine.rows
+    assert not engine.running
     for index, request in enumerate(requests):
         if request.leaves is None or index in found:
             [alone] = decode(model, decoder, [request.prompt], request.sampling, detokenize=letters).rows
@@ -133,7 +133,7 @@ def test_aborting_what_is_not_there_changes_nothing() -> None:
     engine.abort(7)
     engine.submit(7, Prompt(token_ids=(3,), id="a"), SamplingParams(max_new_tokens=2))
     engine.abort(7)
-    assert [*engine.waiting, *engine.rows] == []
+    assert [*engine.waiting, *engine.running] == []
 
 
 LOW = (3, 4, 6, 7, 8)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refusion_lit.engine.requests import Branch, Draw
-from refusion_lit.engine.sampling import draw_tokens, filter_logits, keep_or_draw, noise_keys
+from refusion_lit.engine.sampler import draw_tokens, filter_logits, keep_or_draw, noise_keys
 from refusion_lit.modeling.devices import first_argmax
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import SamplingParams

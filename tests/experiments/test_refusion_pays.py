@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.refusion_pays import levers
-from experiments.refusion_pays.recorded import RecordedStates, trajectories_of
+from experiments.refusion_pays.recorded import RecordedStates, read_states, write_states
 from experiments.refusion_pays.soft import SoftWindows, teacher_columns
 
-from refusion_lit.contrib.rl import Trajectory, TrajectoryRecorder, TrajectoryWriter
+from refusion_lit.contrib.rl import Trajectory, TrajectoryRecorder
 from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
@@ -36,8 +36,8 @@ def recorded(tmp_path: Path) -> Trajectory:
     recorder = TrajectoryRecorder(decoder)
     prompts = [Prompt(token_ids=PROMPT, id="a")]
     decode(model, decoder, prompts, SamplingParams(max_new_tokens=LENGTH), callbacks=[recorder])
-    TrajectoryWriter(tmp_path / "record").write([recorder.trajectories[0]])
-    return trajectories_of(str(tmp_path / "record"))["a"]
+    write_states(tmp_path / "record", [recorder.trajectories[0]])
+    return read_states(str(tmp_path / "record"))["a"]
 
 
 def shown(recorded: Trajectory, record: Path, key: int, window: int) -> CorruptedBatch:

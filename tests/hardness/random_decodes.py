@@ -113,7 +113,7 @@ def models(draw: st.DrawFn) -> Callable[[Decoder, int], AdversarialModel]:
     return lambda decoder, max_calls: AdversarialModel(attacks, dtype, max_calls, traits=traits_for(decoder), **options)
 
 
-def detokenize(token_ids: list[int]) -> str:
+def detokenize(token_ids: list[int], **_: object) -> str:
     """Map every id to a letter."""
     return "".join(chr(97 + token) for token in token_ids)
 

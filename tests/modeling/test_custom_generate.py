@@ -172,7 +172,7 @@ def test_a_generation_config_is_honoured_or_refused(decoder: ModuleType, asked: 
         library.generation_config = config
     given = None if is_own else config
     names = "|".join(asked)
-    with pytest.raises(ValueError, match=rf"^({names}): expected none, got .* in the generation config: this decoder"):
+    with pytest.raises(ValueError, match=rf"^({names}): expected none, got .* in the generation config"):
         decoder.generate(torch.tensor([[4, 5]]), model=library, generation_config=given, **own)
 
 
@@ -187,7 +187,7 @@ def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
     prompt = torch.tensor([[4, 5]])
     config = GenerationConfig(max_new_tokens=8, **asked)
     [name] = asked
-    with pytest.raises(ValueError, match=rf"^{name}: expected none, got .* in the generation config: this decoder"):
+    with pytest.raises(ValueError, match=rf"^{name}: expected none, got .* in the generation config"):
         decoder.settings(library, config, {})
     library.generation_config = config
     assert decoder.settings(library, config, {})[name] == asked[name]
@@ -198,7 +198,7 @@ def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
 def test_a_temperature_of_one_is_refused_unless_the_request_is_greedy(decoder: ModuleType) -> None:
     library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
     warm = GenerationConfig(temperature=1.0)
-    with pytest.raises(ValueError, match=r"^temperature: expected none, got 1.0 in the call: .*; pass temperature=0\."):
+    with pytest.raises(ValueError, match=r"^temperature: expected none, got 1.0 in the call"):
         decoder.settings(library, None, {"temperature": 1.0})
     assert decoder.settings(library, None, {"temperature": 1.0, "do_sample": False})["temperature"] == 1
     assert decoder.settings(library, warm, {"do_sample": False})["temperature"] == 1

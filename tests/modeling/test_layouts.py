@@ -252,12 +252,10 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
     whole = refusion_lit.load(folder)
     assert torch.equal(logits_of(whole, [1, 2, 3]), logits_of(published_model("llada-tiny"), [1, 2, 3]))
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"^backbone\.source: the weights of .* cannot be loaded .*model-00002-of-00003"
-    ):
+    with pytest.raises(ValueError, match=r"^backbone\.source: .*model-00002-of-00003"):
         refusion_lit.load(folder)
     (folder / "model-00002-of-00003.safetensors").write_bytes(b"12345678{")
-    with pytest.raises(ValueError, match=r"^backbone\.source: the weights of .* cannot be loaded .*fetch them again"):
+    with pytest.raises(ValueError, match=r"^backbone\.source: .* cannot be loaded"):
         refusion_lit.load(folder)
 
 

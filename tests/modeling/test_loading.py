@@ -225,7 +225,7 @@ def test_special_tokens_of_a_tokenizer() -> None:
     special = read_special_tokens(make_tokenizer(eos_token="<eos>"))
     assert (special.pad_token_id, special.eos_token_ids, special.mask_token_id) == (0, (0,), None)
     assert special.banned_token_ids == ()
-    with pytest.raises(ValueError, match=r"^tokenizer: expected an end-of-sequence token, got none"):
+    with pytest.raises(ValueError, match=r"^tokenizer: expected an end-of-sequence token"):
         read_special_tokens(make_tokenizer(pad_token="<pad>"))
 
 
@@ -297,7 +297,7 @@ def test_a_used_directory_is_not_written_to(tmp_path: Path) -> None:
     tokenizer = masked_tokenizer()
     backbone = BackboneConfig(config=ARCHITECTURE).build(tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"old")
-    with pytest.raises(ValueError, match=r"^output: expected a new or empty directory, got .*; choose another one"):
+    with pytest.raises(ValueError, match=r"^output: expected a new or empty directory"):
         save_model(backbone, tokenizer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     (tmp_path / "empty").mkdir()
@@ -411,10 +411,10 @@ def test_impossible_options_are_refused_when_read(options: dict[str, Any], messa
 
 def test_sources_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
     config = BackboneConfig(source=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"^backbone\.source: expected .* got '.*nowhere'.*Check the path"):
+    with pytest.raises(ValueError, match=r"^backbone\.source: expected .*nowhere"):
         config.build(masked_tokenizer())
     (tmp_path / "config.json").write_text((MID / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"^backbone\.source: the weights of '.*' cannot be loaded"):
+    with pytest.raises(ValueError, match=r"^backbone\.source: .* cannot be loaded"):
         BackboneConfig(source=str(tmp_path)).build(masked_tokenizer())
 
 
@@ -431,9 +431,8 @@ def test_the_base_of_rotary_positions_is_overridden_among_their_parameters() -> 
     backbone = BackboneConfig(source=str(MID), config={"rope_parameters": given}).build(tokenizer)
     frequencies = backbone.model.get_submodule("model.rotary_emb").get_buffer("inv_freq")
     torch.testing.assert_close(frequencies[1], torch.tensor(500.0 ** (-2 / 24)))
-    told = r"^backbone\.config: Qwen3Config has no option rope_theta of its own; set it in rope_parameters, as in \{"
     for options, message in (
-        ({"rope_theta": 500.0}, told),
+        ({"rope_theta": 500.0}, r"^backbone\.config: .*rope_theta.*rope_parameters"),
         (
             {"rope_parameters": {"rope_theta": 500.0}},
             r"^backbone\.config\.rope_parameters: expected rope_type and rope_theta",
@@ -449,9 +448,9 @@ def test_the_base_of_rotary_positions_is_overridden_among_their_parameters() -> 
 
 def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_wrote_is_not() -> None:
     tokenizer = masked_tokenizer()
-    with pytest.raises(ValueError, match="Qwen3Config has no option hidden_sise; did you mean hidden_size"):
+    with pytest.raises(ValueError, match=r"^backbone\.config: .*hidden_sise.*hidden_size"):
         BackboneConfig(config={**ARCHITECTURE, "hidden_sise": 8}).build(tokenizer)
-    with pytest.raises(ValueError, match="expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'"):
+    with pytest.raises(ValueError, match=r"^backbone\.config\.model_type: expected .*'qwen33'.*'qwen3'"):
         BackboneConfig(config={**ARCHITECTURE, "model_type": "qwen33"}).build(tokenizer)
     written = BackboneConfig(config={**ARCHITECTURE, "rope_theta": 500.0}).build(tokenizer).config.to_dict()
     assert written["rope_parameters"]["rope_theta"] == 500.0
@@ -511,7 +510,7 @@ def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.
     for cached, is_offline in ((None, False), ("somewhere/config.json", True)):
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, found=cached: found)
         if cached is None:
-            with pytest.raises(ValueError, match=r"the hub cannot be asked .*no network"):
+            with pytest.raises(ValueError, match=r"^ckpt_path: expected .*no network"):
                 ModelSource.open("me/model", option="ckpt_path")
         else:  # files are taken from the cache without asking for each
             ModelSource.open("me/model", option="ckpt_path")
@@ -519,11 +518,11 @@ def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.
 
 
 def test_a_drafter_is_trained_without_gradient_checkpointing() -> None:
-    with pytest.raises(ValueError, match=r"backbone.gradient_checkpointing: expected false with a drafter, got True"):
+    with pytest.raises(ValueError, match=r"^backbone\.gradient_checkpointing: expected false"):
         BackboneConfig(config=ARCHITECTURE, drafter=DrafterOptions(), gradient_checkpointing=True)
 
 
 def test_weights_that_an_overridden_config_asks_for_are_not_fetched_again(tmp_path: Path) -> None:
     source = make_base(tmp_path / "base", "abc")
-    with pytest.raises(ValueError, match=r"got none for .*Fetch them again, or take the config .*backbone.config: {}"):
+    with pytest.raises(ValueError, match=r"^backbone\.source: expected all weights .*backbone\.config"):
         BackboneConfig(source=str(source), config={"attention_bias": True}).build(masked_tokenizer())

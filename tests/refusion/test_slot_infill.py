@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from refusion_lit.engine.requests import Forward, Reading
-from refusion_lit.refusion.infill import branch_of, close_round, infill_autoregressively, infill_by_masks
+from refusion_lit.refusion.infill import close_round, infill_autoregressively, infill_by_masks, slot_branch
 from refusion_lit.refusion.slots import OpenSlot, SlotState
 from refusion_lit.types import Prompt, SamplingParams
 from support.fakes import EOS, SPECIAL
@@ -98,7 +98,7 @@ def test_entries_lie_where_the_branches_wrote_them() -> None:
     state = state_of([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 4), ([5, EOS, 7, 8], 2)])
     written = []
     for slot in state.open:
-        branch = branch_of(state, slot)
+        branch = slot_branch(state, slot)
         assert branch.visible[0] == (0, CONTEXT)
         assert list(branch.positions) == [1 + place for place in slot.places]
         written += range(branch.write_at, branch.write_at + len(branch.tokens))

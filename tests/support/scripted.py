@@ -18,7 +18,7 @@ def prompts_of(*lengths: int) -> list[Prompt]:
     return [Prompt(token_ids=tuple(3 + i % 5 for i in range(length)), id=f"p{n}") for n, length in enumerate(lengths)]
 
 
-def letters(token_ids: Sequence[int]) -> str:
+def letters(token_ids: Sequence[int], **_: object) -> str:
     return "".join(chr(ord("a") + token) for token in token_ids)
 
 

@@ -100,6 +100,7 @@ def write_answers(options: Namespace) -> None:
             templates=[templates[request.id] for request in waiting],
             json_schema=schema,
             callbacks=[answers, *watch],
+            continues_text=True,
             checked=True,
             **vars(setup.decoding),
         )

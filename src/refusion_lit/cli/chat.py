@@ -10,7 +10,7 @@ from rich.text import Text
 
 from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
 from refusion_lit.decoding import GenerationCallback, RowState
-from refusion_lit.engine.memory import KeptCache
+from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.text_model import TextModel
 from refusion_lit.traces.display import round_style
 from refusion_lit.traces.document import Trace, record_trace, visible, visible_lines

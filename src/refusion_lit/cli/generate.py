@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
-from refusion_lit.data.encoding import TextStream
-from refusion_lit.decoding import Generation, GenerationCallback, RowState
+from refusion_lit.decoding import Generation, GenerationCallback, RowState, TextStream
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 
@@ -71,21 +71,26 @@ class Stream(GenerationCallback):
     """Prints the final prefix of a response as it grows.
 
     Args:
-        detokenize: Turns tokens into text.
+        detokenize: Turns the tokens of a response into text; see :meth:`TextModel.detokenize`.
         sampling: What ends the response.
         decoder: The decoder's name.
     """
 
-    def __init__(self, detokenize: Callable[[list[int]], str], sampling: SamplingParams, decoder: str) -> None:
-        self._stream = TextStream(detokenize, sampling)
+    def __init__(self, detokenize: Callable[..., str], sampling: SamplingParams, decoder: str) -> None:
+        self._detokenize = detokenize
+        self._sampling = sampling
+        self._stream: TextStream | None = None
         self._decoder = decoder
 
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
         """Print what has become final."""
+        if self._stream is None:
+            detokenize = partial(self._detokenize, after=state.prompt.token_ids, stop=self._sampling.stop)
+            self._stream = TextStream(detokenize, self._sampling)
         print(self._stream.piece(state.final_prefix()), end="", flush=True)
 
     def on_finished(self, index: int, output: Generation) -> None:  # noqa: ARG002
         """Print the rest, and which decoder took how many tokens and forwards."""
-        print(self._stream.rest(output.text), flush=True)
+        print(output.text if self._stream is None else self._stream.rest(output.text), flush=True)
         figures = f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s"
         sys.stderr.write(f"{self._decoder}: {figures}, {output.finish_reason}\n")

@@ -124,7 +124,7 @@ def as_list(value: str | list[str]) -> list[str]:
 def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128, with_seed: bool = True) -> None:
     """Add the options of model, decoder and sampling, named as in ``generate``."""
     add_decoder_option(parser)
-    parser.add_class_arguments(SamplingParams, skip={"stop", "entropy_window", *(() if with_seed else ("seed",))})
+    parser.add_class_arguments(SamplingParams, skip={"stop", *(() if with_seed else ("seed",))})
     parser.set_defaults(max_new_tokens=max_new_tokens)
     stop = "string that ends a response; several as [A, B]"
     parser.add_argument("--stop", type=list[str] | str, default=[], help=stop)

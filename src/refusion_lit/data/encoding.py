@@ -1,4 +1,4 @@
-"""Encoding of prompts and responses, and the text of a response that grows.
+"""Encoding of prompts and responses.
 
 Text of users and data sets never becomes a special token.
 """
@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from os.path import commonprefix
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.tokenizers import unknown_text
-from refusion_lit.engine.stopping import cut_at_stop
 from refusion_lit.modeling.vocabulary import EOS_IDS, get_add_bos, prompt_prefix, starts_with_bos
-from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 
 
@@ -133,37 +130,3 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool 
     if wrong:
         raise unknown_text(backend, text, wrong.pop())
     return ids
-
-
-class TextStream:
-    """Turns a response that grows into pieces of text that stay.
-
-    It holds back what may turn out to be the beginning of a stop string, and parts of a character. A tokenizer that
-    changes earlier text, such as one that removes spaces before punctuation, cannot take back what was told: the
-    stream goes on after the common prefix.
-
-    Args:
-        detokenize: Turns tokens into text.
-        sampling: Strings that end the response, and the window of tokens that a low entropy leaves out.
-    """
-
-    def __init__(self, detokenize: Callable[[list[int]], str], sampling: SamplingParams) -> None:
-        self._detokenize = detokenize
-        self._stop = sampling.stop
-        self._num_held = 0 if sampling.min_entropy is None else sampling.entropy_window
-        self._told = ""
-
-    def piece(self, tokens: list[int]) -> str:
-        """Return the text that is new in the final tokens so far."""
-        text = self._detokenize(tokens[: max(len(tokens) - self._num_held, 0)])
-        text = (cut_at_stop(text, self._stop) if self._stop else text).rstrip("\N{REPLACEMENT CHARACTER}")
-        starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
-        held = max((len(start) for start in starts if text.endswith(start)), default=0)
-        stable = text[: len(text) - held]
-        return self.rest(stable) if len(stable) > len(self._told) else ""  # shorter where a request starts again
-
-    def rest(self, text: str) -> str:
-        """Return what is new in the final text, of which nothing is held back."""
-        told = commonprefix([self._told, text])  # noqa: RUF071 - no paths
-        self._told = text
-        return text[len(told) :]

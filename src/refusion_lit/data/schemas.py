@@ -75,7 +75,7 @@ class Schemas:
             prompts: The prompts.
             schema: The schema, an object or a boolean.
             decoder: Samples from left to right, or keeps given text in place.
-            sampling: Length limit and sampling options; stop strings and ``min_entropy`` are refused.
+            sampling: Length limit and sampling options; stop strings are refused.
 
         Raises:
             ValueError: If the schema is wrong or cannot be guaranteed, the length limit is too low, or llguidance is
@@ -86,8 +86,7 @@ class Schemas:
             strict_schema = _make_strict(schema)
         except RecursionError as error:
             raise OptionError(f"{_OPTION}: this schema is nested too deeply; simplify it.", _OPTION) from error
-        ends = sampling.stop or sampling.min_entropy
-        require(not ends, _OPTION, "neither stop strings nor min_entropy, which cut a text", ends, "leave them out")
+        require(not sampling.stop, _OPTION, "no stop strings, which cut a text", sampling.stop, "leave them out")
         if not decoder.is_left_to_right:
             self._templates = self._templates or TemplateCompiler(self._tokenizer, self._special.vocab_size)
             given, constraint = self._templates.compile(schema)

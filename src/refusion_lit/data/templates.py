@@ -178,7 +178,7 @@ def choose_lengths(
         for group, group_rows in zip(groups, rows, strict=True)
     ]
     # Without early stopping, which could cut tokens whose probabilities are needed.
-    unending = replace(sampling, stop=(), min_entropy=None)
+    unending = replace(sampling, stop=())
     scores = iter(run([probe for group_probes in probes for probe in group_probes], unending))
     candidates = [(*parts, [next(scores) for _ in parts[2]]) for parts in zip(groups, rows, probes, strict=True)]
     return [choose_most_probable(*parts) if parts[2] else parts[1][0] for parts in candidates]

@@ -30,57 +30,58 @@ class Batch:
 
     Args:
         forwards: The forwards; all of them use the cache, or none does.
-        storage: Each forward's row of the cache.
+        cache_rows: The cache row of every forward.
         device: Device of the model.
-        cache: Is told where the forwards write and what they read; ``None``: they use none.
+        cache: Gets the entries that the forwards write and read; ``None``: the forwards use no cache.
 
     Attributes:
         ids: Tokens.
         positions: Their positions in the text.
-        visibility: Which cache entries each token sees or, without a cache, which tokens of its sequence.
-        shapes: Number of sequences of each forward, and its length without padding.
-        starts: First token of each branch, by forward, among the tokens of the forward's sequences, padding included.
+        visibility: Which cache entries every token sees or, without a cache, which tokens of its row.
+        shapes: Number of rows of every forward, and its length without padding.
+        starts: First token of every branch, by forward, among the tokens of the forward's rows, padding included.
     """
 
-    ids: Int[Tensor, "sequence token"]
-    positions: Int[Tensor, "sequence token"]
+    ids: Int[Tensor, "row token"]
+    positions: Int[Tensor, "row token"]
 
     def __init__(
-        self, forwards: Sequence[Forward], storage: Sequence[int], device: torch.device, cache: KVCache | None
+        self, forwards: Sequence[Forward], cache_rows: Sequence[int], device: torch.device, cache: KVCache | None
     ) -> None:
         self.shapes = [shape_of(forward) for forward in forwards]
         self.starts: list[list[int]] = []
         length = max(length for _, length in self.shapes)
-        sequences: list[int] = []  # cache row of each sequence
+        batch_cache_rows: list[int] = []  # the cache row of every row of the batch
         spans: list[Span] = []
         tokens: list[int] = []
         positions: list[int] = []
-        targets: list[int] = []  # cache index and row of each token
-        rows: list[int] = []
-        source: list[int] = []  # its place among the tokens of all sequences, padding included
+        token_indices: list[int] = []  # cache index and cache row of every token
+        token_rows: list[int] = []
+        sources: list[int] = []  # where the token stands among the tokens of all rows, padding included
         num_keys = length if cache is None else 0
-        for forward, row, (num_sequences, _) in zip(forwards, storage, self.shapes, strict=True):
-            first = len(sequences) * length
+        for forward, cache_row, (num_rows, _) in zip(forwards, cache_rows, self.shapes, strict=True):
+            first = len(batch_cache_rows) * length
             start = first
             starts = []
-            sequences += [row] * num_sequences
+            batch_cache_rows += [cache_row] * num_rows
             for branch in forward.branches:
                 num_tokens = len(branch.tokens)
-                sequence, offset = divmod(start, length)
+                row, offset = divmod(start, length)
                 first_key = offset if cache is None else branch.write_at
-                spans.append(Span(sequence, offset, num_tokens, first_key, branch.visible, branch.order))
+                spans.append(Span(row, offset, num_tokens, first_key, branch.visible, branch.order))
                 tokens += branch.tokens
                 positions += branch.positions
-                targets += range(first_key, first_key + num_tokens)
-                rows += [row] * num_tokens
-                source += range(start, start + num_tokens)
+                token_indices += range(first_key, first_key + num_tokens)
+                token_rows += [cache_row] * num_tokens
+                sources += range(start, start + num_tokens)
                 num_keys = max(num_keys, first_key + num_tokens, *(stop for _, stop in branch.visible))
                 starts.append(start - first)
                 start += num_tokens if forward.packed else length
             self.starts.append(starts)
-        shape = (len(sequences), length)
+        shape = (len(batch_cache_rows), length)
         # One host-to-device copy for everything.
-        sent = to_device(np.array([tokens, positions, targets, rows, source], dtype=np.int64), device)
+        columns = np.array([tokens, positions, token_indices, token_rows, sources], dtype=np.int64)
+        sent = to_device(columns, device)
         laid_out = sent[:2]
         is_padded = len(tokens) < shape[0] * length
         if is_padded:
@@ -88,4 +89,5 @@ class Batch:
         self.ids, self.positions = laid_out.view(2, *shape).unbind()
         self.visibility = Visibility(spans, shape, num_keys)
         if cache is not None:
-            cache.prepare(sequences, num_keys, sent[4] if is_padded else None, row_index=sent[3], cache_index=sent[2])
+            source = sent[4] if is_padded else None
+            cache.prepare(batch_cache_rows, num_keys, source, row_index=sent[3], cache_index=sent[2])

@@ -1,4 +1,4 @@
-"""Checks that run before any decoding: of options, of the model against the decoder, of prompts against the model."""
+"""Checks before decoding: of arguments, of the model against the decoder, of prompts against model and cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from refusion_lit.engine.decoder import Decoder
-from refusion_lit.engine.memory import KeptCache, check_bound, check_canvas
+from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
@@ -26,8 +26,8 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
     """
     require(isinstance(decoder, Decoder), "decoder", "an instance of a decoder class", decoder, "create one")
     require(isinstance(sampling, SamplingParams), "sampling", "an instance of SamplingParams", sampling, "create one")
-    holds = isinstance(callbacks, Sequence) and all(isinstance(each, GenerationCallback) for each in callbacks)
-    require(holds, "callbacks", "a list of instances of GenerationCallback", callbacks, "put them into a list")
+    are_callbacks = isinstance(callbacks, Sequence) and all(isinstance(item, GenerationCallback) for item in callbacks)
+    require(are_callbacks, "callbacks", "a list of instances of GenerationCallback", callbacks, "put them into a list")
     require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
 
 
@@ -35,16 +35,16 @@ def check_model(
     model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False,
     fix: str = "Set allow_mismatch to true to run it anyway.",
 ) -> list[str]:  # fmt: skip
-    """Refuse a model that a decoder cannot run on or that was not trained for it.
+    """Refuse a model that a decoder cannot run on, or a model that was not trained for the decoder.
 
     Args:
         model: The model.
         decoder: The decoder.
         allow_mismatch: Only warn if the model was trained for something else.
-        fix: What to do, as a sentence, unless the decoder says so.
+        fix: What to do, as a sentence; used if :meth:`Decoder.mismatch_fix` returns nothing.
 
     Returns:
-        The reasons, if allowed.
+        The reasons why the model does not fit, if mismatches are allowed.
 
     Raises:
         ModelMismatchError: With the reasons.
@@ -70,7 +70,7 @@ def check_context(model: LanguageModel, lengths: Sequence[tuple[int, str]], max_
 
     Args:
         model: The model.
-        lengths: Number of tokens of each prompt, and its id.
+        lengths: Pairs of a prompt's number of tokens and its id.
         max_new_tokens: Maximum length of the response.
 
     Raises:
@@ -111,21 +111,41 @@ def check_prompts(
     lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
     check_context(model, lengths, sampling.max_new_tokens)
     if max_cache_tokens is not None:
-        check_bound(lengths, sampling.max_new_tokens, max_cache_tokens)
+        _check_cache_size(lengths, sampling.max_new_tokens, max_cache_tokens)
     if model.learns_positions:
-        check_canvas(model, decoder, prompts, sampling)
+        _check_canvas(model, decoder, prompts, sampling)
 
 
 def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, sampling: SamplingParams) -> None:
-    """Refuse given tokens that a decoder cannot keep, and spans that it may not fill."""
+    """Refuse given tokens that a decoder cannot keep in place, and spans that exceed the length limit."""
     name = f"the template of prompt {prompt.id}"
     reason = decoder.refusal(prompt)
     if reason is not None:
-        found = f"{type(decoder).__name__} cannot keep {name} in place: {reason}"
-        raise ValueError(f"decoder: {found}; use one that can, such as ReFusion or LLaDA, with a model that fits it.")
+        problem = f"{type(decoder).__name__} cannot keep {name} in place: {reason}"
+        raise ValueError(f"decoder: {problem}; use one that can, such as ReFusion or LLaDA, with a model that fits it.")
     early = {*prompt.given[:-1]} & {*model.special_tokens.eos_token_ids}
     expected = f"an EOS token only at the end of {name}"
     require(not early, "template", expected, "one before it", "end it there, or remove the token")
     expected = f"at least {prompt.num_to_fill}, the number of tokens to fill in in {name}"
     most = sampling.max_new_tokens
     require(prompt.num_to_fill <= most, "max_new_tokens", expected, most, "raise it")
+
+
+def _check_cache_size(lengths: Sequence[tuple[int, str]], max_new_tokens: int, max_cache_tokens: int) -> None:
+    """Refuse a bounded cache that is too small for the longest prompt and its response."""
+    length, longest = max(lengths, key=itemgetter(0), default=(0, ""))
+    needed = length + max_new_tokens
+    expected = f"at least {needed} (prompt {longest} of {length} tokens and max_new_tokens)"
+    fix = "raise it, shorten the prompt or lower max_new_tokens"
+    require(not lengths or max_cache_tokens >= needed, "max_cache_tokens", expected, max_cache_tokens, fix)
+
+
+def _check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    """Refuse blocks, slots or windows that reach beyond the last position that a model has learnt."""
+    limit = model.max_positions
+    expected = f"whole blocks, slots or windows in {limit} positions, the model's context"
+    fix = "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"
+    for prompt in prompts:
+        reach = len(prompt.token_ids) + len(decoder.begin(prompt, sampling, model.special_tokens).tokens)
+        fits = limit is None or reach <= limit
+        require(fits, f"prompt {prompt.id}", expected, f"{reach} with {decoder}", fix)

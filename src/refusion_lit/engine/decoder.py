@@ -20,8 +20,8 @@ class ModelRequirements:
     Attributes:
         attention: Attention pattern of the decoder's forwards.
         predictions: Meanings of logits that the decoder relies on.
-        drafter: Whether it needs a drafter attached to the model.
-        block_size: Tokens per block, for block-causal attention; ``None``: of any size.
+        drafter: Whether the decoder needs a drafter attached to the model.
+        block_size: Tokens per block, for block-causal attention; ``None``: any size.
         prompt_is_block: For block-causal attention: the prompt is one block, and blocks are counted from the response.
     """
 
@@ -41,8 +41,8 @@ class ModelRequirements:
         elif self.block_size not in (None, traits.block_size):
             reasons.append(f"its blocks have {self.block_size} tokens, the model was trained with {traits.block_size}")
         elif self.prompt_is_block != traits.prompt_is_block:
-            own = "the response" if self.prompt_is_block else "position 0"
-            reasons.append(f"its blocks are counted from {own}, those that the model was trained with are not")
+            origin = "the response" if self.prompt_is_block else "position 0"
+            reasons.append(f"its blocks are counted from {origin}, the model's are not")
         if traits.predictions is not None:
             known = {*traits.predictions} | ({"next_token_in_slot"} if "next_token" in traits.predictions else set())
             missing = [name for name in self.predictions if name not in known]
@@ -65,7 +65,7 @@ class RowState:
         is_masked: Which places of the canvas are not final. Never derived from token ids. Given tokens are final from
             the start, and never committed.
         committed: Places of the canvas in the order in which they were committed.
-        commit_rounds: Number of the forward that committed each place; 0 while masked, and for given tokens.
+        commit_rounds: Number of the forward that committed a place; 0 while masked, and for given tokens.
         finished: Set by the decoder when nothing is left to do.
         num_forwards: Forwards in which the prompt took part; counted by the engine.
         schedule_length: Maximum number of forwards of a decoder whose steps may commit nothing; 0 for others.
@@ -73,10 +73,10 @@ class RowState:
         num_rows: Number of prompts that share the cost of a forward. Set by the engine.
         num_shared: Number of leading prompt tokens that are in the KV cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
-        num_cached: Number of cache entries that hold text, for decoders that count them; ``num_shared`` at first.
-        max_length: Maximum length of the response; its length once the final prefix has an EOS.
+        num_cached: Number of cache entries with final text, for decoders that count them; ``num_shared`` at first.
+        max_length: Maximum length of the response; its actual length once the final prefix has an EOS.
         prompt_length: Tokens of the prompt; the canvas starts at this position.
-        num_final: Leading final places that :meth:`final_prefix` has found so far.
+        num_final: Leading final places that :meth:`final_prefix` has counted so far.
     """
 
     prompt: Prompt
@@ -111,7 +111,7 @@ class RowState:
 
     @property
     def known(self) -> list[tuple[int, int]]:
-        """Tokens and positions of what is known before the first forward: the prompt, then given tokens."""
+        """Tokens and positions that are known before the first forward: the prompt, then given tokens."""
         text = [*self.prompt.token_ids, *self.prompt.given]
         return [(token, position) for position, token in enumerate(text) if token is not None]
 
@@ -131,7 +131,7 @@ class RowState:
         """Make tokens final.
 
         Args:
-            places: Indices into the canvas (position minus prompt length), all masked.
+            places: Places of the canvas (position minus prompt length), all masked.
             tokens: Their tokens.
         """
         known = self.special_tokens
@@ -183,20 +183,20 @@ class Decoder(ABC):
     """A decoding strategy: immutable options, no state, no model.
 
     A decoder handles one prompt and plain Python numbers. The engine runs many prompts at once: it batches their
-    forwards, counts, streams and cuts, so rows cannot influence each other. Subclasses are frozen, keyword-only
+    forwards, counts, streams and cuts, so prompts cannot influence each other. Subclasses are frozen, keyword-only
     dataclasses that check their options on construction.
 
     Class attributes:
-        requires: What it needs of a model, where no option changes that; see :meth:`requirements`.
+        requires: What the decoder needs of a model; override :meth:`requirements` if that depends on options.
         ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
         shares: Which common tokens of prompts may be copied; see :meth:`num_shareable`. ``all`` where the first forward
             reads masks after the prompt, ``all_but_last`` where it reads the logits at the prompt's last token.
-        refuses: Why it cannot keep given tokens in place, where no option changes that; ``None`` if it can; see
-            :meth:`refusal`.
+        refuses: Why the decoder cannot keep given tokens in place, ``None`` if it can; override :meth:`refusal` if that
+            depends on options.
         state: Class of a prompt's state.
         stop_at_eos: Whether the engine finishes a response, after a step, once its final prefix has an EOS or is the
             whole response. If not, the decoder sets ``finished``.
-        shifted: Whether a mask is predicted by the position before it.
+        shifted: Whether the position before a mask predicts the mask.
     """
 
     requires: ClassVar[ModelRequirements]
@@ -213,22 +213,23 @@ class Decoder(ABC):
 
     @property
     def is_left_to_right(self) -> bool:
-        """Whether every token is drawn, without masks, after all on its left, which its branch feeds."""
+        """Whether tokens are drawn in text order without masks, and a branch feeds all text before its drafts."""
         return self.requirements().predictions == ("next_token",)
 
     def requirements(self) -> ModelRequirements:
-        """Return what this decoder, with its options, needs of a model; with ``shifted``, shifted predictions."""
+        """Return what this decoder, with its options, needs of a model."""
         what = f"what {type(self).__name__} needs of a model"
         fix = 'add requires = ModelRequirements(attention="causal", predictions=("mask",))'
         require(hasattr(self, "requires"), "decoder", what, "no class attribute requires", fix)
         if not self.shifted:
             return self.requires
-        own = self.requires.predictions
-        predictions: tuple[Prediction, ...] = tuple("mask_shifted" if each == "mask" else each for each in own)
+        predictions: tuple[Prediction, ...] = tuple(
+            "mask_shifted" if prediction == "mask" else prediction for prediction in self.requires.predictions
+        )
         return replace(self.requires, predictions=predictions)
 
     def mismatch_fix(self, traits: ModelTraits) -> str:  # noqa: ARG002
-        """Return what to do about a model with other traits than required, as a sentence; empty: the caller says it."""
+        """Return what to do about a model that does not fit, as a sentence; empty for the caller's own advice."""
         return ""
 
     def pair(self, model: LanguageModel, verifier: LanguageModel) -> LanguageModel:
@@ -263,10 +264,10 @@ class Decoder(ABC):
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
         """Return how many leading prompt tokens may be copied from the cache of another prompt.
 
-        A decoder may return more than 0 if three conditions hold. From the first forward to the last, the cache holds
-        the prompt's tokens at indices equal to their positions. Their KV cache entries depend on the tokens before them
+        A decoder may return more than 0 under three conditions. From the first forward to the last, the prompt's tokens
+        are in the cache at indices equal to their positions. Their KV cache entries depend on the tokens before them
         only. :meth:`step` feeds the prompt from ``state.num_shared`` on, in the same number of forwards as without
-        sharing. Bidirectional decoders share nothing: every token's KV cache entries depend on the whole text.
+        sharing. Bidirectional decoders share nothing, because KV cache entries depend on the whole text.
 
         Args:
             prompt_length: Tokens of the prompt.
@@ -292,6 +293,6 @@ def most_certain(confidences: Sequence[float], count: int | None = None) -> list
 
 
 def above_or_best(confidences: Sequence[float], threshold: float, quota: int = 1) -> list[int]:
-    """Return the indices of the confidences above a threshold, and always of the ``quota`` highest ones, in order."""
+    """Return the indices of confidences above a threshold, at least the ``quota`` highest, in ascending order."""
     above = [i for i, confidence in enumerate(confidences) if confidence > threshold]
     return above if len(above) >= quota else sorted(most_certain(confidences, quota))

@@ -1,4 +1,4 @@
-"""What decoders share: branches of the text so far, what is read at once, and how many recent drafts were accepted."""
+"""Helpers of several decoders: branches of the text so far, and the acceptance rate of recent drafts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch
 
 FEW_POSITIONS = 16
-"""Up to this many positions, a CPU computes logits hardly slower than for one: reading the LM head's weights dominates.
-So masks that may not be needed are read together with everything else."""
+"""Up to this number, a CPU computes logits hardly slower than for a single position: reading the LM head's weights
+dominates. So few masks are read at once, even if they may not be needed."""
 
 
 @dataclass(slots=True)
@@ -19,9 +19,9 @@ class Acceptance:
 
     Attributes:
         num_tested: Drafts compared with the model's own token.
-        num_accepted: Those that were equal to it.
-        num_assumed: Drafts that are counted beside them, half of them as accepted.
-        half_life: After this many tokens a draft counts half: a text is easy to draft here and hard there.
+        num_accepted: Drafts that were equal to the model's own token.
+        num_assumed: Additional drafts, of which half count as accepted: a prior.
+        half_life: After this number of tokens a draft counts half: a text is easy to draft here and hard there.
     """
 
     num_tested: float = 0.0
@@ -31,11 +31,11 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """Estimated probability that a draft is accepted: the mean of the recent ones, and one half without any."""
+        """Estimated probability that a draft is accepted: the mean of recent drafts, and 0.5 without any."""
         return (self.num_accepted + self.num_assumed / 2) / (self.num_tested + self.num_assumed)
 
     def count(self, num_tokens: int, num_tested: int = 0, num_accepted: int = 0) -> None:
-        """Count the drafts of a forward; earlier ones count less and less, so that drafting is tried again."""
+        """Count the drafts of a forward. Earlier drafts count less and less, so that drafting is tried again."""
         decay = 0.5 ** (num_tokens / self.half_life)
         self.num_tested = decay * (self.num_tested + num_tested)
         self.num_accepted = decay * (self.num_accepted + num_accepted)
@@ -45,15 +45,15 @@ def text_branch(
     state: RowState, start: int, stop: int, predicted: Sequence[int], *, order: Sequence[int] | None = None,
     shift: int = 0,
 ) -> Branch:  # fmt: skip
-    """Return the text at positions ``start`` to ``stop`` after everything cached before it.
+    """Return a branch with the text at positions ``start`` to ``stop``; it sees all cache entries before ``start``.
 
     Args:
         state: The prompt's state.
         start: First position.
-        stop: Position after the last one.
+        stop: Position after the last.
         predicted: Positions whose tokens are drawn.
-        order: Order of each token; a token sees tokens of the same or a lower order. ``None``: causal.
-        shift: Predicted position minus the position whose logits are read.
+        order: As in :class:`~refusion_lit.engine.requests.Branch`.
+        shift: Predicted position minus the position of the logits.
     """
     return Branch(
         tokens=text_between(state, start, stop),
@@ -79,7 +79,7 @@ def masked_in(state: RowState, start: int, stop: int) -> list[int]:
 
 
 def uncached(state: RowState) -> list[tuple[int, int]]:
-    """Return tokens and positions that the next forward stores: what is known, then what each forward committed."""
+    """Return tokens and positions to feed next: known tokens at first, later the newly committed tokens."""
     if state.num_forwards == 0:
         return state.known[state.num_cached :]
     num_stored = state.num_cached - state.prompt_length - state.prompt.num_given

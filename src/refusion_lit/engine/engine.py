@@ -8,23 +8,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from refusion_lit.engine.admission import Row, admit, rows_within
 from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
-from refusion_lit.engine.memory import KeptCache, explain_out_of_memory, groups_within
+from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
-from refusion_lit.engine.reading import Reader
-from refusion_lit.engine.requests import Forward, MoreDrafts, Read, Steps
-from refusion_lit.engine.stopping import Stopping, cut_at_stop
+from refusion_lit.engine.requests import MoreDrafts, SamplingJob, Steps
+from refusion_lit.engine.sampler import Sampler
+from refusion_lit.engine.scheduler import admit, fit_into_forward, group_by_cache_size
+from refusion_lit.engine.sequence import PromptSequence
+from refusion_lit.engine.stopping import StopFinder, cut_at_stop
 from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
+from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
 
 
@@ -35,13 +39,22 @@ def decode(
     sampling: SamplingParams,
     *,
     callbacks: Sequence[GenerationCallback] = (),
-    detokenize: Callable[[list[int]], str] | None = None,
+    detokenize: Callable[..., str] | None = None,
     trace: bool = False,
     kept: KeptCache | None = None,
     checked: bool = False,
     **named: Any,  # noqa: ANN401 - fields of DecodingOptions
 ) -> DecodingOutput:
-    """Decode prompts; each prompt gets exactly the tokens that it would get alone.
+    """Decode prompts; every prompt gets exactly the tokens that it would get alone.
+
+    >>> import refusion_lit
+    >>> from refusion_lit.decoding import ReFusion
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> prompts = [Prompt(token_ids=tuple(model.encode(query)), id=query) for query in ("12+34,56+78>", "31+22,40+15>")]
+    >>> output = decode(model.backbone, ReFusion(slot_size=4), prompts, SamplingParams(max_new_tokens=24),
+    ...                 detokenize=model.detokenize, batch_size=2)
+    >>> [(row.text, row.num_forwards) for row in output.rows]
+    [('12+34=46;56+78=134;', 3), ('31+22=53;40+15=55;', 3)]
 
     Args:
         model: The model.
@@ -50,10 +63,11 @@ def decode(
         sampling: Length limit and sampling options.
         named: Fields of :class:`~refusion_lit.types.DecodingOptions`: how prompts are batched; they change no token.
         callbacks: Notified when tokens are committed and prompts finish.
-        detokenize: Turns tokens into text; without it, generations have no text and stop strings are refused.
+        detokenize: Turns the tokens of a response into text; also takes ``after``, the tokens of the prompt, and
+            ``stop``, the stop strings. ``None``: generations have no text, and stop strings are refused.
         trace: Record a trace of every forward.
-        kept: Keeps the cache of one call for the next call with the same model, so that its prompts share prefixes with
-            those of this call.
+        kept: Keeps the cache for the next call with the same model, whose prompts then share prefixes with the prompts
+            of this call.
         checked: Whether the caller has run :func:`~refusion_lit.engine.checks.check_model` and ``check_prompts``.
 
     Raises:
@@ -76,7 +90,7 @@ def decode(
     started = synchronised_time(model.device)
     groups = [(batch_size, list(enumerate(prompts)))]
     if options.max_cache_tokens is not None:
-        groups = groups_within(prompts, sampling.max_new_tokens, batch_size, options.max_cache_tokens)
+        groups = group_by_cache_size(prompts, sampling.max_new_tokens, batch_size, options.max_cache_tokens)
     for num_rows, group in groups:
         engine = Engine(
             model, decoder, num_rows, options,
@@ -85,10 +99,11 @@ def decode(
         for index, prompt in group:
             engine.submit(index, prompt, sampling)
         try:
-            while engine.waiting or engine.rows:
+            while engine.waiting or engine.running:
                 results |= engine.step()
         except (MemoryError, RuntimeError) as error:
-            explain_out_of_memory(error, engine.cache)
+            if is_out_of_memory(error):
+                raise _out_of_memory_error(engine.cache) from error
             raise
         engine.close()
     output.rows = [results[i] for i in range(len(prompts))]
@@ -96,9 +111,28 @@ def decode(
     return output
 
 
+def _out_of_memory_error(cache: KVCache) -> ValueError:
+    """Return an error that names the option to change."""
+    used = f"{cache.num_rows} and no memory left (the cache takes {cache.num_bytes / 2**20:.0f} MB)"
+    fix = "lower it, or set max_cache_tokens."
+    return ValueError(f"batch_size: expected prompts that fit into memory, got {used}; {fix}")
+
+
 @dataclass(eq=False, repr=False)
 class Engine:
-    """Decodes prompts that share a cache. Prompts may be submitted while it runs.
+    """Decodes prompts that share a cache. Prompts may be submitted while the engine runs.
+
+    >>> import refusion_lit
+    >>> from refusion_lit.decoding import ReFusion
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> engine = Engine(model.backbone, ReFusion(slot_size=4), num_rows=2, detokenize=model.detokenize)
+    >>> prompt = Prompt(token_ids=tuple(model.encode("12+34,56+78>")), id="0")
+    >>> engine.submit(0, prompt, SamplingParams(max_new_tokens=24))
+    >>> results = {}
+    >>> while engine.waiting or engine.running:
+    ...     results |= engine.step()
+    >>> results[0].text
+    '12+34=46;56+78=134;'
 
     For ``callbacks``, ``detokenize``, ``trace`` and ``kept`` see :func:`decode`.
 
@@ -108,6 +142,8 @@ class Engine:
         num_rows: Maximum number of prompts in flight.
         options: How prompts are batched; the caller has checked that model and prompts fit.
         output: Receives the counts of calls, positions, shared tokens and memory.
+        waiting: Submitted prompts without a row of the cache.
+        running: Prompts in flight.
     """
 
     model: LanguageModel
@@ -116,50 +152,53 @@ class Engine:
     options: DecodingOptions = DecodingOptions()
     _: KW_ONLY
     callbacks: Sequence[GenerationCallback] = ()
-    detokenize: Callable[[list[int]], str] | None = None
+    detokenize: Callable[..., str] | None = None
     trace: bool = False
     kept: KeptCache | None = None
     output: DecodingOutput = field(default_factory=DecodingOutput)
 
     def __post_init__(self) -> None:
-        """Start with no prompts and, if one was kept, the cache of an earlier engine."""
+        """Start without prompts, with the cache of an earlier engine if that was kept."""
         model = self.model
         kept = None if self.kept is None else self.kept.take(self.decoder, self.num_rows)
-        self.cache, self.held = kept or (model.make_cache(self.num_rows), {})
-        self.waiting: list[Row] = []
-        self.rows: list[Row] = []
-        self.reader = Reader(model, all_probabilities=self.trace)
+        self.cache, self.cached_prompts = kept or (model.make_cache(self.num_rows), {})
+        self.waiting: list[PromptSequence] = []
+        self.running: list[PromptSequence] = []
+        self.sampler = Sampler(model, all_probabilities=self.trace)
         self.run_body = model.runner()
         self.device = model.device
-        self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server says how many there are
+        self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
 
     def submit(self, index: int, prompt: Prompt, sampling: SamplingParams, *, trace: bool = False) -> None:
-        """Put a prompt into the queue, under a number that :meth:`step` returns its generation by.
+        """Put a prompt into the queue.
 
-        With ``trace``, every forward of it is recorded; probabilities only if the engine records all traces.
+        Args:
+            index: Number under which :meth:`step` returns the prompt's generation.
+            prompt: The prompt.
+            sampling: Length limit and sampling options.
+            trace: Record every forward of the prompt; with probabilities only if the engine records all traces.
         """
-        self.waiting.append(Row(index, prompt, sampling, trace or self.trace))
+        self.waiting.append(PromptSequence(index, prompt, sampling, trace or self.trace))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
 
-        A number that is unknown, or of a finished prompt, changes nothing.
+        An unknown number, or the number of a finished prompt, changes nothing.
         """
-        self.waiting = [row for row in self.waiting if row.index != index]
-        self.rows = [row for row in self.rows if row.index != index]
+        self.waiting = [sequence for sequence in self.waiting if sequence.index != index]
+        self.running = [sequence for sequence in self.running if sequence.index != index]
 
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
-        """Serve prompts once; return those that are finished, by their numbers."""
-        if self.waiting:
-            sharing = self.decoder if self.options.share_prefixes else None
-            admitted = admit(self.waiting, self.rows, self.held, self.num_rows, sharing)
-            self.rows += [self._begin(*each) for each in admitted]
-        for rows in self._schedule():  # schedule
-            self._serve(rows)  # run body and head; postprocess: the decoder's turn
-        finished = [row for row in self.rows if row.request is None]
-        self.rows = [row for row in self.rows if row.request is not None]
-        return {row.index: self._finish(row) for row in finished}
+        """Serve all prompts once; return the finished generations by their prompts' numbers."""
+        decoder = self.decoder if self.options.share_prefixes else None
+        admitted = admit(self.waiting, self.running, self.cached_prompts, self.num_rows, decoder)
+        self.running += [self._begin(*admission) for admission in admitted]
+        for group in self._schedule():
+            self._postprocess(group, self._run(group))
+        finished = [sequence for sequence in self.running if sequence.request is None]
+        self.running = [sequence for sequence in self.running if sequence.request is not None]
+        return {sequence.index: self._finish(sequence) for sequence in finished}
 
     def close(self) -> None:
         """Count the cache's memory, and keep the cache."""
@@ -168,33 +207,33 @@ class Engine:
         if size:
             self.output.cache_bytes_per_token = size / (self.cache.num_rows * self.cache.capacity)
         if self.kept is not None:
-            self.kept.put(self.cache, self.decoder, self.held)
+            self.kept.put(self.cache, self.decoder, self.cached_prompts)
 
-    def _begin(self, row: Row, num_shared: int, source: int) -> Row:
-        """Create an admitted prompt's state, which takes over shared cache entries, and get its first request."""
-        state = self.decoder.begin(row.prompt, row.sampling, self.model.special_tokens)
+    def _begin(self, sequence: PromptSequence, num_shared: int, source: int) -> PromptSequence:
+        """Create an admitted prompt's state, copy shared cache entries, and get the first request."""
+        state = self.decoder.begin(sequence.prompt, sequence.sampling, self.model.special_tokens)
         name = f"{type(self.decoder).__name__}.begin"
         require(isinstance(state, RowState), name, "a RowState", state, "return RowState(...), say")
         state.forward_cost = self.model.forward_cost
         if num_shared:
-            self.cache.copy(source, row.storage, num_shared)
+            self.cache.copy(source, sequence.cache_row, num_shared)
             self.output.num_shared += num_shared
             state.num_shared = state.num_cached = num_shared
         state.finished = state.prefix_ends  # everything is given
-        row.started = synchronised_time(self.device)
-        row.waiting_since = self.output.num_calls
+        sequence.started = synchronised_time(self.device)
+        sequence.last_call = self.output.num_calls
         steps = self._steps(state)
-        if row.sampling.stop or row.sampling.min_entropy is not None:
-            row.stopping = Stopping(row.sampling, self.detokenize)
-            steps = row.stopping.watched(steps, state)
-        row.begin(state, steps)
-        return row
+        if sequence.sampling.stop:
+            sequence.stop_finder = StopFinder(sequence.sampling.stop, partial(self._detokenize, sequence))
+            steps = sequence.stop_finder.watch(steps, state)
+        sequence.begin(state, steps)
+        return sequence
 
     def _steps(self, state: RowState) -> Steps[None]:
         """Chain the decoder's steps; raise an error if a step makes no progress."""
         name = type(self.decoder).__name__
         while not state.finished:
-            # A template's spans depend on all that is drawn, drafts too, and so must not depend on other prompts.
+            # A template's spans depend on all drawn tokens, drafts too, and so must not depend on other prompts.
             constraint = state.prompt.constraint
             state.num_rows = self.num_sharing if constraint is None or constraint.left_to_right else 1
             num_committed = state.num_committed
@@ -209,62 +248,65 @@ class Engine:
                 fix = "commit a token in every step, set schedule_length in begin, or set finished at the end"
                 require(num_forwards < state.num_forwards <= bound, "decoder", expected, state.num_forwards, fix)
 
-    def _schedule(self) -> list[list[Row]]:
-        """Return the rows that are served next, those of one call of the model together.
+    def _schedule(self) -> list[list[PromptSequence]]:
+        """Return the groups of prompts that are served next; a group shares a call of the model.
 
-        Those that need no forward come first, then forwards within the budget.
+        Requests for further drafts need no call and come first, then forwards within the budget.
         """
-        drafting = [row for row in self.rows if isinstance(row.request, MoreDrafts)]
+        drafting = [sequence for sequence in self.running if isinstance(sequence.request, MoreDrafts)]
         if drafting:
             return [drafting]
-        chosen = [row for row in self.rows if row.request is not None]
+        chosen = [sequence for sequence in self.running if sequence.request is not None]
         if self.options.max_tokens_per_forward is not None:
-            chosen = rows_within(chosen, self.options.max_tokens_per_forward)
-        groups = ([row for row in chosen if row.pending.cached is cached] for cached in (True, False))
+            chosen = fit_into_forward(chosen, self.options.max_tokens_per_forward)
+        groups = ([sequence for sequence in chosen if sequence.forward.cached is cached] for cached in (True, False))
         return [group for group in groups if group]
 
-    def _serve(self, rows: Sequence[Row]) -> None:
-        """Answer the requests of rows, all forwards of one call or all further drafts, and take what they commit."""
-        if isinstance(rows[0].request, Forward):
-            states = self._forward(rows)
-        else:
-            states = torch.cat([row.hidden for row in rows]) if len(rows) > 1 else rows[0].hidden
-        reads: list[list[Read]] = []
-        first = 0
-        for row in rows:
-            reads.append(row.reads(first))
-            first += len(row.hidden)
-        self.reader.read(states, [read for own in reads for read in own])
-        for row, own in zip(rows, reads, strict=True):
-            if row.advance([read.reading for read in own]):
-                for callback in self.callbacks:
-                    callback.on_commit(row.index, row.state)
+    def _run(self, group: Sequence[PromptSequence]) -> Tensor:
+        """Run the forwards of a group in one call; return the hidden states of all prompts, in order.
 
-    def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Run the forwards of rows in one call of the model; return the hidden states that each row keeps, in order."""
-        forwards = [row.pending for row in rows]
-        for row, forward in zip(rows, forwards, strict=True):
+        For further drafts, return the hidden states of the last forward.
+        """
+        if isinstance(group[0].request, MoreDrafts):
+            return torch.cat([sequence.hidden for sequence in group]) if len(group) > 1 else group[0].hidden
+        forwards = [sequence.forward for sequence in group]
+        for sequence, forward in zip(group, forwards, strict=True):
             if forward.keep is not None:
-                self.cache.compact(row.storage, forward.keep.indices, forward.keep.num_leading)
+                self.cache.compact(sequence.cache_row, forward.keep.indices, forward.keep.num_leading)
         cache = self.cache if forwards[0].cached else None
-        batch = Batch(forwards, [row.storage for row in rows], self.device, cache)
+        batch = Batch(forwards, [sequence.cache_row for sequence in group], self.device, cache)
         hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
         self.output.num_calls += 1
         self.output.num_positions += len(hidden)
-        sizes = [num_sequences * batch.ids.shape[1] for num_sequences, _ in batch.shapes]
-        for row, own, shape, starts in zip(rows, hidden.split(sizes), batch.shapes, batch.starts, strict=True):
-            row.begin_forward(own, shape, starts)
-            row.waiting_since = self.output.num_calls
-            self.held[row.storage] = row.prompt.token_ids
+        parts = hidden.split([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
+        for sequence, part, shape, starts in zip(group, parts, batch.shapes, batch.starts, strict=True):
+            sequence.record_forward(part, shape, starts)
+            sequence.last_call = self.output.num_calls
+            self.cached_prompts[sequence.cache_row] = sequence.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
-        return torch.cat([row.hidden for row in rows]) if has_twins else hidden
+        return torch.cat([sequence.hidden for sequence in group]) if has_twins else hidden
 
-    def _finish(self, row: Row) -> Generation:
-        state = row.state
-        result = row.result
+    def _postprocess(self, group: Sequence[PromptSequence], hidden: Tensor) -> None:
+        """Sample from the hidden states, and let every prompt's decoder commit tokens and make its next request."""
+        jobs: list[list[SamplingJob]] = []
+        first = 0
+        for sequence in group:
+            jobs.append(sequence.sampling_jobs(first))
+            first += len(sequence.hidden)
+        self.sampler.sample(hidden, [job for sequence_jobs in jobs for job in sequence_jobs])
+        for sequence, sequence_jobs in zip(group, jobs, strict=True):
+            if sequence.advance([job.reading for job in sequence_jobs]):
+                for callback in self.callbacks:
+                    callback.on_commit(sequence.index, sequence.state)
+
+    def _finish(self, sequence: PromptSequence) -> Generation:
+        """Return a finished prompt's generation, and notify the callbacks."""
+        state = sequence.state
+        result = sequence.result
         tokens = state.final_prefix()
-        if row.stopping is not None and row.stopping.ends(tokens):  # even if it is given as a whole
-            tokens = tokens[: row.stopping.end]
+        stop_finder = sequence.stop_finder
+        if stop_finder is not None and stop_finder.find(tokens):  # even if it is given as a whole
+            tokens = tokens[: stop_finder.end]
             result.finish_reason = "stop"
         elif tokens and tokens[-1] in state.special_tokens.eos_token_ids:
             result.finish_reason = "eos"
@@ -276,10 +318,14 @@ class Engine:
         result.token_ids = tokens
         result.num_forwards = state.num_forwards
         result.num_tokens = len(tokens) - sum(token is not None for token in state.prompt.given[: len(tokens)])
-        result.seconds = synchronised_time(self.device) - row.started
+        result.seconds = synchronised_time(self.device) - sequence.started
         if self.detokenize is not None:
-            text = self.detokenize(tokens)
-            result.text = cut_at_stop(text, row.sampling.stop) if row.sampling.stop else text
+            result.text = cut_at_stop(self._detokenize(sequence, tokens), sequence.sampling.stop)
         for callback in self.callbacks:
-            callback.on_finished(row.index, result)
+            callback.on_finished(sequence.index, result)
         return result
+
+    def _detokenize(self, sequence: PromptSequence, tokens: list[int]) -> str:
+        """Return the text of response tokens, which continues the prompt."""
+        assert self.detokenize is not None  # decode and the server refuse stop strings without it
+        return self.detokenize(tokens, after=sequence.prompt.token_ids, stop=sequence.sampling.stop)

@@ -1,4 +1,4 @@
-"""Results of decoding: one record for each prompt, totals of the call, and callbacks during the call."""
+"""Results of decoding: a record per prompt, totals of the call, and callbacks during the call."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class GenerationCallback:
     """Observes a generation; override the events of interest."""
 
     def on_commit(self, index: int, state: RowState) -> None:
-        """Prompt ``index`` has newly committed tokens."""
+        """Receive a prompt's state after it has committed tokens."""
 
     def on_finished(self, index: int, generation: Generation) -> None:
-        """Prompt ``index`` is finished."""
+        """Receive a finished prompt's generation."""
 
 
 @dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class TraceRound:
         tokens: The drafts.
         probabilities: Their probabilities.
         scored: Text positions of verified tokens.
-        scores: Probabilities that the verification gave to them.
+        scores: Probabilities of the verified tokens.
         accepted: Positions committed before the next forward.
     """
 
@@ -46,7 +46,7 @@ class TraceRound:
     accepted: list[int] = field(default_factory=list)
 
     def add(self, branches: Sequence[Branch], readings: Sequence[Reading], accepted: Sequence[int]) -> None:
-        """Add what was read from the branches of the forward, and the positions that were committed then."""
+        """Add the readings of the forward's branches, and the positions committed after them."""
         for branch, reading in zip(branches, readings, strict=True):
             self.positions += [branch.positions[offset] + branch.shift for offset in branch.draft_at]
             self.tokens += reading.tokens
@@ -62,18 +62,18 @@ class Generation:
 
     Attributes:
         id: The prompt's id.
-        token_ids: Response tokens up to and including the EOS token, given ones included.
+        token_ids: Response tokens up to and including the EOS token, given tokens included.
         text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
-        finish_reason: ``eos``, ``length``, ``stop`` (a stop string or a low entropy), or ``unfinished`` (masked places
-            remain before the end, which no correct decoder leaves).
-        num_tokens: Number of generated tokens: those in ``token_ids`` that were not given.
+        finish_reason: ``eos``, ``length``, ``stop`` (a stop string), or ``unfinished`` (masked places remain before the
+            end, which no correct decoder leaves).
+        num_tokens: Number of generated tokens: the tokens in ``token_ids`` that were not given.
         num_forwards: Forwards in which the prompt took part. Decoders that weigh a forward's cost (``SelfSpeculative``
-            and ``infill: bonus`` of ``ReFusion``) take more or fewer beside other prompts, for the same text.
+            and ``infill: bonus`` of ``ReFusion``) take more or fewer forwards beside other prompts, for the same text.
         num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
             count too.
         seconds: Time from the prompt's admission to its end.
-        round_ratios: Committed tokens per forward of each round that committed any; only for the paper's TPF figure.
-        forward_shapes: Rows and length of its share of each forward.
+        round_ratios: Committed tokens per forward in the rounds that committed any; only for the paper's TPF figure.
+        forward_shapes: Rows and length of the prompt's share of its forwards.
         trace: One entry per forward; empty unless a trace was requested.
     """
 
@@ -100,7 +100,7 @@ class DecodingOutput:
     """Result of one call of :func:`~refusion_lit.decoding.decode`.
 
     Attributes:
-        rows: One generation for each prompt, in the prompts' order.
+        rows: The prompts' generations, in the prompts' order.
         num_calls: Calls of the model, of any batch size.
         num_positions: Token positions computed, padding included.
         num_shared: Prompt tokens whose KV cache entries were copied from other prompts instead of computed.

@@ -1,7 +1,7 @@
-"""Request types that a decoder yields for one prompt (forwards, further drafts), and the readings that answer them.
+"""Requests that a decoder yields for one prompt (forwards, further drafts), and the readings that answer them.
 
-The engine batches the requests of many prompts into shared forwards. Readings are plain numbers, so one device-to-host
-transfer per forward is enough; the distributions of proposals stay on the device.
+The engine batches the requests of many prompts into shared calls of the model. Readings are plain numbers, so one
+device-to-host transfer per call is enough; the distributions of proposals stay on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from refusion_lit.types import ConstraintState, Prompt, SamplingParams
 
 T = TypeVar("T")
-ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
 Statistic = Literal["margin", "negative_entropy", "filtered", "entropy"]
 
 
@@ -34,21 +33,21 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One token sequence of a forward; the branches of a forward share the cached context and do not see each other.
+    """A segment of tokens in a forward. Branches of a forward share the cached context and do not see each other.
 
     Attributes:
         tokens: Token ids in sequence order.
-        positions: Position of each token in the text, counted from the start of the prompt.
-        order: A token sees the branch's tokens of the same or a lower order, which never falls. ``None``: causal;
-            zeros: bidirectional.
-        visible: Ranges ``(start, stop)`` of cache indices that every token of the branch also sees. Other branches of
-            the same forward may write entries in them: that is how a branch sees part of another one.
+        positions: Positions of the tokens in the text, counted from the start of the prompt.
+        order: Non-decreasing numbers; a token sees the branch's tokens with the same or a lower number. ``None``:
+            causal; zeros: bidirectional.
+        visible: Ranges ``(start, stop)`` of cache indices that all tokens of the branch also see. A range may cover
+            entries that another branch of the same forward writes; the branch then sees part of the other branch.
         write_at: Cache index of the first token's KV cache entry; the other tokens follow.
-        shift: Predicted position minus the position whose logits are read: 0 where masks predict themselves, 1 where
-            tokens predict the next one.
-        draft_at: Offsets into ``tokens`` whose logits a token is drawn from.
-        score_at: Pairs of an offset and a token id whose probability under the logits at the offset is read.
-        proposals: Drafts by offset: where one of ``draft_at`` has one, it is kept or replaced by rejection sampling.
+        shift: Predicted position minus the position of the logits: 0 where masks predict themselves, 1 where tokens
+            predict the next token.
+        draft_at: Offsets into ``tokens``; a token is drawn from the logits at every offset.
+        score_at: Pairs of an offset and a token id, whose probability under the logits at the offset is read.
+        proposals: Earlier drafts by offset in ``draft_at``; rejection sampling keeps or replaces them.
     """
 
     tokens: Sequence[int]
@@ -69,20 +68,17 @@ class Draw:
     Attributes:
         sampling: Temperature, top-p, top-k and seed.
         round: Number of the draw within its prompt; keys the noise together with the position.
-        forbidden: Ids that are never drawn, besides those that no decoder draws.
+        forbidden: Ids that are never drawn, besides the ids that no decoder draws.
         guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
-            conditional logits l_c, its second the unconditional ones l_u. ``None``: no guidance.
+            conditional logits l_c, its second branch the unconditional logits l_u. ``None``: no guidance.
         confidence_forbidden: Ids left out of the softmax that gives the probabilities (LLaDA's EOS options).
-        statistic: Extra figure of each draft: ``margin`` (difference of the two highest filtered probabilities),
-            ``negative_entropy`` (of the filtered distribution, in nats), ``filtered`` (the token's probability after
+        statistic: Extra figure per draft: ``margin`` (difference of the two highest filtered probabilities),
+            ``negative_entropy`` (filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
-            draws stay in these distributions, ``forbidden`` ones do not; at temperature 0 they are filtered like at
-            temperature 1.
+            draws stay in these distributions, ``forbidden`` ids do not; temperature 0 filters like temperature 1.
         top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
-        confidence_dtype: Type in which probabilities and statistic are computed, as torch names it; ``None``: float32
-            or the type of the logits if it is wider, and float64 for the statistic.
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
-        proposes: Whether readings hand out the drafts as proposals. Their noise is independent of that of other draws
+        proposes: Whether readings hand out the drafts as proposals. Their noise is independent of other draws' noise
             at the same position. Needs a temperature above 0.
     """
 
@@ -93,18 +89,17 @@ class Draw:
     confidence_forbidden: tuple[int, ...] = ()
     statistic: Statistic | None = None
     top_p_first: bool = False
-    confidence_dtype: str | None = None
     with_probability: bool = True
     proposes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """Cache entries of a prompt that are kept when its cache is compacted; all others are discarded.
+    """Cache entries of a prompt that are kept when its row is compacted; all others are discarded.
 
     Attributes:
         num_leading: Number of leading entries that stay in place.
-        indices: Indices of the entries that are moved after them, in this order.
+        indices: Indices of the entries that move behind the leading entries, in this order.
     """
 
     num_leading: int
@@ -113,18 +108,18 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """One call of the model, as seen by one prompt.
+    """One prompt's share of a call of the model.
 
     Attributes:
         phase: Purpose (``plan``, ``verify``, ...), shown in traces.
-        branches: The sequences.
+        branches: The segments that are fed.
         draw: How drafts are drawn.
         cached: Whether KV cache entries are stored; if not, ``visible`` must be empty.
-        packed: Whether the branches share one row of the call, one after the other, instead of a row each. Changes
-            the layout, not what a branch sees.
+        packed: Whether the branches share one row of the call, one after the other. Otherwise every branch has a row.
+            Changes the layout, not what a branch sees.
         keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
-        twin_at: The unconditional logits of ``draw.guidance`` are those of the prompt's previous forward, in its first
-            sequence: each at an offset of the first branch plus this number. ``None``: those of the second branch.
+        twin_at: For ``draw.guidance``: take the unconditional logits from the first row of the prompt's previous
+            forward, at the offsets of the first branch plus this number. ``None``: take them from the second branch.
     """
 
     phase: str
@@ -141,7 +136,7 @@ class MoreDrafts:
     """Request for further drafts from the hidden states of the prompt's last forward; runs the head, but not the body.
 
     Attributes:
-        draft_at: Offsets for each branch of that forward.
+        draft_at: Offsets for every branch of the last forward.
         draw: How they are drawn.
     """
 
@@ -157,11 +152,11 @@ class Reading:
     """Tokens, probabilities and other figures read from one branch's logits.
 
     Attributes:
-        tokens: The drawn token of each ``draft_at``.
-        probabilities: Its probability under the softmax of the unfiltered logits (after guidance), in [0, 1]; empty if
-            the draw requests no probabilities and no trace is recorded.
-        statistic: Its requested statistic; empty without one.
-        scores: The probability for each ``score_at``.
+        tokens: The drawn tokens, in the order of ``draft_at``.
+        probabilities: Their probabilities under the softmax of the unfiltered logits (after guidance), in [0, 1]. Empty
+            if the draw requests no probabilities and no trace is recorded.
+        statistic: Their requested statistics; empty without a request.
+        scores: The probabilities that ``score_at`` requests.
         proposals: The drafts with their distributions, if the draw proposes them.
     """
 
@@ -173,17 +168,18 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Read:
-    """What the engine reads from one branch of a forward: drafts at some offsets, probabilities of tokens at others.
+class SamplingJob:
+    """What the engine samples and scores at a branch: drafts at some offsets, probabilities of given tokens at others.
 
     Attributes:
         draw: How tokens are drawn.
         branch: The branch.
-        start: Index of its first hidden state among those of all rows.
+        start: Index of its first hidden state among the hidden states of the whole call.
         prompt: The prompt, whose id keys the noise. No EOS is drawn before the last given token of a template.
         canvas: The response so far; values at masked places are undefined.
-        constraint: Which tokens may be drawn; ``None``: all.
-        guide: Distance from each hidden state to that of its unconditional logits, for classifier-free guidance.
+        constraint: Which tokens may be drawn; ``None``: all tokens.
+        guide: Distance from a hidden state to the hidden state of its unconditional logits, for classifier-free
+            guidance.
         reading: Receives the result.
     """
 
@@ -198,4 +194,4 @@ class Read:
 
 
 Steps = Generator[Request, list[Reading], T]
-"""A generator that yields requests, is sent one reading for each branch, and returns a ``T``."""
+"""A generator that yields requests, receives one reading per branch, and returns a ``T``."""

@@ -1,11 +1,10 @@
-"""Early ends of a response, at a stop string or where it repeats itself."""
+"""Stop strings: where they end a response, and text that streams without showing the start of a stop string."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from os.path import commonprefix
 from typing import Any
 
 from refusion_lit.engine.decoder import RowState
@@ -13,69 +12,94 @@ from refusion_lit.engine.requests import Steps
 from refusion_lit.types import SamplingParams
 
 
-class Stopping:
-    """Finds where stop strings or a low entropy end a response.
+class StopFinder:
+    """Finds the token at which a stop string ends a response.
 
-    It looks at one token after the other in text order, so a response ends at the same token whatever a decoder commits
-    together.
+    The finder looks at one token after the other in text order. A response so ends at the same token, whatever a
+    decoder commits together.
 
     Args:
-        sampling: Stop strings, entropy and its window.
-        detokenize: Turns tokens into text; only needed for stop strings.
+        stop: The stop strings.
+        detokenize: Turns tokens into text.
 
     Attributes:
-        end: How many tokens remain of a response that ends; ``None`` until then.
+        end: Number of tokens of a response that a stop string ends; ``None`` until a stop string appears.
     """
 
     end: int | None = None
 
-    def __init__(self, sampling: SamplingParams, detokenize: Callable[[list[int]], str] | None) -> None:
-        self._sampling = sampling
+    def __init__(self, stop: Sequence[str], detokenize: Callable[[list[int]], str]) -> None:
+        self._stop = stop
         self._detokenize = detokenize
         self._num_seen = 0
 
-    def watched(self, steps: Steps[None], state: RowState) -> Steps[None]:
-        """Pass on a decoder's requests until the response ends."""
+    def watch(self, steps: Steps[None], state: RowState) -> Steps[None]:
+        """Pass on a decoder's requests until a stop string ends the response."""
         readings: Any = None  # which starts a generator
         with suppress(StopIteration):
             while True:
                 num_committed = state.num_committed
                 request = steps.send(readings)
-                if state.num_committed > num_committed and self.ends(state.final_prefix()):
+                if state.num_committed > num_committed and self.find(state.final_prefix()):
                     return
                 readings = yield request
 
-    def ends(self, tokens: list[int]) -> bool:
-        """Return whether a response ends, at :attr:`end`.
+    def find(self, tokens: list[int]) -> bool:
+        """Return whether a stop string ends a response, at :attr:`end`.
 
         Args:
             tokens: The response so far, which starts with the tokens of the last call.
         """
         for num_tokens in range(self._num_seen + 1, len(tokens) + 1):
-            if self._repeats(tokens[:num_tokens]):
-                self.end = num_tokens - self._sampling.entropy_window
-            elif self._sampling.stop and self._shows_stop(tokens[:num_tokens]):
+            text = self._detokenize(tokens[:num_tokens])
+            if any(string in text for string in self._stop):
                 self.end = num_tokens
-            if self.end is not None:
                 break
         self._num_seen = len(tokens)
         return self.end is not None
 
-    def _repeats(self, tokens: list[int]) -> bool:
-        """Whether the counts of the last window of tokens have too low an entropy."""
-        window = self._sampling.entropy_window
-        if self._sampling.min_entropy is None or len(tokens) <= window:
-            return False
-        counts = Counter(tokens[-window:]).values()
-        return math.log(window) - sum(count * math.log(count) for count in counts) / window < self._sampling.min_entropy
 
-    def _shows_stop(self, tokens: list[int]) -> bool:
-        assert self._detokenize is not None
-        text = self._detokenize(tokens)
-        return any(string in text for string in self._sampling.stop)
+class TextStream:
+    """Turns a growing response into pieces of text that stay.
+
+    The stream holds back text that may turn out to be the beginning of a stop string, and parts of a character. Some
+    tokenizers change earlier text, for example by removing spaces before punctuation. Text that was sent cannot be
+    changed: the stream goes on after the common prefix.
+
+    >>> stream = TextStream(bytes.decode, SamplingParams(stop=["END"]))
+    >>> [stream.piece(text) for text in (b"1 E", b"1 EN", b"1 EMU", b"1 EMU END 2")]
+    ['1 ', '', 'EMU', ' ']
+
+    Args:
+        detokenize: Turns tokens into text.
+        sampling: Strings that end the response.
+    """
+
+    def __init__(self, detokenize: Callable[[list[int]], str], sampling: SamplingParams) -> None:
+        self._detokenize = detokenize
+        self._stop = sampling.stop
+        self._sent = ""
+
+    def piece(self, tokens: list[int]) -> str:
+        """Return the text that is new in the final tokens so far."""
+        text = cut_at_stop(self._detokenize(tokens), self._stop).rstrip("\N{REPLACEMENT CHARACTER}")
+        starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
+        num_held = max((len(start) for start in starts if text.endswith(start)), default=0)
+        stable = text[: len(text) - num_held]
+        return self.rest(stable) if len(stable) > len(self._sent) else ""  # shorter where a request starts again
+
+    def rest(self, text: str) -> str:
+        """Return what is new in the final text, of which nothing is held back."""
+        common = commonprefix([self._sent, text])  # noqa: RUF071 - no paths
+        self._sent = text
+        return text[len(common) :]
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Cut a text before the first stop string in it."""
+    """Cut a text before the first stop string in it.
+
+    >>> cut_at_stop("42 END 43", ["END", "43"])
+    '42 '
+    """
     ends = [index for index in (text.find(string) for string in stop) if index >= 0]
     return text[: min(ends)] if ends else text

@@ -105,7 +105,7 @@ class RefusionLitModel(LM):
             )
             self._seconds[task] += time.perf_counter() - started
             for index, generation in zip(indices, generations, strict=True):
-                answers[index] = generation.text
+                answers[index] = generation.text  # of the tokens alone, as the harness decodes
                 self._totals[task].update(
                     num_prompts=1, num_tokens=generation.num_tokens, num_forwards=generation.num_forwards
                 )

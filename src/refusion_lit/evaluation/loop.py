@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from refusion_lit.checkpoints.models import load, pair
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
+from refusion_lit.evaluation.latency import Entrant, LatencyOptions, choose_baseline, measure_latency, summarize
 from refusion_lit.evaluation.predictions import (
     PredictionsFile,
     class_and_options,
@@ -26,7 +27,15 @@ from refusion_lit.evaluation.predictions import (
 )
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
-from refusion_lit.reports.results import CONCURRENT, RESULTS, environment, ran_concurrently, with_class, without_speeds
+from refusion_lit.reports.results import (
+    CONCURRENT,
+    RESULTS,
+    environment,
+    ran_concurrently,
+    read_latency,
+    with_class,
+    without_speeds,
+)
 from refusion_lit.reports.runs import Run, parse_predictions
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import report_results
@@ -46,10 +55,12 @@ class EvaluationOptions(DecodingOptions):
 
     Attributes:
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for the decoder ``APD``.
+        latency: Measure speeds after the test, all decoders in turns on the same prompts; ``None``: do not measure.
     """
 
     batch_size: int = 64
     verifier: str | None = None
+    latency: LatencyOptions | None = None
 
 
 @dataclass(kw_only=True)
@@ -107,6 +118,7 @@ class Evaluation(L.Callback):
     _directory: Path
     _batch_size: int
     _num_prompts: int
+    _prompts: Sequence[Prompt]
     _has_warned: bool
 
     def __init__(
@@ -157,10 +169,12 @@ class Evaluation(L.Callback):
         sampling: SamplingParams | None = None,
         *,
         trace: bool = False,
+        checked: bool = False,
     ) -> DecodingOutput:
         """Decode prompts with the evaluation's options; ``sampling`` replaces its sampling options."""
         options = {name: getattr(self.options, name) for name in DecodingOptions.__dataclass_fields__}
-        return model.decode(prompts, decoder, sampling or self.sampling, callbacks=callbacks, trace=trace, **options)
+        options |= {"callbacks": callbacks, "trace": trace, "checked": checked}
+        return model.decode(prompts, decoder, sampling or self.sampling, **options)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: Any) -> None:  # noqa: ANN401 - training's, above this layer
         """Check decoders and prompts before any work, and open the predictions files.
@@ -197,6 +211,10 @@ class Evaluation(L.Callback):
             check_prompts(
                 model.model_for(decoder), decoder, batch.prompts, self.sampling, self.options.max_cache_tokens
             )
+        self._prompts = batch.prompts
+        fits = self.options.latency is None or trainer.world_size == 1
+        fix = "test in one process, or leave latency out"
+        require(fits, "model.decoding.latency", "one process", trainer.world_size, fix)
         self._num_prompts = len(batch.prompts) // trainer.world_size
         contents = {}
         for prompt, example in zip(batch.prompts, batch.examples, strict=True):
@@ -245,10 +263,12 @@ class Evaluation(L.Callback):
             output, lines = DecodingOutput(), []
             if missing:
                 if state.metrics is not None and not state.is_warm:
-                    self.decode(self._model, state.decoder, [missing[0][0]])  # the first calls of kernels take longer
+                    # The first calls of kernels take longer.
+                    self.decode(self._model, state.decoder, [missing[0][0]], checked=True)
                     state.is_warm = True
                 callbacks = watch(name, self._num_prompts, len(state.done)) if watch else []
-                output = self.decode(self._model, state.decoder, [prompt for prompt, _ in missing], callbacks)
+                prompts = [prompt for prompt, _ in missing]
+                output = self.decode(self._model, state.decoder, prompts, callbacks, checked=True)
             for (_, example), row in zip(missing, output.rows, strict=True):
                 score, metrics = score_response(self._task, example, row.text)
                 about = {"prompt": example.query, "reference": example.response, "score": score, "metrics": metrics}
@@ -327,10 +347,25 @@ class Evaluation(L.Callback):
             "environment": self.environment or environment(self._seed),
             "config": self.config,
         }
+        if self.options.latency is not None and not ran_concurrently(results):
+            results["latency_results"] = self._measure_latency(self.options.latency)
         figures = {titles[name]: values for name, values in without_speeds(results)["results"].items()}
         note = CONCURRENT if ran_concurrently(results) else None
-        decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics, note=note)
+        latency = {titles[name]: values for name, values in read_latency(results).items()}
+        decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics, note=note, latency=latency)
         text = json.dumps(results, indent=2)
         write_atomically(self._directory / RESULTS, f"{text}\n")
         predictions = {name: parse_predictions(state.lines) for name, state in self._running.items()}
         report_results(self._directory, Run.from_test(self._directory, json.loads(text), predictions))
+
+    def _measure_latency(self, options: LatencyOptions) -> dict[str, Any]:
+        """Measure all decoders in turns on prompts of the test."""
+        entrants = {
+            name: Entrant(model=self._model, decoder=state.decoder, sampling=self.sampling, prompts=self._prompts)
+            for name, state in self._running.items()
+            if not self.mismatches[name]
+        }
+        if not entrants:
+            return {}
+        timings = measure_latency(entrants, options, seed=self._seed)
+        return summarize(timings, choose_baseline(entrants))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -72,6 +73,34 @@ class Visibility:
             tokens[:, 0, 1] = span.first_key + span.own_stops()
             tokens[:, 1 : 1 + len(span.context)] = np.reshape(span.context, (-1, 2))
         return torch.from_numpy(ranges)
+
+    def cut(self, start: int, stop: int) -> Visibility:
+        """Return what the tokens at some places see, without the keys after the last key that any of them sees.
+
+        Args:
+            start: First place.
+            stop: Place after the last place.
+        """
+        spans: list[Span] = []
+        for span in self.spans:
+            low, high = max(start, span.offset) - span.offset, min(stop, span.offset + span.length) - span.offset
+            if low >= high:
+                continue
+            if span.order is None:
+                groups = [(low, high, low)]  # the tokens before the part are context of all of its tokens
+            else:  # tokens of one order see the same tokens of their span
+                stops = span.own_stops()
+                borders = [low, *(low + 1 + np.flatnonzero(np.diff(stops[low:high]))).tolist(), high]
+                groups = [(first, last, int(stops[first])) for first, last in pairwise(borders)]
+            for first, last, num_seen in groups:
+                context = (*span.context, (span.first_key, span.first_key + num_seen))
+                place, key = span.offset + first - start, span.first_key + first
+                spans.append(Span(span.sequence, place, last - first, key, context))
+        present = {span.sequence for span in spans}
+        keys = {span.sequence: span.first_key for span in reversed(self.spans)}
+        spans += [Span(sequence, 0, 1, key) for sequence, key in keys.items() if sequence not in present]  # padding
+        num_keys = max(max(span.first_key + span.length, *(high for _, high in span.context), 0) for span in spans)
+        return Visibility(spans, (self.shape[0], stop - start), num_keys)
 
 
 AttentionMask = Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"]

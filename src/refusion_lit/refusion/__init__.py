@@ -1,1 +1,1 @@
-"""ReFusion (arXiv 2512.13586): decoder, infills, objectives, and the program that an export holds."""
+"""ReFusion (arXiv 2512.13586): decoder, infill, objectives, and the exported program."""

@@ -1,11 +1,10 @@
-"""Infill by next-token predictions: autoregressive, or with bonus tokens.
+"""ReFusion with bonus tokens: open slots are verified side by side, and every forward commits a token of every slot.
 
-With bonus tokens, open slots are verified side by side, and each forward commits a token of every slot. Where a draft
-is rejected, the model's own next token of the same forward takes its place, as after a verification in speculative
-decoding. New drafts are masks' in the same forward, after those acceptances that are worth the masks, or guesses: the
-model's choices after the rejected draft, as in Jacobi decoding.
-Slots do not see each other while they are open, so their cache entries are those of ReFusion's parallel infill. The
-text of a slot is the model's own greedy continuation of its first token: drafts decide only how fast it is written.
+Where a draft is rejected, the model's own next token of the same forward replaces it: the bonus token of speculative
+decoding. New drafts have two sources: masks in the same forward, for the numbers of accepted drafts that are worth the
+masks; otherwise guesses, the model's choices after the rejected draft, as in Jacobi decoding.
+Open slots do not see each other, so their cache entries equal the entries of ReFusion's parallel infill. The text of a
+slot is the model's own greedy continuation of its first token: drafts only decide how fast it is written.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from math import prod
 
 from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, MoreDrafts, Reading, Steps
-from refusion_lit.refusion.infill import branch_of, uncached
+from refusion_lit.refusion.infill import slot_branch, slots_to_feed
 from refusion_lit.refusion.slots import OpenSlot, SlotState
 
 
@@ -26,8 +25,8 @@ class BonusState(SlotState):
 
     Attributes:
         guessed: Numbers of the open slots whose proposals are guesses: the model's choices after a rejected draft.
-        acceptance: How many recent drafts of masks were accepted.
-        guesses: How many recent guesses were accepted.
+        acceptance: Acceptance of recent drafts by masks.
+        guesses: Acceptance of recent guesses.
     """
 
     guessed: set[int] = field(default_factory=set)
@@ -36,7 +35,7 @@ class BonusState(SlotState):
 
 
 def step(
-    state: BonusState, open_slots: Callable[[SlotState], Steps[None]], masks_of: Callable[..., Branch], *,
+    state: BonusState, open_slots: Callable[[SlotState], Steps[None]], plan_branch: Callable[..., Branch], *,
     num_drafts: int | None, fused: bool,
 ) -> Steps[None]:  # fmt: skip
     """Verify the drafts of all open slots or, if there are none, open slots and commit their first tokens.
@@ -44,12 +43,11 @@ def step(
     Args:
         state: Changed in place.
         open_slots: Chooses slots by a plan, which may have been made ahead, and opens them with its drafts.
-        masks_of: Returns the branch that plans slots, here those after the open ones, written after their places in the
-            cache; without tokens if no slot is left.
+        plan_branch: Returns the branch that plans slots; without tokens if no slot is left.
         num_drafts: Maximum number of drafts per slot; ``None``: the rest of the slot.
         fused: Whether masks may be fed before the drafts that they follow are known to be accepted.
     """
-    if state.open and (yield from _advance(state, masks_of, num_drafts, fused=fused)):
+    if state.open and (yield from _advance(state, plan_branch, num_drafts, fused=fused)):
         return
     yield from open_slots(state)
     state.guessed = set()
@@ -59,34 +57,36 @@ def step(
     _close(state)
 
 
-def _advance(state: BonusState, masks_of: Callable[..., Branch], num_drafts: int | None, *, fused: bool) -> Steps[bool]:
-    """Verify drafts in one forward, and draft and plan in it where that may save a forward.
+def _advance(
+    state: BonusState, plan_branch: Callable[..., Branch], num_drafts: int | None, *, fused: bool
+) -> Steps[bool]:
+    """Verify drafts in one forward; in the same forward, draft and plan where that may save a forward.
 
     Returns:
-        Whether open slots got tokens; if not, the forward only planned.
+        Whether open slots got tokens; otherwise the forward only planned.
     """
     last = state.open[-1]
     end = last.write_at + len(state.slots[last.number])
     upcoming = state.blocks[0] if state.blocks else []
-    masks = masks_of(state, upcoming, num_seen=last.write_at + len(last.tokens), write_at=end)
+    masks = plan_branch(state, upcoming, num_seen=last.write_at + len(last.tokens), write_at=end)
     is_open = not all(slot.is_complete for slot in state.open)
-    fed = uncached(state)
-    groups = _groups(state, end, num_drafts, fused=fused)
+    fed = slots_to_feed(state)
+    groups = _mask_groups(state, end, num_drafts, fused=fused)
     num_masks = sum(len(branch.tokens) for branch in groups.values())
     is_few = num_masks <= FEW_POSITIONS
     branches = [_branch(state, slot) for slot in fed]
     branches += [branch if is_few else replace(branch, draft_at=()) for branch in groups.values()]
     plans = bool(masks.tokens) and _pays(state, len(masks.tokens), fused=fused)
     draw = state.draw
-    # A plan may be sampled, the model's own tokens are not: with both, the plan is read once it is needed.
+    # A plan may be sampled, the model's own tokens are not. With both, the plan is read once it is needed.
     is_sampled = draw.sampling.temperature > 0 and is_open
-    own = Draw(sampling=draw.sampling.greedy(), with_probability=False) if is_sampled else draw
-    is_plan_read = own is draw and (is_few or not is_open)
+    token_draw = Draw(sampling=draw.sampling.greedy(), with_probability=False) if is_sampled else draw
+    is_plan_read = token_draw is draw and (is_few or not is_open)
     if plans:
         plan = replace(masks, write_at=masks.write_at + num_masks, draft_at=masks.draft_at if is_plan_read else ())
         branches.append(plan)
     phase = "+".join(["verify"] * is_open + ["draft"] * bool(groups) + ["plan"] * plans)
-    readings = yield state.forward(phase, branches, own)
+    readings = yield state.forward(phase, branches, token_draw)
     planned = readings[-1]
     before = [(slot.number, slot.ends) for slot in state.open]
     accepted = [(slot, _accept(state, slot, reading)) for slot, reading in zip(fed, readings, strict=False)]
@@ -95,7 +95,7 @@ def _advance(state: BonusState, masks_of: Callable[..., Branch], num_drafts: int
     used = {key: slot for key, slot in used.items() if key in groups}
     if used and not is_few:
         wanted = [branch.draft_at if key in used else () for key, branch in groups.items()]
-        readings = yield MoreDrafts(draft_at=(*[()] * len(fed), *wanted, *[()] * plans), draw=own)
+        readings = yield MoreDrafts(draft_at=(*[()] * len(fed), *wanted, *[()] * plans), draw=token_draw)
     for key, reading in zip(groups, readings[len(fed) :], strict=False):
         if key in used:
             slot = used[key]
@@ -116,29 +116,29 @@ def _is_cached(state: BonusState) -> bool:
 
 
 def _branch(state: BonusState, slot: OpenSlot) -> Branch:
-    """Return the branch that feeds what is not cached of a slot; an open one's next tokens are read after its drafts.
+    """Return the branch that feeds a slot's tokens that are not in the cache.
 
-    Tokens are read after the last accepted one and after each draft, unless it is the slot's last token.
+    Next tokens are read after the last accepted token and after all drafts, except after the slot's last token.
     """
     last = min(len(slot.tokens), len(slot.places) - 1)
     drawn = () if slot.is_complete else range(slot.num_accepted, last + 1)
-    return branch_of(state, slot, drawn=drawn, shift=1)
+    return slot_branch(state, slot, drawn=drawn, shift=1)
 
 
-def _groups(
+def _mask_groups(
     state: BonusState, write_at: int, num_drafts: int | None, *, fused: bool
 ) -> Mapping[tuple[int, int], Branch]:
-    """Return masks after the acceptances that are worth them: each by its slot's number and its number of drafts.
+    """Return groups of masks, by slot and by the number of accepted drafts that they follow, where masks pay.
 
-    The first mask of a group stands where the model's own token will, and drafts nothing.
+    The first mask of a group stands at the place of the model's own token, and drafts nothing.
     """
     groups = {}
-    open_ones = [slot for slot in state.open if not slot.is_complete]
-    for slot in open_ones:
-        cost = state.forward_cost / (state.num_rows * len(open_ones))  # they share it
-        own_drafts = len(slot.tokens) - slot.num_accepted
+    incomplete = [slot for slot in state.open if not slot.is_complete]
+    for slot in incomplete:
+        cost = state.forward_cost / (state.num_rows * len(incomplete))  # the slots share it
+        num_proposals = len(slot.tokens) - slot.num_accepted
         start = state.prompt_length + slot.places.start
-        last = own_drafts if fused or own_drafts == 0 else -1
+        last = num_proposals if fused or num_proposals == 0 else -1
         for accepted in range(last + 1):
             place = slot.num_accepted + accepted
             most = len(slot.places) - place - 1
@@ -158,13 +158,13 @@ def _groups(
 
 
 def _num_masks(state: BonusState, slot: OpenSlot, accepted: int, most: int, forward_cost: float) -> int:
-    """Return how many drafts to make by masks for the case that a number of a slot's drafts is accepted.
+    """Return how many drafts to make by masks for the case that ``accepted`` drafts of a slot are accepted.
 
-    With drafts of which E are accepted on average, a forward gives 1 + E tokens. What masks save over guesses, in
-    forwards per token, times the chance of the case and the cost of a forward, must be worth their positions. A forward
-    costs a fixed amount and about as many positions as this one.
+    A forward gives 1 + E tokens if E drafts are accepted on average. Masks save forwards per token over guesses. The
+    saving, times the probability of the case and the cost of a forward, must exceed the positions of the masks. A
+    forward costs a fixed amount and about as many positions as this forward.
     """
-    rate = _counts(state, slot).rate
+    rate = _acceptance(state, slot).rate
     num_drafts = len(slot.tokens) - slot.num_accepted
     is_rejected = accepted < num_drafts
     chance = rate**accepted * (1 - rate if is_rejected else 1)
@@ -180,27 +180,27 @@ def _num_masks(state: BonusState, slot: OpenSlot, accepted: int, most: int, forw
     return best[1]
 
 
-def _counts(state: BonusState, slot: OpenSlot) -> Acceptance:
-    """Return the counts of recent drafts that were made as those of a slot were."""
+def _acceptance(state: BonusState, slot: OpenSlot) -> Acceptance:
+    """Return the acceptance of recent drafts from the same source as a slot's drafts."""
     return state.guesses if slot.number in state.guessed else state.acceptance
 
 
 def _accept(state: BonusState, slot: OpenSlot, reading: Reading) -> int:
-    """Accept drafts up to the first that is not the model's own token, and then that token; return how many drafts.
+    """Accept drafts up to the first wrong draft, which the model's own token replaces; return the number of drafts.
 
-    The model's choices after it are the slot's next drafts until there are better ones.
+    The model's choices after its own token are the slot's next drafts until there are better drafts.
     """
     if slot.is_complete:  # its last token was not cached yet
         slot.num_cached = slot.num_accepted
         return 0
     drafts = slot.tokens[slot.num_accepted :]
     pairs = zip(drafts, reading.tokens, strict=False)
-    accepted = next((i for i, (draft, own) in enumerate(pairs) if draft != own), len(drafts))
-    _counts(state, slot).count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
+    accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+    _acceptance(state, slot).count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
     slot.num_cached = slot.num_accepted + accepted
-    own = reading.tokens[accepted:]  # nothing after a slot's last token
-    slot.num_accepted = slot.num_cached + bool(own)
-    slot.tokens[slot.num_cached :] = own
+    following = reading.tokens[accepted:]  # empty after a slot's last token
+    slot.num_accepted = slot.num_cached + bool(following)
+    slot.tokens[slot.num_cached :] = following
     state.guessed.add(slot.number)
     state.end_at_eos(slot)
     slot.num_cached = min(slot.num_cached, slot.num_accepted)
@@ -208,18 +208,18 @@ def _accept(state: BonusState, slot: OpenSlot, reading: Reading) -> int:
 
 
 def _pays(state: BonusState, num_masks: int, *, fused: bool) -> bool:
-    """Whether to append the masks of a plan: it is valid only if all slots get complete and cached in the forward."""
-    open_ones = [slot for slot in state.open if not slot.is_complete]
-    if not open_ones:
+    """Whether to append a plan's masks, which are valid only if the forward completes and caches all slots."""
+    incomplete = [slot for slot in state.open if not slot.is_complete]
+    if not incomplete:
         return True
-    if not fused or any(len(slot.tokens) < len(slot.places) for slot in open_ones):
+    if not fused or any(len(slot.tokens) < len(slot.places) for slot in incomplete):
         return False
-    chance = prod(_counts(state, slot).rate ** (len(slot.tokens) - slot.num_accepted) for slot in open_ones)
+    chance = prod(_acceptance(state, slot).rate ** (len(slot.tokens) - slot.num_accepted) for slot in incomplete)
     return chance * state.forward_cost / state.num_rows > (1 - chance) * num_masks
 
 
 def _commit(state: BonusState) -> None:
-    """Drop the open slots after an EOS, and commit the accepted tokens of the others that are not committed yet."""
+    """Drop the open slots after an EOS, and commit the other slots' newly accepted tokens."""
     state.drop_after_end()
     for slot in state.open:
         new = [i for i in range(slot.num_accepted) if state.is_masked[slot.places[i]]]
@@ -227,8 +227,8 @@ def _commit(state: BonusState) -> None:
 
 
 def _close(state: BonusState) -> None:
-    """Close the open slots once all are complete and cached, or nothing is left to see them."""
-    state.blocks = state.left(state.open, ends=state.open[-1].ends)
+    """Close the open slots once all are complete, and cached unless no slot follows."""
+    state.blocks = state.remaining_blocks(state.open, ends=state.open[-1].ends)
     is_last = not state.blocks and all(slot.is_complete for slot in state.open)
     if is_last or _is_cached(state):
         state.num_cached += sum(len(slot.tokens) for slot in state.open)

@@ -1,4 +1,4 @@
-"""ReFusion: plans all slots, verifies the certain ones together, and fills the rejected ones in parallel.
+"""ReFusion: drafts all slots, verifies confident slots together, and fills rejected slots in parallel.
 
 Source: arXiv 2512.13586, section 3. Deliberate differences from the released program: if infill finds an EOS, the text
 before it is kept; any number of new tokens works; ids that cannot be part of a response are never drawn.
@@ -23,7 +23,7 @@ from refusion_lit.refusion.slots import OpenSlot, SlotState, require_serial_bloc
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import is_number, require
 
-_CONFIDENCES = {"first": itemgetter(0), "mean": lambda each: sum(each) / len(each), "min": min, "product": prod}
+_CONFIDENCES = {"first": itemgetter(0), "mean": lambda values: sum(values) / len(values), "min": min, "product": prod}
 """A slot's confidence from its drafts' probabilities."""
 
 
@@ -33,11 +33,18 @@ class ReFusion(Decoder):
 
     With ``temperature > 0`` only the plan's drafts are sampled; infill stays greedy, as in the released program.
 
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> [row] = model.generate(["12+34,56+78>"], decoder=ReFusion(slot_size=4), max_new_tokens=24)
+    >>> row.text, row.num_tokens, row.num_forwards
+    ('12+34=46;56+78=134;', 20, 3)
+
     Attributes:
         slot_size: Tokens per slot, K in the paper.
-        num_serial_blocks: Number of blocks into which the response is cut; they are decoded strictly left to right.
+        num_serial_blocks: Number of blocks into which the response is cut; blocks are decoded strictly left to right.
             ``None``: 2, or 1 if the response has a single slot. Spans before given tokens are cut into the same number
-            of blocks, which are decoded first. Their slots hold no given token; the last slot of a span may be shorter.
+            of blocks, which are decoded first. Their slots contain no given token; the last slot of a span may be
+            shorter.
         slot_threshold: Slots with a higher confidence are chosen, in [0, 1].
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
         slot_confidence: A slot's confidence: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
@@ -45,17 +52,16 @@ class ReFusion(Decoder):
         selection: ``threshold`` (at least one slot) or ``top_k`` (the k most confident slots). ``sequential`` (the k
             leftmost slots) and ``random`` (any k, by the seed) ignore confidence; they are baselines for the decoding
             order.
-        k: Number of slots for all values of ``selection`` but ``threshold``; 1 by default for ``sequential`` and
+        k: Number of slots for all values of ``selection`` except ``threshold``; 1 by default for ``sequential`` and
             ``random``.
-        infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``:
-            chosen slots are verified side by side, and where a draft is not the model's own next token, that takes its
-            place (the bonus token of speculative decoding), and the rest is drafted again. So every forward commits a
-            token. For values of ``token_threshold`` from 0.5 on, which all give the same text.
-        num_drafts: Maximum number of drafts per slot and forward with ``bonus``: a plan then has one mask more
-            than this at the beginning of each slot, which later slots' masks see. ``None``: the rest of the slot.
-        fused: Append the masks of the next plan to a verification. If all its drafts are accepted, the next round needs
-            no forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the
-            text.
+        infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``.
+            With ``bonus``, chosen slots are verified side by side. The model's own next token replaces a rejected draft
+            (the bonus token of speculative decoding), and the rest is drafted again, so every forward commits a token.
+            ``bonus`` needs a ``token_threshold`` of at least 0.5; all such values give the same text.
+        num_drafts: Maximum number of drafts per slot and forward with ``bonus``. A plan then has ``num_drafts + 1``
+            masks at the beginning of every slot, which later slots' masks see. ``None``: the rest of the slot.
+        fused: Append the masks of the next plan to a verification. If all drafts are accepted, the next round needs no
+            forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the text.
         infill_layout: Layout of ``mask`` infill; changes positions, never the text. ``reference``: one row per slot, as
             in the released program. ``packed``: one row, without copies of the context or of cached tokens.
     """
@@ -85,18 +91,23 @@ class ReFusion(Decoder):
     infill_layout: Literal["packed", "reference"] = "packed"
 
     def __post_init__(self) -> None:
+        """Check the options, alone and together."""
         super().__post_init__()
-        fix = "raise it, or use another infill"
-        fits = self.infill != "bonus" or self.token_threshold >= 0.5
-        require(fits, "token_threshold", "at least 0.5 with infill 'bonus'", self.token_threshold, fix)
-        fix = "leave it out, or set infill to 'bonus'"
-        fits = self.infill == "bonus" or self.num_drafts is None
-        require(fits, "num_drafts", "null without infill 'bonus'", self.num_drafts, fix)
-        takes_k = self.selection != "threshold"
-        expected = f"an integer of at least 1 with selection {self.selection!r}" if takes_k else "null"
-        is_count = self.k is not None and is_number(self.k, int) and self.k >= 1
-        fits = self.selection != "top_k" if self.k is None else takes_k and is_count
-        require(fits, "k", expected, self.k, "set k with selection 'top_k', and never with 'threshold'")
+        if self.infill == "bonus":
+            fix = "raise it, or use another infill"
+            expected = "at least 0.5 with infill 'bonus'"
+            require(self.token_threshold >= 0.5, "token_threshold", expected, self.token_threshold, fix)
+        else:
+            fix = "leave it out, or set infill to 'bonus'"
+            require(self.num_drafts is None, "num_drafts", "null without infill 'bonus'", self.num_drafts, fix)
+        fix = "set k with selection 'top_k', and never with 'threshold'"
+        if self.selection == "threshold":
+            require(self.k is None, "k", "null", self.k, fix)
+        else:
+            is_optional = self.selection != "top_k"
+            is_valid = is_optional if self.k is None else is_number(self.k, int) and self.k >= 1
+            expected = f"an integer of at least 1 with selection {self.selection!r}"
+            require(is_valid, "k", expected, self.k, fix)
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse more serial blocks than slots."""
@@ -115,7 +126,7 @@ class ReFusion(Decoder):
         return kind.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
 
     def step(self, state: SlotState) -> Steps[None]:  # type: ignore[override]
-        """Run one round: plan, verify together, and fill in parallel if not even the first slot is accepted."""
+        """Run one round: plan, verify together, and fill in parallel if the first slot is not accepted."""
         if isinstance(state, bonus.BonusState):
             yield from bonus.step(state, self._open, self._masks, num_drafts=self.num_drafts, fused=self.fused)
             return
@@ -126,9 +137,9 @@ class ReFusion(Decoder):
         state.close()
 
     def _open(self, state: SlotState) -> Steps[None]:
-        """Choose slots by a plan and open them with its drafts; the head runs only where the choice needs it.
+        """Choose slots by a plan and open them with its drafts; the LM head runs only where the choice needs it.
 
-        Without a plan that was made ahead, one forward feeds the masks of all remaining slots of the serial block.
+        If no plan was made ahead, one forward feeds the masks of all remaining slots of the serial block.
         """
         draw = state.draw
         slots = state.blocks[0]
@@ -144,10 +155,7 @@ class ReFusion(Decoder):
         groups = [slice(*group) for group in pairwise(bounds if all_read else range(len(bounds)))]
         confidence = _CONFIDENCES[self.slot_confidence]
         confidences = [confidence(plan.probabilities[group]) for group in groups]
-        if self.selection == "threshold":
-            chosen = above_or_best(confidences, self.slot_threshold)
-        else:
-            chosen = self._choose_k(state, confidences)
+        chosen = self._select(state, confidences)
         drafts = [plan.tokens[groups[i]] for i in chosen]
         if not all_read:
             num_known = len(state.branches[-1].tokens) - bounds[-1]
@@ -155,20 +163,22 @@ class ReFusion(Decoder):
             draft_at = (*[()] * (len(state.branches) - 1), [*chain(*rest)])
             readings = yield MoreDrafts(draft_at=draft_at, draw=replace(draw, with_probability=False))
             following = iter(readings[-1].tokens)
-            drafts = [[*own, *islice(following, len(more))] for own, more in zip(drafts, rest, strict=True)]
+            drafts = [[*first, *islice(following, len(more))] for first, more in zip(drafts, rest, strict=True)]
         write_at = state.num_cached
-        for i, own in zip(chosen, drafts, strict=True):
+        for i, tokens in zip(chosen, drafts, strict=True):
             places = state.slots[slots[i]]
-            state.open.append(OpenSlot(slots[i], places, write_at, own))
+            state.open.append(OpenSlot(slots[i], places, write_at, tokens))
             write_at += len(places)
 
-    def _choose_k(self, state: SlotState, confidences: Sequence[float]) -> list[int]:
-        """Return the ``k`` slots of a serial block that ``selection`` puts first, in text order.
+    def _select(self, state: SlotState, confidences: Sequence[float]) -> list[int]:
+        """Return the indices of the chosen slots in the serial block, in text order.
 
         Args:
             state: The state, after a plan of the block.
-            confidences: Confidence of every slot of the block, in text order; ties go to the earlier slot.
+            confidences: Confidences of the block's slots, in text order; ties go to the earlier slot.
         """
+        if self.selection == "threshold":
+            return above_or_best(confidences, self.slot_threshold)
         ranked = most_certain(confidences)
         if self.selection == "sequential":
             ranked.sort()
@@ -178,7 +188,7 @@ class ReFusion(Decoder):
         return sorted(ranked[: self.k or 1])
 
     def _verify(self, state: SlotState, phase: str) -> Steps[None]:
-        """Forward all open slots' tokens in text order, and accept proposals of each slot that pass.
+        """Feed all open slots' tokens in text order, and accept every slot's proposals up to the first failure.
 
         If ``fused``, the masks of the next plan follow. They see the tokens up to the first EOS, as if all passed.
         """
@@ -198,14 +208,13 @@ class ReFusion(Decoder):
         eos = state.first_eos(tokens)
         num_seen = len(tokens) if eos is None else eos + 1
         reached = [slot for slot in state.open if slot.write_at < start + num_seen]
-        blocks = state.left(reached, ends=eos is not None) if self.fused else []
+        blocks = state.remaining_blocks(reached, ends=eos is not None) if self.fused else []
         write_at = start + len(tokens)
         plan = [self._masks(state, block, num_seen=start + num_seen, write_at=write_at) for block in blocks[:1]]
         readings = yield state.forward(phase + "+plan" * len(plan), [branch, *plan], state.draw)
         scores = iter(readings[0].scores)
         for slot in state.open:
-            own = [*islice(scores, len(slot.tokens) - slot.num_accepted)]
-            state.accept(slot, own, self.token_threshold)
+            state.accept(slot, [*islice(scores, len(slot.tokens) - slot.num_accepted)], self.token_threshold)
         if plan and all(slot.is_complete for slot in reached):  # the masks saw no draft that was rejected
             state.planned = readings[-1]
 
@@ -217,7 +226,7 @@ class ReFusion(Decoder):
             yield from infill_autoregressively(state, self.token_threshold)
 
     def _masks(self, state: SlotState, slots: Sequence[int], *, num_seen: int, write_at: int) -> Branch:
-        """Return the branch that plans slots after ``num_seen`` cache entries, in the first plan also known tokens."""
+        """Return a branch that plans slots after ``num_seen`` cache entries; the first plan also feeds known tokens."""
         known = () if state.num_plans else state.known[state.num_cached :]
         masks = state.positions(slots, self._num_masks)
         # With few masks, reading all of them at once costs less than a second pass of the head.
@@ -233,5 +242,5 @@ class ReFusion(Decoder):
 
     @property
     def _num_masks(self) -> int | None:
-        """Masks of a plan per slot; ``None``: as many as the slot has tokens."""
+        """Masks of a plan per slot; ``None``: a mask per token."""
         return None if self.num_drafts is None else 1 + self.num_drafts

@@ -1,7 +1,7 @@
-"""Parallel infill: masks propose the rejected tails of chosen slots again, and verifications accept them.
+"""Parallel infill of the rejected tails of chosen slots: by masks (the paper), or by next-token predictions.
 
 Every chosen slot is one branch of a forward: branches share the cached context and do not see each other. In the
-reference layout each branch is a row of the call, padded to a common length, as in the released program. Packed
+reference layout, every branch is a row of the call, padded to a common length, as in the released program. Packed
 branches lie one after the other in one row, and only tokens that are not cached yet are fed.
 """
 
@@ -19,25 +19,25 @@ def infill_by_masks(state: SlotState, token_threshold: float, *, packed: bool) -
     Args:
         state: Its open slots are changed in place.
         token_threshold: Proposals above it are accepted.
-        packed: Whether the slots share one row, or are a row each.
+        packed: Whether the slots share one row; otherwise every slot has a row.
     """
     draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
-    if packed:  # the first slot has seen nothing but the context, so its entries are final
+    if packed:  # the first slot has seen only the context, so its entries are final
         state.drop_after_end()
         state.open[0].num_cached = state.open[0].num_accepted
     while not all(slot.is_complete for slot in state.open):
-        fed = uncached(state)
+        fed = slots_to_feed(state)
         for slot in fed:
             slot.tokens[slot.num_accepted :] = [state.mask_token_id] * (len(slot.places) - slot.num_accepted)
-        branches = [branch_of(state, slot, drawn=range(slot.num_accepted, len(slot.tokens))) for slot in fed]
+        branches = [slot_branch(state, slot, drawn=range(slot.num_accepted, len(slot.tokens))) for slot in fed]
         readings = yield Forward(phase="infill_propose", branches=tuple(branches), draw=draw, packed=packed)
         for slot, reading in zip(fed, readings, strict=True):
             slot.tokens[slot.num_accepted :] = reading.tokens
             if packed:
                 slot.num_cached = slot.num_accepted
-        fed = uncached(state)
+        fed = slots_to_feed(state)
         # The first proposal needs no test.
-        branches = [branch_of(state, slot, tested=range(slot.num_accepted + 1, len(slot.tokens))) for slot in fed]
+        branches = [slot_branch(state, slot, tested=range(slot.num_accepted + 1, len(slot.tokens))) for slot in fed]
         readings = yield Forward(phase="infill_verify", branches=tuple(branches), draw=draw, packed=packed)
         for slot, reading in zip(fed, readings, strict=True):
             state.accept(slot, reading.scores, token_threshold)
@@ -48,45 +48,47 @@ def infill_autoregressively(state: SlotState, token_threshold: float) -> Steps[N
     """Fill the open slots left to right by next-token predictions, with guesses as in Jacobi decoding.
 
     The logits at the last accepted token give the next token; those at the rejected proposals after it give guesses for
-    the rest. Before the first round the proposals are the plan's drafts. This is a decoder of its own, not a faster
-    form of :func:`~refusion_lit.refusion.infill.infill_by_masks`.
+    the rest. Before the first round the proposals are the plan's drafts. The text may differ from that of
+    :func:`infill_by_masks`.
 
     Args:
-        state: Its open slots are changed in place; each is a row of the call.
+        state: Its open slots are changed in place; every open slot is a row of the call.
         token_threshold: Proposals above it are accepted.
     """
     draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
-    num_free = 0
+    num_trusted = 0
     while not all(slot.is_complete for slot in state.open):
         untested = [range(slot.num_accepted, len(slot.tokens)) for slot in state.open]
-        branches = [branch_of(state, slot, drawn=own, tested=own, shift=1)
-                    for slot, own in zip(state.open, untested, strict=True)]  # fmt: skip
+        branches = [
+            slot_branch(state, slot, drawn=offsets, tested=offsets, shift=1)
+            for slot, offsets in zip(state.open, untested, strict=True)
+        ]
         readings = yield Forward(phase="infill_autoregressive", branches=tuple(branches), draw=draw)
         for slot, reading in zip(state.open, readings, strict=True):
             before = slot.num_accepted
-            state.accept(slot, reading.scores[num_free:], token_threshold)
+            state.accept(slot, reading.scores[num_trusted:], token_threshold)
             if not slot.is_complete:
                 slot.tokens[slot.num_accepted :] = reading.tokens[slot.num_accepted - before :]
-        num_free = 1  # from now on, the first proposal is the model's own choice: progress every round
+        num_trusted = 1  # from now on, the first proposal is the model's own choice: progress every round
         close_round(state, packed=False)
 
 
-def uncached(state: SlotState) -> list[OpenSlot]:
-    """Return the open slots with tokens that are to be fed."""
+def slots_to_feed(state: SlotState) -> list[OpenSlot]:
+    """Return the open slots with tokens that are not in the cache."""
     return [slot for slot in state.open if slot.num_cached < len(slot.tokens)]
 
 
-def branch_of(
+def slot_branch(
     state: SlotState, slot: OpenSlot, *, drawn: Sequence[int] = (), tested: Sequence[int] = (), shift: int = 0
 ) -> Branch:
-    """Return the branch that feeds what is not cached of an open slot.
+    """Return the branch that feeds an open slot's tokens that are not in the cache.
 
     Args:
         state: The state.
         slot: The slot.
-        drawn: Offsets into the slot that a token is drawn for.
-        tested: Offsets into the slot whose token's probability is read, at the token before.
-        shift: 0 to draw a token where its mask is fed, 1 at the token before.
+        drawn: Offsets into the slot; a token is drawn for every offset.
+        tested: Offsets into the slot; the probability of the token there is read, at the token before.
+        shift: 0 to draw a token at its mask, 1 to draw it at the token before.
     """
     cached = slot.num_cached
     start = state.prompt_length + slot.places.start
@@ -104,8 +106,8 @@ def branch_of(
 def close_round(state: SlotState, *, packed: bool) -> None:
     """Drop the open slots after an EOS, and update the number of final cache entries."""
     state.drop_after_end()
-    # In the reference layout, rows feed the last common token again for its output. Complete slots do not limit the
-    # common prefix.
+    # In the reference layout, all rows feed the last token of the common prefix again, for its output. Complete slots
+    # do not limit the common prefix.
     common = min((slot.num_accepted for slot in state.open if not slot.is_complete), default=1)
     for slot in state.open:
         slot.num_cached = slot.num_accepted if packed else min(common, len(slot.tokens)) - 1

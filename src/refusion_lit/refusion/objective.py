@@ -1,4 +1,4 @@
-"""ReFusion's hybrid objective: diffusion over slots, autoregression inside them (arXiv 2512.13586)."""
+"""ReFusion's hybrid objective: diffusion over slots, autoregression inside slots (arXiv 2512.13586)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 class Hybrid(Objective):
     """Predicts masked slots from the prompt and the clean slots, and clean slots token by token.
 
-    ReFusion (arXiv 2512.13586). Every response token but the first of a clean slot is supervised in every step. The
-    terms are ``ar``, the mean over all labelled clean tokens, and ``mdm``: for each sample the sum over masked tokens
-    of cross-entropy / p, divided by the response length; then the mean over samples.
+    ReFusion (arXiv 2512.13586). Every step supervises all response tokens except the first token of a clean slot. The
+    terms are ``ar``, the mean over all labelled clean tokens, and ``mdm``, the mean over samples. A sample's ``mdm`` is
+    its masked tokens' cross-entropy, summed and divided by p and by the response length.
+
+    >>> special = SpecialTokens(mask_token_id=9, eos_token_ids=(8,), pad_token_id=8, vocab_size=10)
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[1, 2, 3, 4, 5, 8]]), prompt_lengths=torch.tensor([2]),
+    ...                       response_lengths=torch.tensor([4]), sample_keys=torch.tensor([0]))
+    >>> corrupted = Hybrid(slot_sizes=(2,)).corrupt(batch, KeyedNoise(torch.tensor([0])), special)
+    >>> corrupted.input_ids.tolist()  # the second slot is masked
+    [[1, 2, 3, 4, 9, 9]]
 
     Attributes:
-        slot_sizes: Slot sizes in tokens, each at least 1; one is drawn uniformly for each sample.
+        slot_sizes: Slot sizes in tokens, at least 1; a sample's slot size is drawn uniformly.
         eps: Smallest probability of masking a slot, in (0, 1].
         mdm_weight: Coefficient of the diffusion term (lambda), at least 0.
         ar_weight: Coefficient of the autoregressive term, at least 0.
@@ -73,12 +80,12 @@ class Hybrid(Objective):
         mask_probability: Float[Tensor, " batch"],
         response_lengths: Int[Tensor, " batch"],
     ) -> CorruptedBatch:
-        """Give the labels of a layout their weights, and the terms their denominators.
+        """Set the labels' weights and the terms' denominators of a layout.
 
         Args:
             layout: A batch from :func:`corrupt_slots`.
-            mask_probability: Probability with which each row's slots were masked.
-            response_lengths: Number of response tokens of each row.
+            mask_probability: Probability per row with which its slots were masked.
+            response_lengths: Number of response tokens per row.
         """
         is_masked = layout.terms == 1
         is_labelled = layout.labels != IGNORE_INDEX
@@ -90,7 +97,7 @@ class Hybrid(Objective):
 
 
 def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tensor, " batch"]:
-    """Draw each row's slot size uniformly."""
+    """Draw every row's slot size uniformly."""
     choice = (noise.uniform("slot_size", 1)[:, 0] * len(slot_sizes)).long()
     drawn = torch.zeros_like(choice)
     for index, size in enumerate(slot_sizes):  # a table of sizes would have to be copied to the device
@@ -99,7 +106,7 @@ def draw_slot_sizes(noise: KeyedNoise, slot_sizes: tuple[int, ...]) -> Int[Tenso
 
 
 def most_slots(batch: ResponseBatch, slot_sizes: tuple[int, ...]) -> int:
-    """Return an upper bound of the number of slots that the host knows: reading drawn sizes waits for the device."""
+    """Return an upper bound on the number of slots, without waiting for the drawn sizes on the device."""
     return -(-batch.input_ids.shape[1] // min(slot_sizes))
 
 
@@ -113,20 +120,20 @@ def corrupt_slots(
     masked_order: Int[Tensor, "batch slot"] | None = None,
     clean_order: Int[Tensor, "batch slot"] | None = None,
 ) -> CorruptedBatch:
-    """Mask slots, then move the clean ones, in random order, before the masked ones.
+    """Mask slots, then move the clean slots, in random order, before the masked slots.
 
-    Clean tokens predict the next one of their slot (term 0), masks themselves (term 1). Weights and counts stay 0, for
-    :meth:`Hybrid.targets` to set.
+    Clean tokens predict the next token of their slot (term 0), masks predict themselves (term 1). Weights and counts
+    stay 0; :meth:`Hybrid.targets` sets them.
 
     Args:
         batch: Clean prompts and responses.
         noise: The stream ``slot_order`` is used, one number per slot.
         slot_is_masked: Which slots are masked. The slot axis covers the longest response of the batch; slots past a
             response's end are ignored.
-        slot_sizes: Slot size of each row; a row's last slot may be shorter.
+        slot_sizes: Slot sizes of the rows; a row's last slot may be shorter.
         mask_token_id: The token in masked slots.
-        masked_order: Numbers by which masked slots are sorted, at least 0; ``None`` for text order.
-        clean_order: Numbers by which clean slots are sorted; ``None`` draws them, from 0 on.
+        masked_order: Sort keys of masked slots, at least 0; ``None`` for text order.
+        clean_order: Sort keys of clean slots; ``None`` draws them, from 0 on.
     """
     num_tokens = batch.input_ids.shape[1]
     num_slots = slot_is_masked.shape[1]
@@ -144,7 +151,7 @@ def corrupt_slots(
     labels = torch.where(is_masked, batch.input_ids, next_in_slot(batch, slot_sizes))
     input_ids = batch.input_ids.masked_fill(is_masked, mask_token_id)
 
-    # One sort key per token: prompt, then the response by rank of its slot, then padding, each in text order.
+    # One sort key per token: prompt, then the response by its slot's rank, then padding; text order within all three.
     group = torch.where(in_response, 1 + slot_ranks.gather(1, slots), following.long() * (num_slots + 1))
     order = (group * num_tokens + positions).argsort(dim=1)
     return CorruptedBatch(
@@ -161,7 +168,7 @@ def corrupt_slots(
 
 
 def next_in_slot(batch: ResponseBatch, slot_sizes: Int[Tensor, " batch"]) -> Int[Tensor, "batch token"]:
-    """Label each response token with the next one of its slot; the last of a slot has none."""
+    """Label response tokens with the next token of their slot; a slot's last token has no label."""
     following = batch.input_ids.roll(-1, dims=1)
     lengths = batch.positions - batch.prompt_lengths[:, None] + 1  # of the response up to each token
     ends = (lengths % slot_sizes[:, None] == 0) | (lengths == batch.response_lengths[:, None])

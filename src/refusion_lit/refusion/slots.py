@@ -20,8 +20,8 @@ class OpenSlot:
     Attributes:
         number: Its number among the slots of the response.
         places: Its places on the canvas, up to an accepted EOS.
-        write_at: Cache index of its first token; the others follow, then the next slot.
-        tokens: Its tokens; those from ``num_accepted`` on are proposals.
+        write_at: Cache index of its first token; the other tokens follow, then the next slot.
+        tokens: Its tokens; tokens from ``num_accepted`` on are proposals.
         num_accepted: Length of its accepted prefix, at least 1.
         num_cached: Number of leading tokens whose cache entries are final; they are not fed again.
         ends: Whether its accepted prefix ends with an EOS.
@@ -46,10 +46,10 @@ class SlotState(RowState):
     """State of decoders that decode slots.
 
     Attributes:
-        slots: The canvas places of each slot, in text order.
-        blocks: The slots of each serial block that are neither open nor filled, in text order; no block is empty.
+        slots: The slots' places on the canvas, in text order.
+        blocks: The slots per serial block that are neither open nor filled, in text order; no block is empty.
         num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
-        branches: Branches of the last forward; a plan is the last one.
+        branches: Branches of the last forward; a plan is the last branch.
         open: The open slots, in text order. They share the context, and their cache entries follow it.
         planned: The reading of the next plan, if the last forward made it ahead and its drafts were all accepted.
     """
@@ -72,10 +72,10 @@ class SlotState(RowState):
     ) -> Self:
         """Create a canvas whose unknown tokens are cut into slots, and the slots into serial blocks.
 
-        Slots hold no given tokens. A span is cut from its left end, so its last slot may be shorter; what follows the
-        last given token is cut into whole slots, rounded up to equal blocks, also beyond the maximum length. The blocks
-        of spans, in text order, come before those of the rest: the rest then sees them filled. ``num_serial_blocks`` is
-        the maximum number of blocks of the spans, and of those of the rest.
+        Slots contain no given tokens. A span is cut from its left end, so its last slot may be shorter. The rest, after
+        the last given token, is cut into whole slots, rounded up to equal blocks, also beyond the maximum length. The
+        spans' blocks, in text order, come first, so that the rest sees them filled. ``num_serial_blocks`` is the
+        maximum number of blocks, once for the spans and once for the rest.
         """
         given = prompt.given[: prompt.given_length]
         spans = [[*run] for known, run in groupby(range(len(given)), lambda i: given[i] is not None) if not known]
@@ -92,11 +92,11 @@ class SlotState(RowState):
         return cls(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
 
     def positions(self, slots: Sequence[int], most: int | None = None) -> list[int]:
-        """Return the positions of slots' tokens, slot by slot; with ``most``, of that many of each."""
+        """Return the positions of slots' tokens, slot by slot; with ``most``, the first positions of every slot."""
         return [self.prompt_length + place for slot in slots for place in self.slots[slot][:most]]
 
     def bounds(self, slots: Sequence[int], most: int | None = None) -> list[int]:
-        """Return the offsets at which the slots start if their tokens are concatenated, and the end of the last one."""
+        """Return the offsets at which the slots start in their concatenated tokens, and the offset of the end."""
         return list(accumulate((len(self.slots[slot][:most]) for slot in slots), initial=0))
 
     @property
@@ -110,11 +110,11 @@ class SlotState(RowState):
         return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True)
 
     def accept(self, slot: OpenSlot, scores: Sequence[float], threshold: float) -> None:
-        """Accept proposals of an open slot up to the first that does not pass, or to an EOS.
+        """Accept an open slot's proposals up to the first that does not pass, or up to an EOS.
 
         Args:
             slot: Changed in place.
-            scores: Probabilities of the last proposals; those before them need no test.
+            scores: Probabilities of the last proposals; earlier proposals need no test.
             threshold: Proposals above it pass.
         """
         passes = [score > threshold for score in scores]
@@ -135,21 +135,21 @@ class SlotState(RowState):
         last = next((i for i, slot in enumerate(self.open) if slot.ends), len(self.open))
         del self.open[last + 1 :]
 
-    def left(self, taken: Sequence[OpenSlot], *, ends: bool) -> list[list[int]]:
-        """Return what remains of the serial blocks once slots are taken; nothing after an EOS in the last of them."""
+    def remaining_blocks(self, taken: Sequence[OpenSlot], *, ends: bool) -> list[list[int]]:
+        """Return the serial blocks without taken slots; with ``ends``, also without slots after the last taken slot."""
         numbers = {slot.number for slot in taken}
         limit = taken[-1].number if ends else len(self.slots)
         blocks = [[slot for slot in block if slot < limit and slot not in numbers] for block in self.blocks]
         return [block for block in blocks if block]
 
     def close(self) -> None:
-        """Commit the open slots before the first that is not complete; the others are planned again."""
+        """Commit the open slots before the first incomplete slot; the other slots are planned again."""
         self.drop_after_end()
         taken = [*takewhile(lambda slot: slot.is_complete, self.open)]
         for slot in taken:
             self.commit(slot.places, slot.tokens)
             self.num_cached += len(slot.tokens)
-        self.blocks = self.left(taken, ends=taken[-1].ends)
+        self.blocks = self.remaining_blocks(taken, ends=taken[-1].ends)
         self.open = []
         self.finished = not self.blocks
 
@@ -163,5 +163,5 @@ def require_serial_blocks(num_blocks: int, slot_size: int, sampling: SamplingPar
 
 
 def _block_size(num_slots: int, num_blocks: int) -> int:
-    """Return the slots of each of at most ``num_blocks`` blocks; the last one may have fewer."""
+    """Return the number of slots per block, for at most ``num_blocks`` blocks; the last block may have fewer."""
     return max(-(-num_slots // num_blocks), 1)

@@ -1,4 +1,4 @@
-"""ReFusion's training on the states its decoder plans from: windows of masks after many places of a complete text."""
+"""Training on the states from which ReFusion's decoder plans: windows of masks after many places of a text."""
 
 from __future__ import annotations
 
@@ -18,28 +18,35 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class MaskWindows(Objective):
-    """Predicts windows of masks from all text before them, and each later response token from the one before it.
+    """Predicts windows of masks from all text before them, and the response from left to right.
 
-    A row holds prompt and response in text order, then masks for each response token, cut into windows. A mask sees the
-    text before its window and the masks before it in the window: what ReFusion's decoder shows a mask when it plans
-    after a complete prefix. One forward over the text so trains the plans of all its prefixes, while :class:`Hybrid`
-    trains one plan per forward. The terms are ``ar``, the mean over all labelled text tokens, and ``mdm``, the mean
-    over all masks, weighted by ``decay``.
+    A row contains prompt and response in text order, then a mask for every response token, cut into windows. A mask
+    sees the text before its window and the masks before it in the window. ReFusion's decoder shows a mask the same when
+    it plans after a complete prefix. One forward over the text therefore trains the plans of all its prefixes, while
+    :class:`Hybrid` trains one plan per forward. The terms are ``ar``, the mean over all labelled text tokens, and
+    ``mdm``, the mean over all masks, weighted by ``decay``.
 
-    Train on text that the model itself generates: a plan is verified by the model's own next-token predictions.
+    Train on text that the model itself generates: the model's own next-token predictions verify a plan.
+
+    >>> special = SpecialTokens(mask_token_id=9, eos_token_ids=(8,), pad_token_id=8, vocab_size=10)
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[1, 2, 3, 4, 5, 8]]), prompt_lengths=torch.tensor([2]),
+    ...                       response_lengths=torch.tensor([4]), sample_keys=torch.tensor([0]))
+    >>> corrupted = MaskWindows(window=2, num_tilings=1).corrupt(batch, KeyedNoise(torch.tensor([0])), special)
+    >>> corrupted.input_ids.tolist()
+    [[1, 2, 3, 4, 5, 8, 9, 9, 9, 9]]
 
     Attributes:
         window: Tokens per window, at least 1: the masks that a plan drafts at once.
-        num_tilings: How often the response is cut into windows, each time from a random offset, at least 1. The first
+        num_tilings: How often the response is cut into windows, every time from a random offset, at least 1. The first
             window is shorter.
-        decay: The mask at offset k of a window has weight decay^k, in (0, 1]: a draft counts only if those before it
-            are accepted.
+        decay: The mask at offset k of a window has weight decay^k, in (0, 1]: a draft counts only if all drafts before
+            it are accepted.
         mdm_weight: Coefficient of the masks' term, at least 0.
         ar_weight: Coefficient of the next-token term, at least 0.
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    """Those of :class:`Hybrid`: causal attention; masks predict themselves, clean tokens the next one."""
+    """As for :class:`Hybrid`: causal attention; masks predict themselves, clean tokens the next token."""
 
     ranges = {"window": 1, "num_tilings": 1, "decay": "(0, 1]", "mdm_weight": 0.0, "ar_weight": 0.0}
     window: int = 8
@@ -50,7 +57,7 @@ class MaskWindows(Objective):
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """The next-token and the masks' term, named as :class:`Hybrid`'s."""
+        """The next-token term and the masks' term, with the names of :class:`Hybrid`."""
         return {"ar": self.ar_weight, "mdm": self.mdm_weight}
 
     def corrupt(
@@ -58,7 +65,7 @@ class MaskWindows(Objective):
     ) -> CorruptedBatch:
         """Append the windows to the texts; see :meth:`Objective.corrupt`. A ``mask_ratio`` has no effect."""
         mask_token_id = required_mask_id(self, special_tokens)
-        mask_probability(noise, 0.0, mask_ratio)  # refuses what no objective takes
+        mask_probability(noise, 0.0, mask_ratio)  # refuses an invalid ratio
         ids = batch.input_ids
         in_response = batch.in_response
         num_text = ids.shape[1]
@@ -72,16 +79,16 @@ class MaskWindows(Objective):
         position = (starts + place).where(is_mask, num_text)
 
         following = shift_left(ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX).where(in_response, IGNORE_INDEX)
-        own = ids.gather(1, position.clamp(max=num_text - 1)).where(is_mask, IGNORE_INDEX)
+        masked_ids = ids.gather(1, position.clamp(max=num_text - 1)).where(is_mask, IGNORE_INDEX)
         text_weights = (following != IGNORE_INDEX).double()
         mask_weights = (self.decay ** (place - first).double()).where(is_mask, 0.0)
         masks = torch.full_like(position, mask_token_id).where(is_mask, special_tokens.pad_token_id)
         return CorruptedBatch(
             input_ids=torch.cat((ids, masks), 1),
             position_ids=torch.cat((batch.positions.expand_as(ids), position), 1),
-            labels=torch.cat((following, own), 1),
+            labels=torch.cat((following, masked_ids), 1),
             weights=torch.cat((text_weights, mask_weights), 1).float(),
-            terms=F.pad(torch.ones_like(own), (num_text, 0)),
+            terms=F.pad(torch.ones_like(masked_ids), (num_text, 0)),
             counts=torch.stack((text_weights.double().sum(), mask_weights.double().sum())),
             visible=text_then_masks(num_text, (starts + first).where(is_mask, 0), (place - first).where(is_mask, 0)),
             is_masked=F.pad(is_mask, (num_text, 0)),

@@ -16,7 +16,7 @@ from refusion_lit.reports.intervals import (
     score_difference,
     score_interval,
 )
-from refusion_lit.reports.results import CONCURRENT, ran_concurrently, shorten_value, with_class
+from refusion_lit.reports.results import CONCURRENT, ran_concurrently, read_latency, shorten_value, with_class
 from refusion_lit.reports.runs import Run, ScoredPrediction
 
 
@@ -46,6 +46,11 @@ class ComparisonRow:
     def figures(self) -> dict[str, Any]:
         """Aggregate figures; see :class:`~refusion_lit.metrics.DecodingMetrics`."""
         return self.run.results["results"][self.decoder]
+
+    @property
+    def latency(self) -> dict[str, dict[str, Any]]:
+        """Speeds measured in turns, by batch size; empty if none were measured."""
+        return read_latency(self.run.results).get(self.decoder, {})
 
     @property
     def mismatches(self) -> list[str]:
@@ -167,7 +172,8 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
         ValueError: If no row, decoder or argument has the baseline's name.
     """
     rows = _make_rows(runs)
-    notes = [*notes, *_mark_front(rows), *[CONCURRENT] * any(ran_concurrently(run.results) for run in runs)]
+    is_slowed = any(ran_concurrently(run.results) and not read_latency(run.results) for run in runs)
+    notes = [*notes, *_mark_front(rows), *[CONCURRENT] * is_slowed]
     baseline = baseline or rows[0].label
     pairs = [(row, _find_baseline(row, rows, baseline)) for row in rows]
     return Comparison(

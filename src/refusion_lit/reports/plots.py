@@ -80,6 +80,32 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
         return _save(figure, form, title, titles)
 
 
+def speed_plot(comparison: Comparison) -> str:
+    """Plot score over tokens per second, one prompt at a time, with intervals; return an SVG element.
+
+    The horizontal interval is the interval of the ratio to the baseline, at the baseline's speed. Rows whose speed was
+    not measured are left out.
+    """
+    rows = [row for row in comparison.rows if "1" in row.latency]
+    with _figure([row.name for row in rows]) as (figure, ax):
+        ax.set_xlabel("tokens per second, one prompt at a time (log scale)")
+        ax.set_ylabel("score in %")
+        ax.set_xscale("log")
+        titles = {}
+        for number, row in enumerate(rows):
+            speed, (estimate, low, high) = row.latency["1"]["tokens_per_second"], row.latency["1"]["times_baseline"]
+            y, unit = row.score.estimate, speed / estimate
+            ax.plot([low * unit, high * unit], [y, y], **_style(number, ""))
+            ax.plot([speed, speed], [row.score.low, row.score.high], **_style(number, ""))
+            ax.plot(speed, y, **_style(number), markersize=10, gid="marker")
+            gid = f"point-{number}"
+            titles[gid] = f"{row.title}: score {y:.1f} %, {speed:.0f} tokens/s alone, {estimate:.2f} times the baseline"
+            ax.plot(speed, y, "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
+            ax.annotate(row.title, (speed, y), textcoords="offset points", xytext=(10, 8), fontsize=11)
+        ax.set_ylim(max(ax.get_ylim()[0], -2), 104)
+        return _save(figure, "svg", "Score in percent over tokens per second, one prompt at a time", titles).decode()
+
+
 def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> str:
     """Plot curves as an SVG element.
 

@@ -21,7 +21,7 @@ RESULTS = "results.json"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
-_MAPPINGS = ("sampling", "fingerprints", "config", "decoders", "mismatches", "environment")
+_MAPPINGS = ("latency_results", "sampling", "fingerprints", "config", "decoders", "mismatches", "environment")
 """Fields in ``results.json`` that hold mappings, which may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
@@ -73,6 +73,14 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
 def ran_concurrently(results: Mapping[str, Any]) -> bool:
     """Return whether a test ran beside other sweep points, by its ``results.json``."""
     return ((results.get("environment") or {}).get("num_concurrent") or 1) != 1
+
+
+def read_latency(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return speeds that were measured in turns, by decoder and batch size; empty if none were measured.
+
+    Every entry has ``tokens_per_second`` and ``times_baseline``, an estimate with the ends of its 95 % interval.
+    """
+    return (results.get("latency_results") or {}).get("decoders") or {}
 
 
 def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import csv
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from refusion_lit.reports.comparison import Comparison, ComparisonRow
 from refusion_lit.reports.intervals import Interval
 
 MISMATCH = "the model was not trained for this decoder"
+LATENCY = "times: as fast as the baseline, measured in turns in one process; 95 % intervals over batches of prompts."
 INTERVALS = "95 % intervals over prompts: Wilson's for scores that are 0 or 1, else the bootstrap's."
 FIGURES = (
     ("score", "score", "{:.3f}"),
@@ -46,6 +47,7 @@ def decoder_table(
     marked: Set[str] = frozenset(),
     metrics: Sequence[str] = (),
     note: str | None = None,
+    latency: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> None:
     """Print a test's figures, a decoder per line.
 
@@ -55,13 +57,48 @@ def decoder_table(
         marked: Decoders that the model was not trained for.
         metrics: The task's further metrics.
         note: A line below the table.
+        latency: Speeds measured in turns, by decoder and batch size; they replace the speed of the test.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
     columns = with_metrics(PRINTED, metrics)
-    head = ["decoder", *(title for _, title, _ in columns)]
-    rows = [[f"{name} *" if name in marked else name, *cells(figures, columns)] for name, figures in results.items()]
-    notes = [*[f"* {MISMATCH}"] * bool(marked), *([note] if note else [])]
+    if latency:
+        columns = [column for column in columns if column[0] not in ("tokens_per_second", "calls_per_batch")]
+    sizes = latency_sizes((latency or {}).values())
+    head = ["decoder", *(title for _, title, _ in columns), *latency_head(sizes)]
+    rows = [
+        [
+            f"{name} *" if name in marked else name,
+            *cells(figures, columns),
+            *latency_cells((latency or {}).get(name), sizes),
+        ]
+        for name, figures in results.items()
+    ]
+    notes = [*[f"* {MISMATCH}"] * bool(marked), *([note] if note else []), *[LATENCY] * bool(latency)]
     print_table(f"{num_prompts} prompts, batch size {batch_size}", head, rows, notes=notes)
+
+
+def latency_sizes(entries: Iterable[Mapping[str, Any] | None]) -> list[str]:
+    """Return the batch sizes of some decoders' speeds, ascending."""
+    return sorted({size for entry in entries for size in entry or {}}, key=int)
+
+
+def latency_head(sizes: Sequence[str]) -> list[str]:
+    """Return column names: tokens per second one prompt at a time, and the ratios to the baseline by batch size."""
+    titles = ["times, alone" if size == "1" else f"times, batch {size}" for size in sizes]
+    return ["tokens/s, alone", *titles] if "1" in sizes else titles
+
+
+def latency_cells(entry: Mapping[str, Mapping[str, Any]] | None, sizes: Sequence[str]) -> list[str]:
+    """Return the cells of a decoder for :func:`latency_head`; ``--`` where nothing was measured."""
+    entry = entry or {}
+    texts = ["--" if "1" not in entry else f"{entry['1']['tokens_per_second']:.0f}"] * ("1" in sizes)
+    for size in sizes:
+        if size in entry:
+            estimate, low, high = entry[size]["times_baseline"]
+            texts.append(f"{estimate:.2f}" if low == high else f"{estimate:.2f} ({low:.2f} to {high:.2f})")
+        else:
+            texts.append("--")
+    return texts
 
 
 def print_table(
@@ -100,7 +137,9 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
     metrics = [(name, name, "{:.3f}") for name in comparison.metrics]
     speeds = [figure for figure in FIGURES if figure[0] in ("tokens_per_second", "calls_per_batch")]
     head = ["decoder", *comparison.option_names.values(), "prompts", "score %", *(title for _, title, _ in metrics)]
-    head += ["tokens/forward", *(title for _, title, _ in speeds), "batch size", "Δ score", "Δ tokens/forward"]
+    sizes = latency_sizes(row.latency for row in comparison.rows)
+    head += ["tokens/forward", *latency_head(sizes), *(title for _, title, _ in speeds), "batch size"]
+    head += ["Δ score", "Δ tokens/forward"]
     differences = {id(difference.row): difference for difference in comparison.differences}
     rows = []
     for row in comparison.rows:
@@ -113,6 +152,7 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
             _interval(row.score, "{:.1f}", row),
             *cells(row.figures, metrics),
             _interval(row.tokens_per_forward, "{:.2f}", row),
+            *latency_cells(row.latency, sizes),
             *cells(row.figures, speeds),
             "--" if size is None else f"{size:.0f}",
             _interval(difference and difference.score, "{:+.1f}"),
@@ -131,7 +171,7 @@ def _interval(value: Interval | None, template: str, row: ComparisonRow | None =
 
 def _captions(comparison: Comparison) -> list[str]:
     """Return the sentences below a comparison's table."""
-    captions = [INTERVALS]
+    captions = [INTERVALS, *[LATENCY] * any(row.latency for row in comparison.rows)]
     if comparison.differences:
         captions.append(f"Differences from {comparison.baseline} are over the prompts that both rows have.")
     captions += [

@@ -16,10 +16,18 @@ from markupsafe import Markup
 
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
 from refusion_lit.reports.intervals import NUM_RESAMPLES
-from refusion_lit.reports.plots import STYLE, tradeoff_plot, training_plots
+from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, training_plots
 from refusion_lit.reports.results import describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
-from refusion_lit.reports.tables import csv_table, latex_table, markdown_table
+from refusion_lit.reports.tables import (
+    LATENCY,
+    csv_table,
+    latency_cells,
+    latency_head,
+    latency_sizes,
+    latex_table,
+    markdown_table,
+)
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
@@ -108,7 +116,12 @@ def html_report(comparison: Comparison) -> str:
     return environment.get_template("report.html.jinja").render(
         comparison=comparison,
         title=", ".join(dict.fromkeys(run.source for run in runs)),
+        speed=Markup(speed_plot(comparison)) if any("1" in row.latency for row in comparison.rows) else None,
         tradeoff=Markup(tradeoff_plot(comparison).decode()),
+        latency_sizes=latency_sizes(row.latency for row in comparison.rows),
+        latency_head=latency_head,
+        latency_cells=latency_cells,
+        latency_note=LATENCY,
         training=list(map(Markup, training_plots(runs))),
         plot_style=STYLE,
         runs=[(run, _facts(run)) for run in runs],

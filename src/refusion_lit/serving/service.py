@@ -17,9 +17,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
-from refusion_lit.data.encoding import TextStream, encode_plain_prompt
+from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.engine.checks import check_prompts
+from refusion_lit.engine.stopping import TextStream
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
 from refusion_lit.serving.worker import Job, Update, Worker, log
 from refusion_lit.types import Prompt, SamplingParams
@@ -160,7 +161,8 @@ class Service:
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, notify=notify,
                 deadline=served.started + worker.limits.max_seconds,
                 wants_rounds=body.stream_options.include_decode,
-                stream=TextStream(worker.model.detokenize, sampling))
+                stream=TextStream(
+                    partial(worker.model.detokenize, after=prompt.token_ids, stop=sampling.stop), sampling))
             for prompt in prompts
             for number in range(body.n)  # keys the noise of a choice
         ]  # fmt: skip

@@ -19,11 +19,11 @@ import torch
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
-from refusion_lit.data.encoding import TextStream
 from refusion_lit.decoding import Decoder, Generation
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.engine.requests import MoreDrafts
+from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.serving import Limits
@@ -236,12 +236,13 @@ class Worker:
         self.engine.num_sharing = len(self.active)
         try:
             finished = self.engine.step()
-            for row in self.engine.rows:
-                job = self.active[row.index]
-                has_committed = row.state.num_forwards in row.state.commit_rounds
-                text = job.stream.piece(row.state.final_prefix()) if has_committed else ""
+            for sequence in self.engine.running:
+                job = self.active[sequence.index]
+                state = sequence.state
+                has_committed = state.num_forwards in state.commit_rounds
+                text = job.stream.piece(state.final_prefix()) if has_committed else ""
                 # The drafts of the last forward pass may not be complete.
-                trace = row.result.trace[: -1 if isinstance(row.request, MoreDrafts) else None]
+                trace = sequence.result.trace[: -1 if isinstance(sequence.request, MoreDrafts) else None]
                 rounds = self._rounds(job, trace)
                 if text or rounds:
                     job.notify((job, Update(text, rounds)))

@@ -40,6 +40,9 @@ class Sweep:
         entries: Options that change together, a mapping per entry.
         launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
         directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
+        description: A line that is printed first, for example what the sweep does and how long it takes.
+        latency: Options of :class:`~refusion_lit.evaluation.latency.LatencyOptions`. After all points have run, every
+            decoder is timed on its model, all in turns in one process. ``None``: speeds are not measured.
 
     >>> sweep = Sweep(grid={"slot_size": [4, 8]}, entries=[{"seed": 0}, {"seed": 1}])
     >>> list(sweep.combinations())[:2]
@@ -53,10 +56,14 @@ class Sweep:
     entries: list[Config] = field(default_factory=list)
     launcher: Launcher = field(default_factory=Local)
     directory: str | None = None
+    description: str | None = None
+    latency: Config | None = None
 
     def __post_init__(self) -> None:
         allowed = (["test"], ["fit", "test"])
         require(self.subcommands in allowed, "subcommands", "[test] or [fit, test]", self.subcommands, "choose one")
+        is_mapping = self.latency is None or isinstance(self.latency, dict)
+        require(is_mapping, "latency", "options with values", self.latency, "write it as {num_prompts: 32}")
         is_list = isinstance(self.base, list) and all(isinstance(name, str) for name in self.base)
         require(is_list, "base", "a list of config files", self.base, "write it as [FILE, ...]")
         for name, kind, values in (("options", dict, self.options), ("grid", dict, self.grid)):

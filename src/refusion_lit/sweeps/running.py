@@ -8,6 +8,8 @@ import json
 import shlex
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -15,15 +17,16 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
-from refusion_lit.reports.results import without_speeds
+from refusion_lit.reports.results import read_latency, without_speeds
 from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, tail
 from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
 from refusion_lit.utils.files import acquire_lock, digest, read_object, write_atomically, write_json_atomically
 
 TableRow = dict[str, Any]
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
+_WATCH_SECONDS = 1.0
 _WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
 """Suffixes of weight files. Other files beside them, such as a report or a model card, change no result."""
 
@@ -64,6 +67,16 @@ def run(
     if directory.exists() and any(directory.iterdir()) and not resume:
         raise ValueError(f"directory: expected a new directory, got {directory}, which exists; add --resume.")
     sweep.launcher.check()
+    if sweep.latency is not None:
+        from refusion_lit.evaluation.latency import LatencyOptions  # imports torch
+
+        try:
+            latency = LatencyOptions(**{**sweep.latency, **_tuples(sweep.latency)})
+        except TypeError as error:
+            names = ", ".join(LatencyOptions.__dataclass_fields__)
+            raise ValueError(f"latency: expected some of the options {names}, got {sweep.latency} ({error}).") from None
+    if sweep.description:
+        _print_line(console, sweep.description)
     points = plan(sweep, Path(relative_to).resolve(), resolve)
     lock = acquire_lock(directory / LOCK, "directory", f"other sweep in {directory}", "wait for it to end")
     try:
@@ -80,12 +93,22 @@ def run(
             _print_line(console, f"{num_finished} of {len(points)} points are already finished")
         try:
             _launch(sweep, unfinished, console)
+            if sweep.latency is not None:
+                from refusion_lit.sweeps.latency import measure_points
+
+                finished = {_folder(directory, point): point for point in points if is_finished(directory, point)}
+                measure_points(finished, latency, console)
         finally:  # write the table of the finished points even if interrupted
             rows = collect_rows(directory, points, sweep.option_names)
             write_table(directory, rows)
     finally:
         lock.release()
     return rows
+
+
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are lists as tuples."""
+    return {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
 
 
 def is_finished(directory: Path, point: Point) -> bool:
@@ -159,6 +182,9 @@ def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
         closing(sweep.launcher.launch(list(points))) as ends,
     ):
         task = progress.add_task("points", total=len(points))
+        stop = threading.Event()
+        watch = threading.Thread(target=_watch, args=(points, progress, task, console, stop), daemon=True)
+        watch.start()
         for number, (folder, end) in enumerate(ends, start=1):
             outcome = read_object(folder / OUTCOME)
             if not outcome:
@@ -169,7 +195,37 @@ def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
             _print_line(console, f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}")
             if outcome.get("error"):
                 _print_line(console, outcome["error"])
-            progress.advance(task)
+        stop.set()
+        watch.join()
+        progress.update(task, completed=len(points))
+
+
+def _watch(
+    points: dict[Path, Point], progress: Progress, task: TaskID, console: Console, stop: threading.Event
+) -> None:
+    """Show how far the points are: the bar in a terminal, else a line with the time left for every tenth."""
+    start, tenth = time.monotonic(), 0
+    while not stop.wait(_WATCH_SECONDS):
+        done = sum(_share_done(folder, point) for folder, point in points.items())
+        progress.update(task, completed=done)
+        share = done / len(points)
+        if not console.is_terminal and int(10 * share) > tenth:
+            tenth = int(10 * share)
+            left = (time.monotonic() - start) * (1 - share) / share
+            _print_line(console, f"{10 * tenth} % done, about {left:.0f} s left")
+
+
+def _share_done(folder: Path, point: Point) -> float:
+    """Return the share of a point that is done: of its training's steps, or 1 if the point has ended."""
+    if (folder / OUTCOME).exists():
+        return 1.0
+    num_steps = ((point.configs.get("fit") or {}).get("trainer") or {}).get("max_steps")
+    try:
+        with (folder / "fit" / "metrics.csv").open(encoding="utf-8", newline="") as lines:
+            steps = [int(row["step"]) for row in csv.DictReader(lines) if (row.get("step") or "").isdigit()]
+    except (OSError, KeyError):
+        return 0.0
+    return 0.95 * min(max(steps, default=0) / num_steps, 1) if num_steps and num_steps > 0 else 0.0
 
 
 def _print_line(console: Console, line: str) -> None:
@@ -207,7 +263,9 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
         for decoder, figures in (without_speeds(results).get("results") or {None: {}}).items():
             reasons = "; ".join((results.get("mismatches") or {}).get(decoder, [])) if figures else None
             options = (results.get("decoders") or {}).get(decoder) or {}
-            rows.append({**common, "decoder": decoder, "class": options.get("class"), "mismatch": reasons, **figures})
+            speeds = read_latency(results).get(decoder) if figures else None
+            row = {**common, "decoder": decoder, "class": options.get("class"), "mismatch": reasons, **figures}
+            rows.append({**row, "latency": speeds} if speeds else row)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
 

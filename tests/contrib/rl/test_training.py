@@ -1,4 +1,4 @@
-"""Training on rewards from end to end: resuming, two processes, adapters, dynamic sampling, and bad rewards."""
+"""Training on rewards from end to end: resuming, two processes, adapters, and bad rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
 from refusion_lit.cli.progress_bar import RunProgress
-from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Reward
+from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Reward, rollouts
 from refusion_lit.contrib.rl.rollouts import Rollouts
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
@@ -345,43 +345,12 @@ def test_a_shorter_last_step_of_an_epoch_has_answers_of_its_own(
     assert begun == [3, -1, -1, -1, 1, -1] * 2
 
 
-def test_groups_with_equal_rewards_are_drawn_again(tmp_path: Path) -> None:
-    short = replace(OBJECTIVE, group_size=2, max_new_tokens=3)
-    plain, _ = fitted(tmp_path / "plain", short, steps=1, batch_size=32)
-    again, _ = fitted(tmp_path / "again", replace(short, max_resamples=4), steps=1, batch_size=32)
-    shares = [float(each.trainer.callback_metrics["train/equal_groups"]) for each in (plain, again)]
-    assert shares[0] > shares[1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dropped(Reward):
-    """Drops every answer that is not too long, whose reward is 0."""
-
-    sizes: ClassVar[list[int]] = []
-
-    def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
-        """Return nothing but NaN."""
-        assert len(examples) == len(responses)
-        self.sizes.append(len(responses))
-        return [math.nan] * len(responses)
-
-
-@pytest.mark.filterwarnings("ignore:.*all of a roll-out are NaN")
-def test_groups_with_dropped_answers_and_equal_rewards_are_drawn_again(tmp_path: Path) -> None:
-    Dropped.sizes.clear()
-    objective = replace(OBJECTIVE, rewards=(Dropped(),), max_new_tokens=16, max_resamples=2)
-    module, _ = fitted(tmp_path, objective, steps=1)
-    assert 0 < float(module.trainer.callback_metrics["train/overlong"]) < 1
-    assert Dropped.sizes == [12, 12, 12]
-
-
 @pytest.mark.parametrize(("how", "what"), [("constant", "equal to 0"), ("nan", "NaN")])
 def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str, what: str) -> None:
-    objective = replace(OBJECTIVE, rewards=(Broken(how=how),), max_resamples=1)
+    objective = replace(OBJECTIVE, rewards=(Broken(how=how),))
     found = []
     for steps in (1, 2):
-        message = rf"^Broken\.rewards: all of a roll-out are {what}; such answers teach nothing$"
-        with pytest.warns(UserWarning, match=message):
+        with pytest.warns(UserWarning, match=rf"^Broken\.rewards: .*{what}"):
             found.append(fitted(tmp_path / str(steps), objective, steps=steps)[1])
     assert_equal(*found)
 
@@ -389,20 +358,23 @@ def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str, wha
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("raises", r"Broken\.rewards: expected rewards, got RuntimeError\('no answer'\); the weights are"),
-        ("hangs", r"Broken\.rewards: expected an answer within 0\.2 s \(objective\.reward_seconds\), got 'none'"),
-        ("fewer", r"Broken\.rewards: expected 12 numbers, one per response, got 1"),
-        ("words", r"Broken\.rewards: expected rewards, got ValueError\(.*'good'"),
-        ("numerals", r"Broken\.rewards: expected rewards, got ValueError\(\"'1' is text\"\)"),
-        ("none", r"Broken\.rewards: expected rewards, got TypeError"),
-        ("exits", r"Broken\.rewards: expected rewards, got SystemExit\(3\)"),
-        ("mapping", r"Broken\.rewards: expected rewards, got ValueError\('a mapping, not a list'\)"),
-        ("infinite", r"Broken\.rewards: expected rewards, got ValueError\('inf is not finite; NaN drops an answer'\)"),
+        ("raises", "RuntimeError.*no answer"),
+        ("hangs", r"within 0\.2 s"),
+        ("fewer", "12 .* got 1"),
+        ("words", "'good'"),
+        ("numerals", "'1'"),
+        ("none", "TypeError"),
+        ("exits", "SystemExit"),
+        ("mapping", "mapping"),
+        ("infinite", "inf"),
     ],
 )
-def test_a_broken_reward_ends_the_run_in_one_line(tmp_path: Path, how: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}[^\n]*$"):
-        fitted(tmp_path, replace(OBJECTIVE, rewards=(Broken(how=how),), reward_seconds=0.2))
+def test_a_broken_reward_ends_the_run_in_one_line(
+    tmp_path: Path, how: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "REWARD_SECONDS", 0.2)
+    with pytest.raises(ValueError, match=rf"^Broken\.rewards: expected [^\n]*{message}[^\n]*$"):
+        fitted(tmp_path, replace(OBJECTIVE, rewards=(Broken(how=how),)))
 
 
 @dataclass(frozen=True, kw_only=True)

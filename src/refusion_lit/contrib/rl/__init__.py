@@ -2,9 +2,6 @@
 
 from refusion_lit.contrib.rl.likelihood import LeftToRight, Likelihood, NextToken
 from refusion_lit.contrib.rl.objective import GroupPolicy, Reward
-from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder, TrajectoryWriter, read_trajectories
+from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder
 
-__all__ = [
-    "GroupPolicy", "LeftToRight", "Likelihood", "NextToken", "Reward", "Trajectory", "TrajectoryRecorder",
-    "TrajectoryWriter", "read_trajectories",
-]  # fmt: skip
+__all__ = ["GroupPolicy", "LeftToRight", "Likelihood", "NextToken", "Reward", "Trajectory", "TrajectoryRecorder"]

@@ -72,9 +72,6 @@ class GroupPolicy(Objective):
         kl_weight: Coefficient of ``kl``, at least 0; above 0 it needs ``model.backbone.lora``.
         num_updates: Updates per roll-out (mu), at least 1. The prompts of the batches in between are not used. Fewer
             where a step has another number of micro-batches, as the last one of an epoch may have.
-        max_resamples: Times that groups with equal rewards, dropped answers aside, are decoded again with other noise,
-            as they teach nothing ("dynamic sampling").
-        reward_seconds: Time limit of a reward for all answers of a step.
         max_new_tokens: Length limit of answers, EOS included, at least 1, in place of that of ``model.sampling``.
             Longer answers have reward 0.
     """
@@ -87,8 +84,6 @@ class GroupPolicy(Objective):
         "clip_high": 0.0,
         "kl_weight": 0.0,
         "num_updates": 1,
-        "max_resamples": 0,
-        "reward_seconds": "(0, inf)",
         "max_new_tokens": 1,
     }
     likelihood: Likelihood = NextToken()  # noqa: RUF009 - immutable
@@ -101,8 +96,6 @@ class GroupPolicy(Objective):
     scale_rewards: bool = True
     kl_weight: float = 0.0
     num_updates: int = 1
-    max_resamples: int = 0
-    reward_seconds: float = 60.0
     max_new_tokens: int = 128
 
     def __post_init__(self) -> None:
@@ -131,7 +124,7 @@ class GroupPolicy(Objective):
         reason = self.likelihood.refusal(decoder)
         fix = "name another likelihood, or another first decoder"
         require(reason is None, "objective.likelihood", "one for the first of model.decoders", reason, fix)
-        for option, none in (("top_p", 1), ("top_k", None), ("stop", ()), ("min_entropy", None)):
+        for option, none in (("top_p", 1), ("top_k", None), ("stop", ())):
             value, expected = getattr(sampling, option), f"{none}, as roll-outs with it have another likelihood"
             require(value == none, f"model.sampling.{option}", expected, value, "leave it out")
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -37,6 +38,9 @@ from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require
 
 _STATE = "refusion_lit_rollouts"
+
+REWARD_SECONDS = 60.0
+"""Time limit of a reward for all answers of a step."""
 
 
 @dataclass(frozen=True)
@@ -171,37 +175,32 @@ class Rollouts(StepSource):
         return corrupted
 
     def _answers(self, step: Sequence[ResponseBatch], number: int) -> list[Answers]:
-        """Decode and reward a group of answers for each prompt; return those of each micro-batch."""
+        """Decode and reward a group of answers for each prompt; return the answers by micro-batch."""
         started = time.perf_counter()
         update_seconds = started - self._finished if self._finished else 0.0
         parts = [_prompts(batch) for batch in step]
-        found = self._decoded([prompt for part in parts for prompt in part], number)
-        self.figures = self._figures(list(found.values()))
+        groups = self._decoded([prompt for part in parts for prompt in part], number)
+        self.figures = self._figures(groups)
         self._finished = time.perf_counter()
         self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
-        return [self._batch([found[prompt.id] for prompt in part]) for part in parts]
+        remaining = iter(groups)
+        return [self._batch(list(islice(remaining, len(part)))) for part in parts]
 
-    def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
-        """Return a group of rewarded answers for each prompt, by its id; groups without advantages are tried again."""
-        found: dict[str, list[_Answer]] = {}
-        waiting = list(prompts)
+    def _decoded(self, prompts: Sequence[Prompt], number: int) -> list[list[_Answer]]:
+        """Return a group of rewarded answers for each prompt."""
         size = self.objective.group_size
-        for attempt in range(1 + self.objective.max_resamples):
-            copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in waiting for i in range(size)]
-            recorder = TrajectoryRecorder(self._decoder)
-            sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, number, attempt))
-            rows = self.evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
-            rewards = self._rewarded([prompt for prompt in waiting for _ in range(size)], rows)
-            trajectories = [recorder.trajectories[index] for index in range(len(rows))]
-            by_group = torch.tensor(rewards, dtype=torch.float64).view(-1, size)
-            advantages = group_advantages(by_group, scale=self.objective.scale_rewards)
-            columns = (rows, trajectories, rewards, advantages.flatten().tolist())
-            answers = [_Answer(*parts) for parts in zip(*columns, strict=True)]
-            found |= {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(waiting)}
-            waiting = [prompt for prompt, useful in zip(waiting, advantages.any(1), strict=True) if not useful]
-            if not waiting:
-                break
-        return found
+        copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in prompts for i in range(size)]
+        recorder = TrajectoryRecorder(self._decoder)
+        # The last part of the key once counted repeated roll-outs. It stays, so that old runs decode the same answers.
+        sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, number, 0))
+        rows = self.evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
+        rewards = self._rewarded([prompt for prompt in prompts for _ in range(size)], rows)
+        trajectories = [recorder.trajectories[index] for index in range(len(rows))]
+        by_group = torch.tensor(rewards, dtype=torch.float64).view(-1, size)
+        advantages = group_advantages(by_group, scale=self.objective.scale_rewards)
+        columns = (rows, trajectories, rewards, advantages.flatten().tolist())
+        answers = [_Answer(*parts) for parts in zip(*columns, strict=True)]
+        return [answers[i : i + size] for i in range(0, len(answers), size)]
 
     def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
         """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit; NaN drops one."""
@@ -209,7 +208,7 @@ class Rollouts(StepSource):
         texts = [row.text for row in rows]
         totals = [0.0] * len(rows)
         for reward in self._rewards:
-            values = _checked_rewards(reward, examples, texts, self.objective.reward_seconds)
+            values = _checked_rewards(reward, examples, texts)
             distinct = {value for value in values if not math.isnan(value)}
             if not distinct or (len(distinct) == 1 and not self.figures):  # later, all may have learnt it
                 what = f"equal to {distinct.pop():g}" if distinct else "NaN"
@@ -304,10 +303,8 @@ def _prompts(batch: ResponseBatch) -> list[Prompt]:
     return [Prompt(token_ids=tuple(ids[:length]), id=name) for name, ids, length in rows]
 
 
-def _checked_rewards(
-    reward: Reward | Task, examples: Sequence[Example], responses: Sequence[str], seconds: float
-) -> list[float]:
-    """Return the rewards of responses, or say in one line what is wrong with them."""
+def _checked_rewards(reward: Reward | Task, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
+    """Return the rewards of responses; raise ValueError if the reward fails, hangs, or returns anything else."""
     name = f"{type(reward).__name__}.rewards"
     found: dict[str, Any] = {}
 
@@ -329,9 +326,9 @@ def _checked_rewards(
     # A daemon, as a thread that hangs cannot be ended and must not keep the process.
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(REWARD_SECONDS)
     fix = "the weights are those of the last checkpoint; mend it, then resume with --resume RUN"
-    require(not thread.is_alive(), name, f"an answer within {seconds:g} s (objective.reward_seconds)", "none", fix)
+    require(not thread.is_alive(), name, f"rewards within {REWARD_SECONDS:g} s", "none", fix)
     require("error" not in found, name, "rewards", found.get("error"), fix)
     values = found["values"]
     require(len(values) == len(responses), name, f"{len(responses)} numbers, one per response", len(values), fix)

@@ -109,9 +109,8 @@ class BlockDiffusion(BlockDecoder):
 
     Deliberate differences:
 
-    - BD3-LM: no sliding window; the stop at a low entropy is the sampling option ``min_entropy``; top-p keeps the
-      crossing token; at temperature 0 the most confident place is unmasked, so ``first_hitting`` equals
-      ``threshold=1``.
+    - BD3-LM: no sliding window and no stop at a low entropy; top-p keeps the crossing token; at temperature 0 the most
+      confident place is unmasked, so ``first_hitting`` equals ``threshold=1``.
     - Fast-dLLM v2: any number of new tokens, not only whole blocks plus a token.
     - SDAR: the last block is not cached, which saves the last forward, and decoding may stop inside a block.
 

@@ -1,7 +1,8 @@
-"""Attention of the fused backbone over padded rows, as one or several calls.
+"""Attention of the fused backbone over padded rows.
 
-All other operations run on real tokens only, concatenated without padding. Attention needs rows, which usually differ
-in their numbers of queries and keys. On CPUs, :mod:`~refusion_lit.modeling.fused.segments` cuts it into several calls.
+All other operations run on real tokens only, concatenated without padding. Attention needs rows, padded to the longest
+row. One call computes all rows. On CPUs, a mask of more than ``_MAX_MASK`` elements would take too much memory: its
+queries are then cut into chunks, whose masks are computed again in every layer.
 
 Batch invariance: libraries choose the order of summation by the shape of a product. A token's states therefore differ
 in their last bits between a forward of one token and one of eight, or between a row alone and in a batch. In low
@@ -13,8 +14,9 @@ of tokens, rows or entries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,6 +36,9 @@ _TRIANGLE = np.tri(128, dtype=bool)
 
 NUM_KEYS = 512
 """Keys that torch's attention on CPUs takes at a time."""
+
+_MAX_MASK = 1 << 22
+"""Number of mask elements in one call, on CPUs; 16 MB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ class Call:
         storage: Rows of the storage that hold their keys; without a cache, these are the batch's own rows.
         places: Places of the queries in their rows; ``slice(None)`` in the only call of a forward.
         keys: Stored entries that some of the queries see.
-        mask: What is added to scores [row, 1, place, key]; ``None`` for none.
+        mask: What is added to scores [row, 1, place, key], or a function that computes it; ``None`` for no mask.
         is_causal: Whether the i-th query sees the first i keys.
     """
 
@@ -122,7 +127,7 @@ class Call:
     storage: slice | Tensor
     places: slice
     keys: slice
-    mask: Tensor | None = None
+    mask: Tensor | Callable[[], Tensor] | None = None
     is_causal: bool = False
 
     def __call__(
@@ -133,7 +138,8 @@ class Call:
     ) -> Float[Tensor, "called_row called_place head dim"]:
         """Return the heads' outputs."""
         keys, values = (stored[self.storage, self.keys] for stored in (keys, values))
-        return attend_rows(query[self.rows, self.places], keys, values, self.mask, is_causal=self.is_causal)
+        mask = self.mask() if callable(self.mask) and not isinstance(self.mask, Tensor) else self.mask
+        return attend_rows(query[self.rows, self.places], keys, values, mask, is_causal=self.is_causal)
 
 
 class RowAttention:
@@ -171,6 +177,56 @@ class RowAttention:
             for call in self._calls:
                 mixed[call.rows, call.places] = call(query, keys, values)
         return rows.real_of(mixed.flatten(0, 1))
+
+
+def plan_attention(
+    rows: Rows,
+    attention: AttentionMask | None,
+    cache: KVCache | None,
+    like: Tensor,
+    *,
+    batch_invariant: bool = False,
+) -> RowAttention:
+    """Plan the calls of a forward's attention.
+
+    Args:
+        rows: The batch.
+        attention: Cache entries that tokens see or, without cache, tokens; ``None`` for causal attention over the
+            tokens.
+        cache: Prepared for the forward.
+        like: A tensor of the states' type and device.
+        batch_invariant: Run attention on CPUs in calls of one fixed shape.
+    """
+    if batch_invariant:
+        return invariant_attention(rows, attention, cache, like)
+    if isinstance(attention, Visibility) and like.device.type == "cpu":
+        size = attention.shape[0] * attention.shape[1] * attention.num_keys
+        if size > _MAX_MASK and not sees_causally(attention) and not sees_everything(attention):
+            return RowAttention(rows, chunked_calls(attention, cache, like.dtype), cache)
+    return RowAttention(rows, [padded_call(rows, attention, cache, like)], cache)
+
+
+def chunked_calls(
+    visibility: Visibility, cache: KVCache | None, dtype: torch.dtype, max_mask: int = _MAX_MASK
+) -> list[Call]:
+    """Return calls for chunks of queries, each with the keys that some of its queries see.
+
+    Args:
+        visibility: What the tokens see.
+        cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
+        dtype: Type of the states.
+        max_mask: Number of mask elements in a call.
+    """
+    num_rows, length = visibility.shape
+    size = max(max_mask // (num_rows * visibility.num_keys), 1)
+    storage = _ALL if cache is None else cache.rows
+    calls = []
+    for start in range(0, length, size):
+        part = visibility.cut(start, min(start + size, length))
+        calls.append(
+            Call(_ALL, storage, slice(start, start + size), slice(part.num_keys), partial(additive_mask, part, dtype))
+        )
+    return calls
 
 
 def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | None, like: Tensor) -> Call:

@@ -24,9 +24,8 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from refusion_lit.modeling.drafter import Drafter, DraftMasks
-from refusion_lit.modeling.fused.attention import RowAttention, Rows
+from refusion_lit.modeling.fused.attention import RowAttention, Rows, plan_attention
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
-from refusion_lit.modeling.fused.segments import attention_for
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.utils.require import require
@@ -133,10 +132,7 @@ class FusedBody:
         # Only attention includes padding: everything else is computed for the stored tokens only.
         rows = Rows(input_ids.shape, None if cache is None else cache.source_index)
         rotation = self._rotation(rows.real_of(position_ids.flatten()))
-        width = self._num_heads * self._head_dim
-        attention = attention_for(
-            rows, attention_mask, cache, self._embedding, width, batch_invariant=self._batch_invariant
-        )
+        attention = plan_attention(rows, attention_mask, cache, self._embedding, batch_invariant=self._batch_invariant)
         hidden = self._run(rows.real_of(input_ids.flatten()), rotation, attention)
         return rows.padded(hidden)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refusion_lit.decoding import Autoregressive, ReFusion, decode
-from refusion_lit.engine import reading as reading_module
-from refusion_lit.engine.reading import Reader
-from refusion_lit.engine.requests import Branch, Draw, Proposal, Read
+from refusion_lit.engine import sampler as sampler_module
+from refusion_lit.engine.requests import Branch, Draw, Proposal, SamplingJob
+from refusion_lit.engine.sampler import Sampler
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from support.fakes import EOS, MASK, PAD, VOCAB, FakeModel, OracleModel, oracle_text
@@ -42,10 +42,10 @@ class TableModel(FakeModel):
         return KVCache(0, num_rows)  # no layers: it keeps no state
 
 
-def read_of(draw: Draw, index: Any, scored: Any = (), proposals: Any = None, prompt_id: str = "") -> Read:
+def make_job(draw: Draw, index: Any, scored: Any = (), proposals: Any = None, prompt_id: str = "") -> SamplingJob:
     """Return a read of drafts, and of pairs of index and token."""
     branch = Branch(tokens=[3] * 12, positions=range(12), draft_at=index, score_at=scored, proposals=proposals or {})
-    return Read(draw, branch, 0, Prompt(token_ids=(3,), id=prompt_id), canvas=())
+    return SamplingJob(draw, branch, 0, Prompt(token_ids=(3,), id=prompt_id), canvas=())
 
 
 def read_slowly(row: list[float], forbidden: tuple[int, ...], given: int | None) -> tuple[int, float]:
@@ -74,17 +74,17 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
                 row[token] = chance.choice([math.nan, math.inf, -math.inf])
     draws = [GREEDY, SILENT, Draw(sampling=SamplingParams(), forbidden=(EOS, 5)),
              Draw(sampling=SamplingParams(), statistic="margin")]  # fmt: skip
-    reads = []
+    jobs = []
     for _ in range(chance.randint(1, 8)):
         index = [chance.randrange(12) for _ in range(chance.randint(0, 4))]
         scored = [(chance.randrange(12), chance.randrange(VOCAB)) for _ in range(chance.randint(0, 3))]
-        reads.append(read_of(chance.choice(draws), index, scored))
+        jobs.append(make_job(chance.choice(draws), index, scored))
     model = TableModel(torch.tensor(table, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading_module, "_MAX_LOGITS", chunk * 4)
-        patch.setattr(reading_module, "_MAX_SOFTMAX", chunk)
-        Reader(model, all_probabilities=all_probabilities).read(torch.arange(12)[:, None], reads)
-    for one in reads:
+        patch.setattr(sampler_module, "_MAX_LOGITS", chunk * 4)
+        patch.setattr(sampler_module, "_MAX_SOFTMAX", chunk)
+        Sampler(model, all_probabilities=all_probabilities).sample(torch.arange(12)[:, None], jobs)
+    for one in jobs:
         drawn = [read_slowly(table[i], one.draw.forbidden, None) for i in one.branch.draft_at]
         scored = [read_slowly(table[i], one.draw.forbidden, token)[1] for i, token in one.branch.score_at]
         assert one.reading.scores == pytest.approx(scored, abs=1e-12)
@@ -97,8 +97,8 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
 
 def test_greedy_reads_share_one_pass_of_the_head() -> None:
     model = TableModel(torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(0)))
-    reads = [read_of(GREEDY, [0, 1], [(2, 3), (3, 4)]), read_of(SILENT, [4, 5], [(6, 3), (7, 4)])]
-    Reader(model).read(torch.arange(8)[:, None], reads)
+    jobs = [make_job(GREEDY, [0, 1], [(2, 3), (3, 4)]), make_job(SILENT, [4, 5], [(6, 3), (7, 4)])]
+    Sampler(model).sample(torch.arange(8)[:, None], jobs)
     assert sorted(model.rows[0]) == list(range(8))
     assert len(model.rows) == 1
 
@@ -137,8 +137,8 @@ def test_a_forbidden_id_is_not_drawn_though_nothing_else_has_a_chance(how: Draw)
     model.special_tokens = SpecialTokens(
         mask_token_id=VOCAB - 1, eos_token_ids=(EOS,), pad_token_id=EOS, vocab_size=VOCAB
     )
-    read = read_of(replace(how, forbidden=(0,)), [0])
-    Reader(model).read(torch.zeros(1, 1, dtype=torch.long), [read])
+    read = make_job(replace(how, forbidden=(0,)), [0])
+    Sampler(model).sample(torch.zeros(1, 1, dtype=torch.long), [read])
     assert read.reading.tokens == [1]
 
 
@@ -151,7 +151,7 @@ def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
     model = TableModel(3 * torch.randn(9, VOCAB, generator=generator, dtype=torch.float64))
     draw = Draw(sampling=SamplingParams(temperature=2.0, top_k=5), proposes=proposes)
 
-    def read(number: int) -> Read:
+    def read(number: int) -> SamplingJob:
         chosen = random.Random(seed + number)
         size = chosen.randint(1, 4)
         shares = torch.rand(size, VOCAB, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
@@ -159,16 +159,16 @@ def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
                      for row in shares / shares.sum(-1, keepdim=True)]  # fmt: skip
         index = chosen.sample(range(9), size)
         given_at = {i: proposal for i, proposal in zip(index, proposals, strict=True) if proposal is not None}
-        return read_of(draw, index, proposals=given_at if number % 3 else None, prompt_id=str(number))
+        return make_job(draw, index, proposals=given_at if number % 3 else None, prompt_id=str(number))
 
     hidden, numbers = torch.arange(9)[:, None], range(chance.randint(2, 6))
     together, alone = ([read(number) for number in numbers] for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading_module, "_MAX_LOGITS", chunk * VOCAB)
-        patch.setattr(reading_module, "_MAX_SOFTMAX", chunk * 3)
-        Reader(model).read(hidden, together)
+        patch.setattr(sampler_module, "_MAX_LOGITS", chunk * VOCAB)
+        patch.setattr(sampler_module, "_MAX_SOFTMAX", chunk * 3)
+        Sampler(model).sample(hidden, together)
     for one in alone:
-        Reader(model).read(hidden, [one])
+        Sampler(model).sample(hidden, [one])
     for one, other in zip(together, alone, strict=True):
         assert one.reading.tokens == other.reading.tokens
         assert [p.token for p in one.reading.proposals] == (one.reading.tokens if proposes else [])

@@ -1,9 +1,7 @@
-"""Where a response ends: stop strings, repetitions, and the final prefix that they are searched in."""
+"""Where a response ends: stop strings, and the final prefix that they are searched in."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -23,11 +21,6 @@ from refusion_lit.engine.drafting import text_branch
 from refusion_lit.types import SamplingParams
 from support.fakes import EOS, MASK, SPECIAL, OracleModel, oracle_text
 from support.scripted import ORDER, Scripted, letters, one, prompts_of
-
-
-def entropy_of(tokens: Sequence[int]) -> float:
-    shares = [tokens.count(token) / len(tokens) for token in set(tokens)]
-    return -sum(share * math.log(share) for share in shares)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -61,34 +54,6 @@ def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
     early = replace(sampling, stop=(text[0], text[4:6]))
     [row] = decode(OracleModel(target), decoder, prompts_of(2), early, detokenize=letters).rows
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize(("least", "window"), [(1.0, 6), (0.5, 4), (0.2, 8), (2.0, 8)])
-def test_a_response_ends_before_the_tokens_that_repeat_themselves(least: float, window: int, batch_size: int) -> None:
-    """From position 12 on the text says 5 5 6 5 5 6 5 5 5 5 5 ..."""
-    target = oracle_text(None)
-    model = OracleModel(lambda place: target(place) if place < 12 else 6 if place in (14, 17) else 5, traits=ORDER)
-    sampling = SamplingParams(max_new_tokens=40)
-    rows = decode(
-        model, Autoregressive(), prompts_of(2, 3, 4), replace(sampling, min_entropy=least, entropy_window=window),
-        batch_size=batch_size,
-    ).rows  # fmt: skip
-    for row, whole in zip(rows, decode(model, Autoregressive(), prompts_of(2, 3, 4), sampling).rows, strict=True):
-        lengths = range(window + 1, 41)
-        found = next(n for n in lengths if entropy_of(whole.token_ids[n - window : n]) < least)
-        assert row.token_ids == whole.token_ids[: found - window]
-        assert (row.num_forwards, row.finish_reason) == (found, "stop")
-
-
-def test_an_entropy_that_no_text_reaches_ends_nothing_and_an_impossible_one_is_refused() -> None:
-    model, sampling = OracleModel(lambda _: 5, traits=ORDER), SamplingParams(max_new_tokens=40, min_entropy=0.1)
-    [row] = decode(model, Autoregressive(), prompts_of(2), sampling).rows
-    assert (row.num_tokens, row.finish_reason) == (40, "length"), "it never has more than 256 tokens"
-    with pytest.raises(ValueError, match=r"^min_entropy: expected a number in \(0, 5\.55\], got 6\.0; lower"):
-        SamplingParams(min_entropy=6.0)
-    with pytest.raises(ValueError, match=r"^entropy_window: "):
-        SamplingParams(entropy_window=1)
 
 
 def test_a_response_that_is_given_as_a_whole_ends_at_stop_strings_too() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import refusion_lit
+from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, ReFusion
-from refusion_lit.evaluation import speed
-from refusion_lit.evaluation.speed import Entrant, Speed, SpeedOptions, measure_speeds
+from refusion_lit.evaluation import latency
+from refusion_lit.evaluation.latency import Entrant, LatencyOptions, Timings, measure_latency
 from refusion_lit.types import Prompt, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
@@ -25,17 +27,17 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
         for name, decoder in decoders.items()
     }
     turns: list[tuple[str, tuple[int, ...]]] = []
-    timed = speed._timed
+    timed = latency._timed
 
     def recorded(entrant: Entrant, indices: list[int]) -> object:
         name = next(name for name, decoder in decoders.items() if entrant.decoder is decoder)
         turns.append((name, tuple(indices)))
         return timed(entrant, indices)
 
-    monkeypatch.setattr(speed, "_timed", recorded)
+    monkeypatch.setattr(latency, "_timed", recorded)
     steps: list[tuple[int, int]] = []
-    options = SpeedOptions(num_prompts=4, batch_sizes=(1, 2), min_batches=3)
-    found = measure_speeds(entrants, options, progress=lambda *counts: steps.append(counts))
+    options = LatencyOptions(num_prompts=4, batch_sizes=(1, 2), min_batches=3)
+    found = measure_latency(entrants, options, progress=lambda *counts: steps.append(counts))
     assert steps == [(number, len(turns)) for number in range(1, len(turns) + 1)]
     for start in range(0, len(turns), 2):  # both decode a batch before the next batch begins
         (first, batch), (second, again) = turns[start : start + 2]
@@ -53,11 +55,11 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_ratio_of_speeds_is_paired_by_batch() -> None:
-    slow = Speed(num_tokens=[10, 20, 30], seconds=[1.0, 2.0, 3.0])
-    fast = Speed(num_tokens=[10, 20, 30], seconds=[0.5, 1.0, 1.5])
+    slow = Timings(num_tokens=[10, 20, 30], seconds=[1.0, 2.0, 3.0])
+    fast = Timings(num_tokens=[10, 20, 30], seconds=[0.5, 1.0, 1.5])
     interval = fast.over(slow)
     assert (interval.estimate, interval.low, interval.high) == pytest.approx((2, 2, 2))
-    noisy = Speed(num_tokens=[10, 20, 30], seconds=[0.5, 2.0, 0.75])
+    noisy = Timings(num_tokens=[10, 20, 30], seconds=[0.5, 2.0, 0.75])
     interval = noisy.over(slow)
     assert interval.low < interval.estimate < interval.high
     assert interval.low >= 1
@@ -67,7 +69,7 @@ def test_a_ratio_of_speeds_is_paired_by_batch() -> None:
 @pytest.mark.parametrize("sizes", [(), (0,), ("1",)])
 def test_wrong_batch_sizes_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="batch_sizes"):
-        SpeedOptions(batch_sizes=sizes)
+        LatencyOptions(batch_sizes=sizes)
 
 
 def test_entrants_need_the_same_prompts() -> None:
@@ -79,4 +81,19 @@ def test_entrants_need_the_same_prompts() -> None:
         for number in (1, 2)
     }
     with pytest.raises(ValueError, match="entrants"):
-        measure_speeds(entrants, SpeedOptions())
+        measure_latency(entrants, LatencyOptions())
+
+
+def test_a_test_measures_its_decoders_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(MODEL.parents[3] / "configs" / "quickstart.yaml")
+    options = ["--model.decoding.latency.num_prompts=2", "--model.decoding.latency.batch_sizes=[1]"]
+    options += ["--data.task.num_test=4", "--model.sampling.max_new_tokens=16", "--num_threads=1"]
+    options += ["--model.decoders.tokens.class_path=ReFusion", "--model.decoders.tokens.init_args.slot_size=1"]
+    arguments = ["test", "--config", config, "--ckpt_path", str(MODEL), f"--runs_dir={tmp_path}", "--run_version=t"]
+    assert main([*arguments, *options]) == 0
+    assert "times, alone" in capsys.readouterr().out
+    results = json.loads((tmp_path / "quickstart" / "t" / "results.json").read_text())
+    latency = results["latency_results"]
+    assert latency["baseline"] == "refusion"
+    assert latency["decoders"].keys() == {"refusion", "tokens"}
+    assert len(latency["decoders"]["tokens"]["1"]["seconds"]) == 6  # min_batches

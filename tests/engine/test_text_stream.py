@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from refusion_lit.data.encoding import TextStream
+from refusion_lit.engine.stopping import TextStream
 from refusion_lit.types import SamplingParams
 
 
@@ -68,9 +68,3 @@ def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
     stream = TextStream(decoded, SamplingParams(stop=(Counted("c" * 100_000),)))
     assert "".join([*streamed(stream, b"abcc"), stream.rest("abcc")]) == "abcc"
     assert Counted.num_slices <= 1 + 2 + 3 + 4
-
-
-def test_what_a_low_entropy_may_leave_out_is_held_back() -> None:
-    stream = TextStream(decoded, SamplingParams(min_entropy=0.5, entropy_window=3))
-    assert "".join(streamed(stream, b"abcd")) == "a"
-    assert stream.rest("abcd") == "bcd"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from refusion_lit.decoding import Decoder, DecodingOutput
+from refusion_lit.decoding import Autoregressive, Decoder, DecodingOutput
 from refusion_lit.reports.intervals import Interval
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
@@ -21,8 +21,8 @@ _NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedOptions:
-    """What is decoded to measure speeds.
+class LatencyOptions:
+    """What is decoded to measure speeds after a test or a sweep.
 
     Attributes:
         num_prompts: Number of prompts that every decoder decodes at every batch size; at least 1.
@@ -61,7 +61,7 @@ class Entrant:
 
 
 @dataclass(kw_only=True)
-class Speed:
+class Timings:
     """Tokens and seconds of one decoder at one batch size, batch by batch.
 
     Attributes:
@@ -69,7 +69,7 @@ class Speed:
         seconds: Seconds of decoding of every batch, by the wall clock.
 
     Example:
-        >>> fast = Speed(num_tokens=[30, 30], seconds=[0.1, 0.2])
+        >>> fast = Timings(num_tokens=[30, 30], seconds=[0.1, 0.2])
         >>> fast.tokens_per_second
         200.0
     """
@@ -82,7 +82,7 @@ class Speed:
         """Tokens over seconds of all batches together."""
         return round(sum(self.num_tokens) / sum(self.seconds), 6)
 
-    def over(self, other: Speed) -> Interval:
+    def over(self, other: Timings) -> Interval:
         """Return how many times as fast this decoder is, with a 95 % interval over batches.
 
         The interval is a percentile bootstrap: every resample draws the same batches for both decoders.
@@ -107,13 +107,13 @@ class Speed:
         }
 
 
-def measure_speeds(
+def measure_latency(
     entrants: Mapping[str, Entrant],
-    options: SpeedOptions,
+    options: LatencyOptions,
     *,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[int, dict[str, Speed]]:
+) -> dict[int, dict[str, Timings]]:
     """Measure speeds in turns: every entrant decodes a batch before the next batch begins.
 
     Turns make the ratios robust against other work on the machine, which then slows all entrants alike. The order of
@@ -131,7 +131,7 @@ def measure_speeds(
     lengths = sorted({len(entrant.prompts) for entrant in entrants.values()})
     require(len(lengths) == 1, "entrants", "the same prompts for all", lengths, "pass lists of equal length")
     batches = {size: _draw_batches(lengths[0], size, options, seed) for size in options.batch_sizes}
-    speeds = {size: {name: Speed() for name in entrants} for size in batches}
+    speeds = {size: {name: Timings() for name in entrants} for size in batches}
     num_done, num_batches = 0, len(entrants) * sum(len(drawn) + 1 for drawn in batches.values())
     for size, drawn in batches.items():
         for turn, indices in enumerate([drawn[0], *drawn]):
@@ -148,7 +148,7 @@ def measure_speeds(
     return speeds
 
 
-def _draw_batches(num_prompts: int, size: int, options: SpeedOptions, seed: int) -> list[list[int]]:
+def _draw_batches(num_prompts: int, size: int, options: LatencyOptions, seed: int) -> list[list[int]]:
     """Return indices of prompts for every batch; no batch repeats a prompt unless there are too few prompts."""
     generator = random.Random(seed)
     num_batches = max(options.min_batches, -(-min(options.num_prompts, num_prompts) // size))
@@ -179,3 +179,29 @@ def _synchronize(device: torch.device) -> None:
     """Wait for work on an accelerator."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def summarize(timings: Mapping[int, Mapping[str, Timings]], baseline: str) -> dict[str, Any]:
+    """Return JSON values for ``results.json``: tokens per second, and how many times as fast as the baseline.
+
+    Args:
+        timings: Timings by batch size and name, as :func:`measure_latency` returns them.
+        baseline: Name of the entrant that the others are compared with.
+
+    Returns:
+        ``{"baseline": NAME, "decoders": {NAME: {SIZE: figures}}}``. ``times_baseline`` is an estimate with the ends of
+        its 95 % interval over batches.
+    """
+    decoders: dict[str, dict[str, Any]] = {}
+    for size, named in timings.items():
+        for name, timing in named.items():
+            ratio = timing.over(named[baseline])
+            figures = {**timing.to_dict(), "times_baseline": [ratio.estimate, ratio.low, ratio.high]}
+            decoders.setdefault(name, {})[str(size)] = figures
+    return {"baseline": baseline, "decoders": decoders}
+
+
+def choose_baseline(entrants: Mapping[str, Entrant]) -> str:
+    """Return the first entrant that is decoded by ``Autoregressive``, or the first of all."""
+    names = [name for name, entrant in entrants.items() if type(entrant.decoder) is Autoregressive]
+    return [*names, *entrants][0]

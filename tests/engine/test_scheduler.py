@@ -20,9 +20,10 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
-from refusion_lit.engine import admission, memory
-from refusion_lit.engine.admission import Row, admit
-from refusion_lit.engine.memory import KeptCache
+from refusion_lit.engine import scheduler
+from refusion_lit.engine.kept_cache import KeptCache
+from refusion_lit.engine.scheduler import admit
+from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.types import Prompt, SamplingParams
 from support.decoder_cases import DECODERS, hash_models, setups, temperatures, traits_for
 from support.effort import examples
@@ -33,8 +34,7 @@ NEXT = SamplingParams(max_new_tokens=4)
 
 @pytest.fixture(autouse=True)
 def few_tokens_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (admission, memory):
-        monkeypatch.setattr(module, "MIN_SHARED", 3)
+    monkeypatch.setattr(scheduler, "MIN_SHARED", 3)
 
 
 @st.composite
@@ -104,42 +104,42 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
     assert texts(output)[0] == texts(output)[1]
 
 
-def waiting_of(*prompts: list[int]) -> list[Row]:
-    return [Row(i, Prompt(token_ids=tuple(ids), id=str(i)), NEXT) for i, ids in enumerate(prompts)]
+def waiting_of(*prompts: list[int]) -> list[PromptSequence]:
+    return [PromptSequence(i, Prompt(token_ids=tuple(ids), id=str(i)), NEXT) for i, ids in enumerate(prompts)]
 
 
 def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
     waiting = waiting_of([*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5])
-    held: dict[int, tuple[int, ...]] = {}
-    first = list(admit(waiting, [], held, 4, Autoregressive()))
+    cached: dict[int, tuple[int, ...]] = {}
+    first = list(admit(waiting, [], cached, 4, Autoregressive()))
     assert [(one.index, num_shared) for one, num_shared, _ in first] == [(0, 0), (2, 0), (3, 0)]
     rows = [one for one, _, _ in first]
-    assert list(admit(waiting, rows, held, 4, Autoregressive())) == []
-    held |= {one.storage: one.prompt.token_ids for one in rows}
+    assert list(admit(waiting, rows, cached, 4, Autoregressive())) == []
+    cached |= {one.cache_row: one.prompt.token_ids for one in rows}
     del rows[1]
-    second = list(admit(waiting, rows, held, 4, Autoregressive()))
+    second = list(admit(waiting, rows, cached, 4, Autoregressive()))
     assert [(one.index, num_shared) for one, num_shared, _ in second] == [(1, 20), (4, 20)]
     rows += [one for one, _, _ in second]
-    assert {source for _, _, source in second} <= {rows[0].storage, rows[2].storage}
-    assert len({one.storage for one in rows}) == 4
+    assert {source for _, _, source in second} <= {rows[0].cache_row, rows[2].cache_row}
+    assert len({one.cache_row for one in rows}) == 4
     assert not waiting
 
 
 def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
     waiting = waiting_of(COMMON, COMMON)
-    held: dict[int, tuple[int, ...]] = {}
+    cached: dict[int, tuple[int, ...]] = {}
     for _ in range(2):
-        [(_, num_shared, _)] = admit(waiting, [], held, 2, Autoregressive())
+        [(_, num_shared, _)] = admit(waiting, [], cached, 2, Autoregressive())
         assert num_shared == 0
 
 
 def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
     waiting = waiting_of(*([*COMMON, i] for i in range(3)))
-    held: dict[int, tuple[int, ...]] = {}
+    cached: dict[int, tuple[int, ...]] = {}
     for i in range(3):
-        [(one, num_shared, source)] = admit(waiting, [], held, 1, Autoregressive())
-        assert (one.storage, source, num_shared) == ((0, 0, 20) if i else (0, -1, 0))
-        held[0] = one.prompt.token_ids
+        [(one, num_shared, source)] = admit(waiting, [], cached, 1, Autoregressive())
+        assert (one.cache_row, source, num_shared) == ((0, 0, 20) if i else (0, -1, 0))
+        cached[0] = one.prompt.token_ids
 
 
 @given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))

@@ -1,0 +1,145 @@
+"""Scheduling: which prompts get a row of the cache, whose prefixes they share, and which forwards run together.
+
+Few-shot examples, system messages and instructions repeat. The common prefix of two prompts is computed for one prompt,
+and its KV cache entries are copied for the other. Rows of prompts in flight and rows of finished prompts serve as the
+store, so sharing takes no extra memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from os.path import commonprefix
+
+from refusion_lit.engine.batch import shape_of
+from refusion_lit.engine.decoder import Decoder
+from refusion_lit.engine.sequence import PromptSequence
+from refusion_lit.types import Prompt
+
+MIN_SHARED = 64
+"""Minimum number of tokens to share; shorter prefixes are recomputed: waiting one forward for them costs more."""
+
+Tokens = tuple[int, ...]
+
+
+def admit(
+    waiting: list[PromptSequence],
+    running: Sequence[PromptSequence],
+    cached_prompts: dict[int, Tokens],
+    num_rows: int,
+    decoder: Decoder | None,
+) -> Iterator[tuple[PromptSequence, int, int]]:
+    """Assign free rows of the cache to waiting prompts.
+
+    A prompt may wait for a prefix that another prompt computes, see :func:`find_prefix`. Later prompts then go first;
+    at most ``num_rows`` prompts are held back.
+
+    Args:
+        waiting: Prompts without a row, in their order; admitted prompts are removed.
+        running: Prompts in flight.
+        cached_prompts: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is
+            reused.
+        num_rows: Rows of the cache.
+        decoder: Determines how much of a common prefix may be shared; ``None``: nothing is shared.
+
+    Yields:
+        A prompt, the number of its first entries that are copied, and the row of the cache to copy them from, possibly
+        the prompt's new row; -1 if nothing is shared.
+    """
+    free = {*range(num_rows)} - {sequence.cache_row for sequence in running}
+    pending = {sequence.cache_row: sequence.prompt.token_ids for sequence in running}
+    pending = {row: tokens for row, tokens in pending.items() if row not in cached_prompts}
+    delayed: list[PromptSequence] = []
+    while waiting and free and len(delayed) < num_rows:
+        sequence = waiting.pop(0)
+        tokens = sequence.prompt.token_ids
+        prefix = (0, -1)
+        if decoder is not None:
+            prefix = find_prefix(tokens, cached_prompts, pending, decoder)
+        if prefix is None:
+            delayed.append(sequence)
+            continue
+        num_shared, source = prefix
+        # A free source row needs no copy. Otherwise prefer a row without a prompt, to keep sources for others.
+        sequence.cache_row = source if source in free else min(free, key=lambda row: (row in cached_prompts, row))
+        free.remove(sequence.cache_row)
+        cached_prompts.pop(sequence.cache_row, None)
+        pending[sequence.cache_row] = tokens  # until its first forward
+        yield sequence, num_shared, source
+    waiting[:0] = delayed
+
+
+def find_prefix(
+    tokens: Tokens, cached_prompts: Mapping[int, Tokens], pending: Mapping[int, Tokens], decoder: Decoder
+) -> tuple[int, int] | None:
+    """Find the longest prefix of a prompt that other prompts have in the cache.
+
+    Args:
+        tokens: The prompt.
+        cached_prompts: Prompts whose entries are computed, by row of the cache.
+        pending: Prompts whose entries the next forward computes, by row.
+        decoder: Determines how much of a common prefix may be shared.
+
+    Returns:
+        Number of tokens to share, and the row that has them; 0 and -1 if they are too few. ``None`` to wait, because a
+        pending prompt will have at least ``MIN_SHARED`` tokens more.
+    """
+    num_shared, source = _find_longest(cached_prompts, tokens, decoder)
+    is_worth_waiting = _find_longest(pending, tokens, decoder)[0] >= num_shared + MIN_SHARED
+    return None if is_worth_waiting else (num_shared, source)
+
+
+def _find_longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decoder) -> tuple[int, int]:
+    """Return the largest number of tokens to share with a prompt, and the prompt's row; 0 and -1 if too few."""
+    head = tokens[:MIN_SHARED]
+    candidates = [
+        (decoder.num_shareable(len(tokens), len(commonprefix([tokens, other]))), row)  # noqa: RUF071 - no paths
+        for row, other in prompts.items()
+        if other[:MIN_SHARED] == head
+    ]
+    best = max(candidates, key=itemgetter(0), default=(0, -1))
+    return best if best[0] >= MIN_SHARED else (0, -1)
+
+
+def fit_into_forward(sequences: Sequence[PromptSequence], max_tokens: int) -> list[PromptSequence]:
+    """Return the prompt that has waited longest and the prompts that fit beside it into a bounded forward.
+
+    Args:
+        sequences: Prompts whose pending requests are forwards.
+        max_tokens: Maximum number of positions of a call of the model, padding included.
+    """
+    chosen: set[int] = set()
+    shapes: dict[bool, tuple[int, int]] = {}
+    for sequence in sorted(sequences, key=lambda sequence: (sequence.last_call, sequence.state.num_forwards)):
+        num_rows, length = shapes.get(sequence.forward.cached, (0, 0))
+        more_rows, own_length = shape_of(sequence.forward)
+        num_rows, length = num_rows + more_rows, max(length, own_length)
+        if num_rows * length <= max_tokens or not chosen:
+            chosen.add(sequence.index)
+            shapes[sequence.forward.cached] = (num_rows, length)
+    return [sequence for sequence in sequences if sequence.index in chosen]
+
+
+def group_by_cache_size(
+    prompts: Sequence[Prompt], max_new_tokens: int, num_rows: int, max_cache_tokens: int
+) -> list[tuple[int, list[tuple[int, Prompt]]]]:
+    """Group prompts by the number of rows that fit into a bounded cache.
+
+    All rows of a cache have the length of the longest row. Long prompts therefore form separate groups with fewer rows.
+
+    Args:
+        prompts: The prompts.
+        max_new_tokens: Room for a response.
+        num_rows: Maximum number of rows.
+        max_cache_tokens: Maximum number of entries of all rows together; at least the longest prompt and its response.
+
+    Returns:
+        Pairs of a number of rows, in descending order, and the prompts (with their indices) that run with it.
+    """
+    groups: dict[int, list[tuple[int, Prompt]]] = {}
+    for index, prompt in enumerate(prompts):
+        length = len(prompt.token_ids) + prompt.num_uncounted + max_new_tokens
+        num_fitting = max_cache_tokens // length
+        num_fitting = num_rows if num_fitting >= num_rows else 1 << (num_fitting.bit_length() - 1)  # for few groups
+        groups.setdefault(num_fitting, []).append((index, prompt))
+    return sorted(groups.items(), reverse=True)
