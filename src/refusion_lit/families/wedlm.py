@@ -239,7 +239,7 @@ class DualStream(Objective):
         positions, is_real = batch.positions, batch.is_real
         is_masked, weights = self._masked(batch.in_response, noise, mask_ratio)
 
-        # Clean tokens of a block, then its masks, each in text order; padding stays after them.
+        # Clean tokens of a block, then its masks, both in text order; padding stays behind.
         key = torch.where(is_real, 2 * (positions // size) + is_masked, 2 * num_tokens)
         order = key.argsort(dim=1, stable=True)
         masked_tokens = batch.input_ids.where(is_masked, IGNORE_INDEX)

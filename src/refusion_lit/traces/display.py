@@ -35,7 +35,7 @@ def round_style(number: int, num_forwards: int) -> Style:
 
     Args:
         number: The forward's number, from 1.
-        num_forwards: Number of forwards of the decode.
+        num_forwards: Number of forwards in the decode.
     """
     at = (number - 1) / max(num_forwards - 1, 1) * (len(_RAMP) - 1)
     below = min(int(at), len(_RAMP) - 2)
@@ -49,7 +49,7 @@ def animate(trace: Trace, *, console: Console, sleep: Callable[[float], None] = 
     Args:
         trace: The decode.
         console: The terminal.
-        sleep: Function that waits for a number of seconds.
+        sleep: Function that waits for some seconds.
     """
     if not console.is_terminal:
         return

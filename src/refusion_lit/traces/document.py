@@ -46,10 +46,10 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The record of a decode of one prompt.
+    """The record of a prompt's decode.
 
     Attributes:
-        decoder: Class name of the decoder.
+        decoder: The decoder's class name.
         prompt: The query, before any template.
         response: The decoded text.
         prompt_length: Number of prompt tokens, template included; the response starts at this position.
@@ -58,7 +58,7 @@ class Trace:
         finish_reason: See :class:`~refusion_lit.decoding.Generation`.
         seconds: Duration of the decode.
         rounds: One entry per forward.
-        pieces: Text of every token id that occurs.
+        pieces: Text by token id, for all ids that occur.
     """
 
     decoder: str
@@ -84,12 +84,12 @@ class Trace:
 
     @property
     def canvas_length(self) -> int:
-        """Number of positions after the prompt that were drafted, accepted or returned."""
+        """How many positions after the prompt were drafted, accepted or returned."""
         touched = (p + 1 for r in self.rounds for p in (*r.positions, *r.accepted))
         return max(self.prompt_length + len(self.token_ids), *touched, self.prompt_length) - self.prompt_length
 
     def piece(self, token: int | None) -> str:
-        """Return the text of a token id, ``<id>`` if the trace lacks its text, ``?`` for an unknown id."""
+        """Return a token id's text, ``<id>`` if the trace lacks the text, ``?`` for an unknown id."""
         return "?" if token is None else self.pieces.get(token, f"<{token}>")
 
 
@@ -113,8 +113,8 @@ def record_trace(
         decoder: The decoder.
         sampling: Length limit, sampling options and stop strings.
         token_ids: The query's prompt tokens; ``None``: what the model's ``encode`` returns.
-        prompt_id: Key of the sampling noise.
-        options: Options of the model's ``decode``.
+        prompt_id: Key for sampling noise.
+        options: Other options for the model's ``decode``.
 
     Raises:
         ValueError: As for :meth:`~refusion_lit.text_model.TextModel.decode`.
@@ -146,7 +146,7 @@ def record_trace(
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Save a trace as JSON, atomically, with a digest of its values."""
+    """Save a trace as JSON, atomically, with a digest."""
     values = json.loads(json.dumps(asdict(trace)))  # with texts as keys, as they are read
     document = {"format": FORMAT, "version": _VERSION, "digest": digest(values), "trace": values}
     write_atomically(path, json.dumps(document) + "\n")
@@ -193,6 +193,6 @@ def _visible(character: str) -> str:
 
 
 def explain(phase: str) -> str:
-    """Return a sentence about the forwards of a phase; empty for an unknown phase."""
+    """Return a sentence about a phase's forwards; empty for an unknown phase."""
     parts = [_EXPLANATIONS.get(part, "") for part in phase.split("+")]
     return "; it also ".join(parts) if all(parts) else ""

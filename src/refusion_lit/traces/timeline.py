@@ -26,14 +26,14 @@ Status = Literal["drafted", "rejected", "accepted"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The new state of a response token.
+    """A response token's new state.
 
     Attributes:
-        index: Index of the token in the response (position minus prompt length).
-        token: Token id; ``None`` if the trace does not record the id of an accepted token.
-        probability: Probability of the token when drafted; ``None`` if the token was not drafted.
+        index: Index in the response (position minus prompt length).
+        token: Token id; ``None`` if the trace does not record an accepted token's id.
+        probability: The token's probability when drafted; ``None`` if the token was not drafted.
         status: Status from this forward on.
-        num_drafts: Number of drafts at the position so far; above 1 the token was re-planned.
+        num_drafts: Drafts at the position so far; above 1 the token was re-planned.
     """
 
     index: int
@@ -117,7 +117,7 @@ def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
 
 
 def _acceptance(trace: Trace, index: int, drafts: Sequence[Change]) -> Change:
-    """Return the acceptance of a token, with the response's id or, after the response's end, the last draft's id."""
+    """Return a token's acceptance, with the response's id or, after the response's end, the last draft's id."""
     last = drafts[-1].token if drafts else None
     token = trace.token_ids[index] if index < len(trace.token_ids) else last
     probability = next((draft.probability for draft in reversed(drafts) if draft.token == token), None)

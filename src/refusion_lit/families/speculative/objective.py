@@ -58,7 +58,7 @@ class GatedDraft(Objective):
         del mask_ratio  # nothing is masked
         masks = special_tokens.draft_token_ids
         fix = "set model.backbone.drafter, or train with another objective"
-        require(bool(masks), "objective", "a model with a drafter for GatedDraft", "one without", fix)
+        require(bool(masks), "objective", "a model with a drafter for GatedDraft", "a model without", fix)
         ids = batch.input_ids
         device = ids.device
         length = ids.shape[1]
