@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
+from refusion_lit.cli.model_options import ModelParser, Setup, add_decoding_options, add_model_options, load_setup
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.text_model import TextModel
 from refusion_lit.traces.display import round_style
-from refusion_lit.traces.document import Trace, piece_of, traced, visible, visible_lines
+from refusion_lit.traces.document import Trace, record_trace, visible, visible_lines
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.require import require
 
@@ -26,9 +26,9 @@ order: [2]12[1]+34 below an answer says that forward 2 decoded "12" and forward 
 """
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> ModelParser:
     """Return the parser of ``chat``."""
-    parser = OneLineParser(prog="refusion-lit chat", description="Talk to a model; /help lists its commands.")
+    parser = ModelParser(prog="refusion-lit chat", description="Talk to a model; /help lists its commands.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--system", type=str | None, default=None, help="system message, for chat templates with one")
     add_decoding_options(parser, "allow_mismatch")
@@ -43,7 +43,7 @@ def run(args: list[str]) -> int:
         ValueError: If an option or the model is wrong; a wrong line of the conversation is only reported.
     """
     options = build_parser().parse(args)
-    setup = setup_of(options)
+    setup = load_setup(options)
     setup.check()
     chat = Chat(setup, options.system, Console())
     if not setup.model.tokenizer.chat_template:
@@ -135,7 +135,7 @@ class Chat:
         ids = self._encode(question)
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
             callbacks = [_Watch(live, self.model)] if self.console.is_terminal else []
-            row, trace = traced(
+            row, trace = record_trace(
                 self.model, question, self.setup.decoder, self.setup.sampling, token_ids=ids,
                 prompt_id=str(len(self.turns)), callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
             )  # fmt: skip
@@ -180,7 +180,7 @@ class _Watch(GenerationCallback):
                 text.append("·", "dim")
             else:
                 style = round_style(state.commit_rounds[place], state.num_forwards)
-                text.append(visible(piece_of(self._model, state.tokens[place])), style)
+                text.append(visible(self._model.token_text(state.tokens[place])), style)
         self._live.update(text, refresh=True)
 
 
