@@ -90,7 +90,7 @@ def num_forwards_until_final(run: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize(("name", "setting"), list_settings("sdar_generate"))
+@pytest.mark.parametrize(("name", "setting"), list_settings("sdar_generate", "sdar_moe_generate"))
 def test_sdar(name: str, setting: int, batch_size: int) -> None:
     """Our decoder stops where the text is final, and does not store the last block."""
     options = reference(name)["settings"][setting]
