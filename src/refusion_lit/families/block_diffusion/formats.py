@@ -1,6 +1,6 @@
 """Checkpoint formats of block-causal models: Fast-dLLM v2 (arXiv 2509.26328) and SDAR (arXiv 2510.06303).
 
-Fast-dLLM v2 is a Qwen2 with shifted masks; SDAR is a dense Qwen3 or a mixture of experts, with unshifted masks.
+Fast-dLLM v2 is a Qwen2 with shifted masks; SDAR is a Qwen3, dense or with experts, with unshifted masks.
 """
 
 from __future__ import annotations
