@@ -25,6 +25,7 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
 
+
 @dataclass(frozen=True, kw_only=True)
 class TokenEditing(BlockDecoder):
     """Decodes block by block; a forward fills masks of the block and replaces filled tokens that the model rejects.
@@ -37,8 +38,8 @@ class TokenEditing(BlockDecoder):
     complete blocks is exact.
 
     Source: the ``generate`` of LLaDA2.1, with ``mask_threshold=0.7, edit_threshold=0.5`` in quality mode and
-    ``mask_threshold=0.5, edit_threshold=0`` in speed mode. The pipeline of diffusers adds ``num_steps``, a ``max_post_steps``
-    that is higher by 1, ``edit_threshold=1`` for None, and ``stop_in_block`` for ``eos_early_stop``. Deliberate
+    ``mask_threshold=0.5, edit_threshold=0`` in speed mode. The pipeline of diffusers adds ``num_steps``, a higher
+    ``max_post_steps`` (by 1), ``edit_threshold=1`` for None, and ``stop_in_block`` for ``eos_early_stop``. Deliberate
     differences: the first forward of the next block caches a block, which saves a forward per block; the mask token is
     never drawn; committed blocks are not edited again (the report's multi-block editing).
 
@@ -60,8 +61,12 @@ class TokenEditing(BlockDecoder):
     requires = ModelRequirements(attention="block_causal", predictions=("mask", "visible"))
 
     ranges = {
-        "mask_threshold": "[0, 1]", "edit_threshold": "[0, 1]", "max_post_steps": 0, "min_num_filled": 1, "num_steps": 1,
-    }  # fmt: skip
+        "mask_threshold": "[0, 1]",
+        "edit_threshold": "[0, 1]",
+        "max_post_steps": 0,
+        "min_num_filled": 1,
+        "num_steps": 1,
+    }
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
     max_post_steps: int = 16
@@ -89,7 +94,9 @@ class TokenEditing(BlockDecoder):
             [reading] = yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw)
             state.num_cached = start
             masked = [i for i, token in enumerate(tokens) if token is None]
-            best = above_or_best([reading.probabilities[i] for i in masked], self.mask_threshold, self._quota(num_fills))
+            best = above_or_best(
+                [reading.probabilities[i] for i in masked], self.mask_threshold, self._quota(num_fills)
+            )
             edited = [
                 i for i, token in enumerate(tokens)
                 if token not in (None, reading.tokens[i]) and reading.probabilities[i] > self.edit_threshold
