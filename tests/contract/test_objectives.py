@@ -403,15 +403,15 @@ def test_bf16_as_default_type_changes_nothing(objective: Objective, ratio: float
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
-        found = corrupt(objective, batch, ratio=ratio)
+        actual = corrupt(objective, batch, ratio=ratio)
     finally:
         torch.set_default_dtype(before)
     for name, value in vars(expected).items():
         if isinstance(value, Tensor):
-            assert torch.equal(getattr(found, name), value), name
-            assert getattr(found, name).dtype == value.dtype, name
+            assert torch.equal(getattr(actual, name), value), name
+            assert getattr(actual, name).dtype == value.dtype, name
         else:
-            assert getattr(found, name) == value, name
+            assert getattr(actual, name) == value, name
 
 
 @each_objective

@@ -282,20 +282,21 @@ class Rollouts(StepSource):
 
 
 def engine_log_probabilities(row: Generation, trajectory: Trajectory) -> dict[int, float]:
-    """Return the log-probability that the engine gave each token of a traced answer when it was drawn, by position.
+    """Return the engine's log-probabilities for the tokens of a traced answer, by position.
 
-    In a forward, the exact draw of a place comes before its drafts, but at a slot's start, where it is the first draw
-    of the last group of masks that holds the place.
+    A forward may draw a place several times. The exact draw is the draw from the final text before the place; the
+    other draws are drafts. The exact draw comes first, except at a slot's start, which only masks draw: there, it is
+    the last draw.
     """
-    found = {}
+    log_probabilities = {}
     start = len(trajectory.prompt_ids)
     for entry in row.trace:
         for position in entry.accepted:
             draws = [i for i, other in enumerate(entry.positions) if other == position]
             is_first = trajectory.slot_size is not None and (position - start) % trajectory.slot_size == 0
             if draws and entry.probabilities:
-                found[position] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
-    return found
+                log_probabilities[position] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
+    return log_probabilities
 
 
 def _prompts(batch: ResponseBatch) -> list[Prompt]:
