@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import refusion_lit
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.modeling.weights import published_weights
 
 _SIZES = {
     "hidden_size": 2048,
@@ -36,17 +37,21 @@ _SIZES = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 512,
 }
+_EXPERTS = {"moe_intermediate_size": 1024, "num_experts_per_tok": 2}
+_NUM_EXPERTS = 6
 _NUM_SHARDS = 4
 
 
 def weights_of(layout: CheckpointFormat) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the published config and random weights of a model of a layout."""
     config = AutoConfig.for_model(layout.base, **_SIZES)
+    if hasattr(config, "num_local_experts"):
+        config.update({**_EXPERTS, "num_local_experts": _NUM_EXPERTS, "use_qk_norm": True})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     weights = {
-        layout.published_name(name): torch.empty(weight.shape, dtype=torch.bfloat16).normal_(std=0.02)
-        for name, weight in model.named_parameters()
+        name: torch.empty(weight.shape, dtype=weight.dtype).normal_(std=0.02)
+        for name, weight in published_weights(model, layout).items()
     }
     options = json.loads(config.to_json_string(use_diff=False))
     theirs = {layout.config_names.get(name, name): value for name, value in options.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import refusion_lit.families.llada2  # noqa: F401 - registers its checkpoint formats
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, text_branch, uncached, up_to_eos

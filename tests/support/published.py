@@ -1,4 +1,4 @@
-"""The checkpoints and reference outputs in ``tests/goldens/published``; see the README there."""
+"""The checkpoints and reference outputs in ``tests/goldens``, ``published`` and ``published_2026``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 import refusion_lit
 from refusion_lit.text_model import TextModel
 
-PUBLISHED = Path(__file__).parent.parent / "goldens" / "published"
-MODELS = {path.name: path for path in (PUBLISHED / "models").iterdir()}
+PUBLISHED, PUBLISHED_2026 = (
+    Path(__file__).parent.parent / "goldens" / name for name in ("published", "published_2026")
+)
+MODELS = {path.name: path for folder in (PUBLISHED, PUBLISHED_2026) for path in (folder / "models").iterdir()}
 
 
 @cache
 def reference(name: str) -> dict[str, Any]:
-    return json.loads((PUBLISHED / f"{name}.json").read_text())
+    path = PUBLISHED / f"{name}.json"
+    return json.loads((path if path.is_file() else PUBLISHED_2026 / f"{name}.json").read_text())
 
 
 @cache

@@ -31,12 +31,15 @@ class CheckpointFormat:
         family: Models of the format, for messages and documentation.
         model_type: ``model_type`` in the family's ``config.json``; ``None`` if the name is transformers' too, so that
             users must name the format.
+        source_pattern: Pattern of hub ids and directory names, in lower case, of a family whose ``model_type`` another
+            family has, too.
         base: Architecture of transformers that computes the same function.
         config_names: Names of options by transformers' names, where they differ.
         required: Options with the values that transformers' architecture supports; checked if the config has them.
         dropped: Further options of the family's classes that transformers' config must not get.
         weight_names: Pairs of weight name prefixes, transformers' and the family's; ``{}`` is a layer's number. Empty
-            if all names are equal.
+            if all names are equal. Several weights of transformers with one published name are rows of that tensor, in
+            the order given here. Experts need no entry: transformers stacks and splits them.
         attention: Attention pattern.
         predictions: Meaning of the logits.
         block_size: Tokens per block, for block-causal attention.
@@ -56,7 +59,8 @@ class CheckpointFormat:
     name: str
     family: str
     model_type: str | None
-    base: Literal["llama", "qwen2", "qwen3"]
+    source_pattern: str | None = None
+    base: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"]
     config_names: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
@@ -107,19 +111,33 @@ class CheckpointFormat:
     @property
     def key_mapping(self) -> dict[str, str]:
         """Transformers' names of weights by patterns of the family's (``key_mapping`` in ``from_pretrained``)."""
-        return {f"^{_pattern(theirs)}": ours.replace(_NUMBER, r"\1") for ours, theirs in self.weight_names}
+        fused = self.fused_weights
+        renamed = [(ours, theirs) for ours, theirs in self.weight_names if theirs not in fused]
+        return {f"^{_pattern(theirs)}": ours.replace(_NUMBER, r"\1") for ours, theirs in renamed}
+
+    @property
+    def fused_weights(self) -> dict[str, list[str]]:
+        """Transformers' weights, in order, whose rows the family stores in one tensor, by the tensor's name."""
+        parts: dict[str, list[str]] = {}
+        for ours, theirs in self.weight_names:
+            parts.setdefault(theirs, []).append(ours)
+        return {theirs: ours for theirs, ours in parts.items() if len(ours) > 1}
 
     def published_name(self, name: str) -> str:
         """Return the family's name of a weight for transformers'."""
-        for ours, theirs in self.weight_names:
+        return self.locate(name)[0]
+
+    def locate(self, name: str) -> tuple[str, int]:
+        """Return the family's name of a weight for transformers', and the weight's rank among fused weights."""
+        for rank, (ours, theirs) in enumerate(self.weight_names):
             match = re.match(_pattern(ours), name)
             if match is not None:
-                return theirs.format(*match.groups()) + name[match.end() :]
-        return name
+                return theirs.format(*match.groups()) + name[match.end() :], rank
+        return name, 0
 
 
 def _pattern(prefix: str) -> str:
-    return re.escape(prefix).replace(re.escape(_NUMBER), r"(\d+)") + r"(?=\.)"
+    return re.escape(prefix).replace(re.escape(_NUMBER), r"(\d+)") + r"(?=\.|$)"
 
 
 FORMATS: dict[str, CheckpointFormat] = {}
@@ -131,26 +149,30 @@ def register(published: CheckpointFormat) -> None:
     FORMATS[published.name] = published
 
 
-def find_format(values: Mapping[str, Any], name: str | None = None) -> CheckpointFormat | None:
+def find_format(values: Mapping[str, Any], name: str | None = None, source: str = "") -> CheckpointFormat | None:
     """Return the format of a published config; ``None`` for a config in transformers' format.
 
     Args:
         values: The options in ``config.json``.
         name: A format's name, which overrides what the config says.
+        source: Directory or hub id, whose last part decides between formats with one ``model_type``.
 
     Raises:
         ValueError: If no format has this name, or the config belongs to another family.
     """
     model_type = values.get("model_type")
     # Users must name a format whose model type is transformers', too.
-    declared = next((entry for entry in FORMATS.values() if model_type and entry.model_type == model_type), None)
+    declared = [entry for entry in FORMATS.values() if model_type and entry.model_type == model_type]
     if name is None:
-        return declared
+        stem = source.rstrip("/").rpartition("/")[2].lower()
+        named = [entry for entry in declared if entry.source_pattern and re.search(entry.source_pattern, stem)]
+        return next(iter(named + [entry for entry in declared if entry.source_pattern is None]), None)
     require_choice("checkpoint_format", name, tuple(FORMATS))
-    named = FORMATS[name]
-    if declared is not named and model_type != named.base:
+    named_format = FORMATS[name]
+    if named_format not in declared and model_type != named_format.base:
+        expected = " or ".join(entry.name for entry in declared) or "none"
         raise ValueError(
-            f"checkpoint_format: expected {declared.name if declared else 'none'} for model_type {model_type!r}, got "
-            f"{name!r}; leave out --checkpoint_format."
+            f"checkpoint_format: expected {expected} for model_type {model_type!r}, got {name!r}; leave out "
+            "--checkpoint_format."
         )
-    return named
+    return named_format

@@ -84,7 +84,7 @@ class ModelSource:
             trust_remote_code=trust_remote_code,
             overrides=overrides or {},
             values=values,
-            published=find_format(values, checkpoint_format),
+            published=find_format(values, checkpoint_format, name),
         )
 
     @cached_property

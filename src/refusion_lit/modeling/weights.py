@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
+from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.utils.errors import reason_of
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 disable_progress_bar()  # otherwise a bar for every load interrupts a program's output
 
@@ -32,6 +45,7 @@ def initialise_weights(
         config,
         dtype=dtype,
         attn_implementation=attn_implementation,
+        **_experts_options(dtype),
         trust_remote_code=trust_remote_code,  # without it transformers may ask on standard input
     )
 
@@ -42,10 +56,12 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     Raises:
         ValueError: If the files are damaged, or do not hold exactly the weights that the config asks for.
     """
-    _check_num_parameters(source)
+    _check_stored(source)
     published = source.published
+    fused = None if published is None or not published.fused_weights else published
+    loader: Any = AutoModelForCausalLM if fused is None else _splitting_class(source.config, fused)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = loader.from_pretrained(
             source.name,
             config=source.config,
             # Without a generation config, transformers looks for generation options in config.json.
@@ -53,6 +69,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             revision=source.revision,
             dtype=dtype,
             attn_implementation=attn_implementation,
+            **_experts_options(dtype),
             trust_remote_code=source.trust_remote_code,
             weights_only=True,
             output_loading_info=True,
@@ -65,22 +82,17 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             "truncated or of another architecture than config.json says; fetch them again."
         ) from error
     model, report = loaded
+    if fused is not None:
+        model.__class__ = loader.__base__  # the subclass only loads
     published_name = str
     if published is not None:
         published_name = published.published_name
         model._weight_conversions = None  # otherwise transformers would save it under the family's names
     for name, stored, wanted in sorted(report["mismatched_keys"]):
-        raise ValueError(
-            f"backbone.source: the weights of {source.name!r} do not fit its config: {published_name(name)} has the "
-            f"shape {tuple(stored)}, not {tuple(wanted)}. Take the config that they were trained with."
-        )
+        raise _wrong_shape(source.name, published_name(name), stored, wanted)
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would leave them random
-        raise ValueError(
-            f"backbone.source: expected all weights in {source.name!r}, got none for {published_name(missing[0])} and "
-            f"{len(missing) - 1} more. Fetch them again"
-            f"{', or take the config that they were trained with (backbone.config: {})' * bool(source.overrides)}."
-        )
+        raise _missing(source, [published_name(name) for name in missing])
     extra = sorted(name for name in report["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq"))
     if extra:  # transformers would drop them
         raise ValueError(
@@ -90,57 +102,151 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     return model
 
 
-def _check_num_parameters(source: ModelSource) -> None:
-    """Refuse a config that asks for far more weights than the files hold, before memory is allocated for them.
+def _experts_options(dtype: torch.dtype) -> dict[str, str]:
+    """Return the implementation of experts to load; torch's grouped products, the default, have no float64."""
+    return {"experts_implementation": "eager"} if dtype is torch.float64 else {}
+
+
+class _SplitRows(ConversionOps):
+    """Split the rows of a stored tensor into the parameters of several modules."""
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],  # noqa: ARG002 - the signature is transformers'
+        target_patterns: list[str],
+        **kwargs: Any,  # noqa: ANN401
+    ) -> dict[str, Any]:
+        """Return the rows of every target, as many as its parameter has."""
+        [[tensor]] = input_dict.values()
+        names = [kwargs["full_layer_name"].replace(target_patterns[0], target) for target in target_patterns]
+        sizes = [kwargs["model"].get_parameter(name).shape[0] for name in names]
+        if sum(sizes) != len(tensor):
+            raise ValueError(f"expected {sum(sizes)} rows for {', '.join(names)}, got {len(tensor)}")
+        return dict(zip(target_patterns, tensor.split(sizes), strict=True))
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Return the operation that joins the rows again."""
+        return Concatenate(0)
+
+
+def _splitting_class(config: Any, published: CheckpointFormat) -> type[PreTrainedModel]:  # noqa: ANN401 - one class per architecture
+    """Return a subclass of transformers' class that splits the fused tensors of a format while it loads.
+
+    transformers finds conversions by the name of the class, so that its own class stays as it is.
+    """
+    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    name = f"{base.__name__}From{published.name}"
+    splits = [
+        WeightConverter(_in_layer(theirs), [_in_layer(part) for part in ours], [_SplitRows()])
+        for theirs, ours in published.fused_weights.items()
+    ]
+    conversions = [*splits, *(get_checkpoint_conversion_mapping(config.model_type) or [])]
+    register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+    return type(name, (base,), {"__module__": base.__module__})
+
+
+def _in_layer(name: str) -> str:
+    """Return a weight's name inside its layer."""
+    return name.rpartition("{}.")[2]
+
+
+@torch.no_grad()
+def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> dict[str, Tensor]:
+    """Return a model's weights with the names and shapes of a published format: the inverse of loading."""
+    model._weight_conversions = None  # type: ignore[assignment] - transformers then splits the experts
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, weight in revert_weight_conversion(model, model.state_dict()).items():
+        published_name, rank = published.locate(name)
+        parts.setdefault(published_name, []).append((rank, weight))
+    ordered = {name: [weight for _, weight in sorted(found, key=itemgetter(0))] for name, found in parts.items()}
+    return {name: weights[0] if len(weights) == 1 else torch.cat(weights) for name, weights in ordered.items()}
+
+
+def _check_stored(source: ModelSource) -> None:
+    """Compare the headers of a directory's files with the config, before memory is allocated for weights.
 
     Raises:
-        ValueError: With both numbers.
+        ValueError: If the config asks for far more weights than the files hold, or for another number of experts, or
+            if a tensor of a published mixture of experts is missing or has another shape.
     """
-    stored = _stored_sizes(Path(source.name))
+    shapes = _stored_shapes(Path(source.name))
     config = source.config
-    if not stored or getattr(config, "quantization_config", None) is not None:  # quantised weights are packed
+    if not shapes or getattr(config, "quantization_config", None) is not None:  # quantised weights are packed
         return
+    num_experts = getattr(config, "num_local_experts", None)
+    numbers = [int(match[1]) for name in shapes if (match := _EXPERT.search(name))]
+    if num_experts and numbers and max(numbers) + 1 != num_experts:
+        raise ValueError(
+            f"backbone.source: expected weights of {num_experts} experts per layer in {source.name!r}, as its config "
+            f"says, got {max(numbers) + 1}. Take the config that they were trained with."
+        )
     num_layers = getattr(config, "num_hidden_layers", None) or 0
-    if num_layers > len(stored):  # building the layers would take long
-        wanted = f"{num_layers} layers, in a file of {len(stored)} tensors"
-    else:
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
-        except Exception as error:  # transformers' models raise errors of their own
-            raise ValueError(
-                f"backbone.source: expected options that fit together in the config of {source.name!r}, got "
-                f"{type(error).__name__}: {reason_of(error)}; correct config.json."
-            ) from error
-        num_wanted, num_stored = sum(weight.numel() for weight in model.parameters()), sum(stored)
-        if num_wanted <= 2 * num_stored:  # smaller differences are named by weight
-            return
-        wanted = f"{num_wanted:,} parameters, in files of {num_stored:,}"
-    raise ValueError(
-        f"backbone.source: the weights of {source.name!r} do not fit its config, which asks for {wanted}. Take the "
-        "config that they were trained with."
+    if num_layers > len(shapes):  # building the layers would take long
+        raise _too_large(source.name, f"{num_layers} layers, in a file of {len(shapes)} tensors")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+    except Exception as error:  # transformers' models raise errors of their own
+        raise ValueError(
+            f"backbone.source: expected options that fit together in the config of {source.name!r}, got "
+            f"{type(error).__name__}: {reason_of(error)}; correct config.json."
+        ) from error
+    num_wanted, num_stored = sum(weight.numel() for weight in model.parameters()), sum(map(prod, shapes.values()))
+    if num_wanted > 2 * num_stored:  # smaller differences are named by weight
+        raise _too_large(source.name, f"{num_wanted:,} parameters, in files of {num_stored:,}")
+    if source.published is not None and (num_experts or source.published.fused_weights):
+        # transformers would not name a tensor that it cannot split or stack.
+        wanted = {name: tuple(weight.shape) for name, weight in published_weights(model, source.published).items()}
+        for name in [name for name in wanted if shapes.get(name, wanted[name]) != wanted[name]]:
+            raise _wrong_shape(source.name, name, shapes[name], wanted[name])
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        if missing := sorted(wanted.keys() - shapes.keys() - tied):
+            raise _missing(source, missing)
+
+
+def _too_large(name: str, wanted: str) -> ValueError:
+    return ValueError(
+        f"backbone.source: the weights of {name!r} do not fit its config, which asks for {wanted}. Take the config "
+        "that they were trained with."
     )
 
 
-def _stored_sizes(folder: Path) -> list[int]:
-    """Return the tensors' numbers of elements in a directory's safetensors files.
+def _wrong_shape(source: str, name: str, stored: Sequence[int], wanted: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"backbone.source: the weights of {source!r} do not fit its config: {name} has the shape {tuple(stored)}, not "
+        f"{tuple(wanted)}. Take the config that they were trained with."
+    )
 
-    The list is empty if a file is missing or damaged, which loading reports.
+
+def _missing(source: ModelSource, names: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"backbone.source: expected all weights in {source.name!r}, got none for {names[0]} and {len(names) - 1} more. "
+        f"Fetch them again"
+        f"{', or take the config that they were trained with (backbone.config: {})' * bool(source.overrides)}."
+    )
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a directory's safetensors files, by name.
+
+    The result is empty if a file is missing or damaged, which loading reports.
     """
-    sizes: list[int] = []
+    shapes: dict[str, tuple[int, ...]] = {}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         with suppress(AttributeError, LookupError, TypeError, ValueError):
             shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
             if not all((folder / name).is_file() for name in shards):
-                return []
+                return {}
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt") as file:
-                sizes += [prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118 - no mapping
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, SafetensorError):
-            return []
-    return sizes
+            return {}
+    return shapes
 
 
 @torch.no_grad()

@@ -42,3 +42,26 @@ register(
         decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
     )
 )
+
+register(
+    CheckpointFormat(
+        name="sdar_moe",
+        family="SDAR-30B-A3B (mixture of experts)",
+        model_type="sdar_moe",
+        base="qwen3_moe",
+        required={"use_sliding_window": (False, None)},
+        dropped=(
+            "debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "sliding_window", "use_cache",
+            "use_deepep",
+        ),
+        attention="block_causal",
+        predictions=("mask",),
+        block_size=4,
+        block_size_option="block_size",
+        mask_tokens=("<|MASK|>",),
+        end_tokens=("<|im_end|>",),
+        slow_tokenizer="Qwen2Tokenizer",
+        decoder="BlockDiffusion",
+        decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
+    )
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""Checkpoints of LLaDA2.0 (arXiv 2512.15745) and LLaDA2.1 (arXiv 2602.08676): block diffusion, mixtures of experts.
+
+The architecture is Glm4Moe under other names, with queries, keys and values in one tensor. LLaDA2.0 decodes with
+:class:`~refusion_lit.decoding.BlockDiffusion`, LLaDA2.1 with :class:`~refusion_lit.decoding.TokenEditing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from refusion_lit.modeling.formats import CheckpointFormat, register
+
+_LAYER = "model.layers.{}"
+_FUSED = f"{_LAYER}.attention.query_key_value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LLaDA2Format(CheckpointFormat):
+    def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Turn off Glm4Moe's layers for multi-token prediction, which this family has not."""
+        return {"num_nextn_predict_layers": 0, "use_qk_norm": True, **super().library_options(values)}
+
+
+_OPTIONS: dict[str, Any] = {
+    "base": "glm4_moe",
+    "config_names": {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "attention_bias": "use_qkv_bias",
+    },
+    "required": {
+        "moe_router_enable_expert_bias": (True,),
+        "norm_head": (False,),
+        "norm_softmax": (False,),
+        "num_nextn_predict_layers": (0, None),
+        "router_dtype": ("fp32", None),
+        "score_function": ("sigmoid",),
+        "use_bias": (False,),
+        "use_qk_norm": (True,),
+        "use_rmsnorm": (True,),
+        "use_sliding_window": (False, None),
+        "using_split_qkv_in_self_attention": (False,),
+    },
+    "dropped": (
+        "embedding_dropout",
+        "max_window_layers",
+        "output_dropout",
+        "rotary_dim",
+        "sliding_window",
+        "use_cache",
+    ),
+    "weight_names": (
+        ("model.embed_tokens", "model.word_embeddings"),
+        (f"{_LAYER}.self_attn.q_proj", _FUSED),
+        (f"{_LAYER}.self_attn.k_proj", _FUSED),
+        (f"{_LAYER}.self_attn.v_proj", _FUSED),
+        (f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.attention.dense"),
+        (f"{_LAYER}.self_attn.q_norm", f"{_LAYER}.attention.query_layernorm"),
+        (f"{_LAYER}.self_attn.k_norm", f"{_LAYER}.attention.key_layernorm"),
+        (f"{_LAYER}.mlp.gate.e_score_correction_bias", f"{_LAYER}.mlp.gate.expert_bias"),
+    ),
+    "attention": "block_causal",
+    # The config of LLaDA2.0, which was not trained to edit, is that of LLaDA2.1, which was.
+    "predictions": ("mask", "visible"),
+    "block_size": 32,
+    "block_size_option": "block_size",
+    "mask_tokens": ("<|mask|>",),
+}
+
+register(
+    _LLaDA2Format(
+        name="llada2",
+        family="LLaDA2.0 mini and flash",
+        model_type="llada2_moe",
+        decoder="BlockDiffusion",
+        decoder_options={"num_steps": 32, "threshold": 0.95},
+        **_OPTIONS,
+    )
+)
+
+register(
+    _LLaDA2Format(
+        name="llada21",
+        family="LLaDA2.1 mini and flash",
+        model_type="llada2_moe",
+        source_pattern=r"llada-?2[._-]?1",
+        decoder="TokenEditing",
+        decoder_options={"mask_threshold": 0.7, "edit_threshold": 0.5},
+        **_OPTIONS,
+    )
+)

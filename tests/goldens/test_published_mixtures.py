@@ -1,0 +1,84 @@
+"""Decoders give the texts of the programs of LLaDA2.x, diffusers and SDAR-MoE, in as many forwards."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import refusion_lit
+from refusion_lit.decoding import BlockDiffusion, Decoder, Generation, decode
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.types import Prompt, SamplingParams
+from support.published import MODELS, reference
+
+BATCH_SIZES = [1, 16]
+NUM_ALONE = 1
+"""Prompts of a setting that are decoded alone, too: that a row does not depend on its batch has tests of its own."""
+
+
+@cache
+def model(name: str, block_size: int) -> Backbone:
+    """Load a checkpoint for blocks of another size than the format's."""
+    blocks = BackboneConfig(source="x", attention="block_causal", block_size=block_size)
+    return refusion_lit.load(MODELS[name], overrides=blocks).backbone
+
+
+def decoded(name: str, setting: int, decoder: Decoder, batch_size: int) -> list[tuple[dict[str, Any], Generation]]:
+    """Decode the prompts of a setting; check the texts."""
+    golden = reference(name)
+    options = golden["settings"][setting]
+    runs = [run for run in golden["runs"] if run["setting"] == setting]
+    assert len(runs) >= 3
+    runs = runs[:NUM_ALONE] if batch_size == 1 else runs
+    prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
+    sampling = SamplingParams(max_new_tokens=options["gen_length"])
+    backbone = model(golden["model"], options["block_length"])
+    rows = decode(backbone, decoder, prompts, sampling, batch_size=batch_size).rows
+    assert len(rows) == len(runs)
+    assert [list(row.token_ids) for row in rows] == [run["output"] for run in runs]
+    return list(zip(runs, rows, strict=True))
+
+
+def forwards_until_final(run: dict[str, Any]) -> int:
+    """Return after how many forwards of a program that never edits the text up to EOS was complete."""
+    length = len(run["output"])
+    changed = [number for number, changes in enumerate(run["changes_per_forward"], 1) for place, _ in changes
+               if place < length]  # fmt: skip
+    return max(changed)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", range(10))
+def test_llada2(setting: int, batch_size: int) -> None:
+    """The program goes on in the last block if EOS was written before other tokens on its left; ours stops."""
+    options = reference("llada2_generate")["settings"][setting]
+    decoder = BlockDiffusion(
+        block_size=options["block_length"],
+        num_steps=min(options["steps"], options["gen_length"] // options.get("minimal_topk", 1)),
+        threshold=options["threshold"],
+    )
+    for run, row in decoded("llada2_generate", setting, decoder, batch_size):
+        assert row.num_forwards == forwards_until_final(run) <= run["num_forwards"]
+
+
+def test_llada2_stops_earlier_in_few_runs() -> None:
+    runs = reference("llada2_generate")["runs"]
+    assert sum(forwards_until_final(run) == run["num_forwards"] for run in runs) == 39
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", [0, 1, 2, 5])
+def test_sdar_moe(setting: int, batch_size: int) -> None:
+    options = reference("sdar_moe_generate")["settings"][setting]
+    is_dynamic = options["remasking_strategy"] == "low_confidence_dynamic"
+    decoder = BlockDiffusion(
+        block_size=options["block_length"],
+        num_steps=options["denoising_steps"],
+        threshold=options["confidence_threshold"] if is_dynamic else 1.0,
+        confidence="filtered",
+    )
+    for run, row in decoded("sdar_moe_generate", setting, decoder, batch_size):
+        assert row.num_forwards == forwards_until_final(run) <= run["num_forwards"]
