@@ -1,4 +1,4 @@
-"""Training objectives: how responses are corrupted, and the loss. One file each."""
+"""All training objectives: how responses are corrupted, and the loss."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a plugin
-    """Return an objective of a plugin by its name, such as one of :mod:`refusion_lit.contrib`."""
+    """Return an objective from a plugin by name, such as ``SoftTail`` from :mod:`refusion_lit.contrib`."""
     if name.startswith("_"):
         raise AttributeError(name)
     return find_class(Objective, name)

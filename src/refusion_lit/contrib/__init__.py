@@ -1,4 +1,4 @@
-"""Research extras; see README.md in this folder. The core never imports them: they are a plugin of it."""
+"""Research extras, a plugin that the core never imports; see README.md in this folder."""
 
 from refusion_lit.contrib.apd import APD
 from refusion_lit.contrib.card import CARD, SoftTail
@@ -12,7 +12,7 @@ from refusion_lit.types import ModelTraits
 
 
 def _fits_card(traits: ModelTraits) -> bool:
-    """Return whether masks predict the next token, and nothing else, under causal attention."""
+    """Return whether attention is causal and masks predict only the next token."""
     predictions = {*(traits.predictions or ())}
     others = {"mask", "isolated_mask", "next_token_in_slot"}
     return traits.attention == "causal" and "mask_shifted" in predictions and not predictions & others

@@ -9,6 +9,7 @@ oneDNN costs as much as a small product (``benchmarks/kernels.py``).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,18 @@ _MOST_BYTES = 4 << 30
 
 NUM_ROWS = 8
 """Rows of every product with batch invariance."""
+
+
+NUM_PADDED_ROWS = 4
+"""Rows of a padded product of one token."""
+
+_MOST_PADDED_TIME = 0.9
+"""Largest time of a padded product, relative to the plain one, at which products are padded."""
+
+_MEASURED_SECONDS = 2e-3
+
+_is_padding_faster: dict[tuple[Any, ...], bool] = {}
+"""Whether products of one token are padded, by shape and type of the weights and torch's number of threads."""
 
 
 class PackedWeights:
@@ -83,7 +96,7 @@ class Linear:
         batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
-    __slots__ = ("_batch_invariant", "_copy", "_packed", "_small", "_transposed", "bias", "biases", "weights")
+    __slots__ = ("_batch_invariant", "_copy", "_packed", "_pads", "_small", "_transposed", "bias", "biases", "weights")
 
     def __init__(
         self,
@@ -103,6 +116,7 @@ class Linear:
         self._batch_invariant = batch_invariant
         self._packed = packed if packed is not None and packed.takes(weights) else None
         self._copy: Tensor | None = None
+        self._pads: bool | None = None
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
         """Return y."""
@@ -116,7 +130,11 @@ class Linear:
         if self._copy is None:
             outputs = [F.linear(x, *layer) for layer in zip(self.weights, self.biases, strict=True)]
             return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-        return torch.ops.mkldnn._linear_pointwise(x, self._copy, self.bias, "none", [], "")
+        if x.numel() != x.shape[-1]:
+            return _packed_product(x, self._copy, self.bias)
+        if self._pads is None:
+            self._pads = pads_one_token(x, self._copy, self.bias)
+        return (_padded_product if self._pads else _packed_product)(x, self._copy, self.bias)
 
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
         """Add y to states in place; for layers without biases. Small ones are one call (benchmarks/fast_paths.py)."""
@@ -124,6 +142,43 @@ class Linear:
             hidden.addmm_(x, self._transposed)
         else:
             hidden.add_(self(x))
+
+
+def _packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _padded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply one token as ``NUM_PADDED_ROWS`` equal rows."""
+    rows = x.reshape(1, -1).expand(NUM_PADDED_ROWS, -1)
+    return _packed_product(rows, weight, bias)[0].view(*x.shape[:-1], -1)
+
+
+def pads_one_token(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether to pad products of one token, because a padded product is faster.
+
+    On some processors, oneDNN's product of four rows takes less time than the product of one row. The first call for a
+    shape, type and number of threads measures both, so that all products of a process round alike.
+
+    Args:
+        x: One token's input.
+        weight: Packed weights.
+        bias: Added to the product.
+    """
+    key = (weight.shape, weight.dtype, bias is None, torch.get_num_threads())
+    if key not in _is_padding_faster:
+        best = {product: float("inf") for product in (_packed_product, _padded_product)}
+        started = time.perf_counter()
+        num_rounds = 0
+        while num_rounds < 3 or time.perf_counter() - started < _MEASURED_SECONDS:
+            for product in best:
+                before = time.perf_counter()
+                product(x, weight, bias)
+                best[product] = min(best[product], time.perf_counter() - before)
+            num_rounds += 1
+        is_faster = best[_padded_product] < _MOST_PADDED_TIME * best[_packed_product]
+        _is_padding_faster.setdefault(key, is_faster)  # a second thread takes the first one's decision
+    return _is_padding_faster[key]
 
 
 def in_blocks(product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
