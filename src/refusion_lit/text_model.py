@@ -93,6 +93,13 @@ class TextModel:
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(self.tokenizer)
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a single token; special tokens by name."""
+        name = self.tokenizer.convert_ids_to_tokens(token_id)
+        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        # Tokenizers that mark the beginning of a word drop the space from a text's first token.
+        return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
+
     def decode(
         self,
         prompts: Sequence[Prompt],
