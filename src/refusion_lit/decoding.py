@@ -14,7 +14,8 @@ from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCal
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.families.autoregressive.decoder import Autoregressive
-from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
+from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
+from refusion_lit.families.block_diffusion.token_editing import TokenEditing
 from refusion_lit.families.defaults import default_decoder, named_decoder, register_decoder
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM

@@ -359,7 +359,11 @@ def fast_dllm_forwards(decoder: FastDLLM, case: Case) -> int | None:
 
 
 def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
-    """Count forwards of a text whose every mask is nearly equally sure, so that penalties alone decide."""
+    """Count forwards of a text whose every mask is nearly equally sure, so that blocks or penalties alone decide."""
+    if decoder.selection == "confidence":
+        threshold = decoder.confidence_threshold
+        is_sure = threshold is not None and case.certainty >= threshold
+        return -(-case.length // decoder.window_size) if is_sure else case.length
     others = VOCAB + NUM_EXTRA_ROWS - 1
     rest = (1 - case.certainty) / others
     entropy = -case.certainty * log(case.certainty) - others * rest * log(rest)

@@ -13,7 +13,7 @@ from refusion_lit.contrib import D2F
 from refusion_lit.decoding import decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from support.decoder_cases import prompts, traits_for
+from support.decoder_cases import fill_until_accepted, prompts, traits_for
 from support.effort import examples
 from support.fakes import MASK, HashModel, tiny_backbone
 from support.slow_decoding import best_allowed, cut
@@ -117,12 +117,11 @@ def test_what_is_given_is_part_of_its_block(
 ) -> None:
     decoder = D2F(
         block_size=block_size, threshold=0.1, add_threshold=add, num_open_blocks=num_open_blocks,
-        ignore_right_context=True,
     )  # fmt: skip
     model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))
-    request = Prompt(token_ids=tuple(prompt), id="p", given=known)
+    request = fill_until_accepted(decoder, Prompt(token_ids=tuple(prompt), id="p", given=known))
     [row] = decode(model, decoder, [request], SamplingParams(max_new_tokens=length)).rows
-    assert (row.token_ids, row.num_forwards) == slow_d2f(slow, tuple(prompt), decoder, length, known)
+    assert (row.token_ids, row.num_forwards) == slow_d2f(slow, tuple(prompt), decoder, length, request.given)
 
 
 def test_a_given_block_takes_no_forward_and_blocks_are_counted_as_trained() -> None:
