@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from contrib.rl.test_likelihood import answers, every_answer, laid, make_batch, 
 from modeling.fused.test_invariant import backbone
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, NextToken, TrajectoryRecorder
 from refusion_lit.contrib.rl.likelihood import LaidOut
-from refusion_lit.contrib.rl.objective import group_advantages
+from refusion_lit.contrib.rl.objective import group_advantages, replace_overlong_rewards
 from refusion_lit.contrib.rl.rollouts import engine_log_probabilities
 from refusion_lit.decoding import Autoregressive, ReFusion, SelfSpeculative, decode
 from refusion_lit.learning.batch import LossOutput
@@ -388,3 +389,20 @@ def test_the_engine_is_compared_by_k3_and_the_reference_by_k2() -> None:
 def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GroupPolicy(**options)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "expected"),
+    [
+        ("lowest", [[-2.0, -3.0, -3.0], [math.nan, 0.5, 0.5]]),
+        ("drop", [[-2.0, math.nan, -3.0], [math.nan, math.nan, 0.5]]),
+        ("zero", [[-2.0, 0.0, -3.0], [math.nan, 0.0, 0.5]]),
+    ],
+)
+def test_answers_cut_at_the_limit_have_the_reward_that_is_asked_for(
+    overlong: Literal["lowest", "drop", "zero"], expected: list[list[float]]
+) -> None:
+    rewards = torch.tensor([[-2.0, -1.0, -3.0], [math.nan, 2.0, 0.5]])
+    is_overlong = torch.tensor([[False, True, False], [True, True, False]])
+    found = replace_overlong_rewards(rewards, is_overlong, overlong)
+    torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)
