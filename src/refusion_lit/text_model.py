@@ -63,7 +63,7 @@ class TextModel:
         """Constrains responses to JSON schemas; built on first use, because reading a vocabulary takes a second."""
         return Schemas(self.tokenizer, self.backbone.special_tokens)
 
-    def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
+    def encode(self, query: str, messages: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return a query's prompt tokens, chat template or ``prompt_template`` included.
 
         Args:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refusion_lit.decoding import BlockDiffusion, TokenEditing, decode
-from refusion_lit.families.block_diffusion.token_editing import MAX_POST_FORWARDS
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import as_mask
@@ -40,7 +39,7 @@ def slow_editing(
         block: list[int | None] = [*known[start:], *[None] * left][:left]
         fixed = [token is not None for token in block]
         num_post = 0
-        while not all(fixed) and num_post < MAX_POST_FORWARDS:
+        while not all(fixed) and num_post < decoder.max_post_steps:
             row = [*text, *(MASK if token is None else token for token in block)]
             number = torch.arange(len(row)) // size
             sees = (number[:, None] >= number)[None]

@@ -18,14 +18,12 @@ from refusion_lit.engine.drafting import masked_in
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 from refusion_lit.families.block_diffusion.objective import BlockMasked
+from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
-
-MAX_POST_FORWARDS = 16
-"""Maximum number of forwards of a block without masks (``max_post_steps``): stops edits that undo each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,9 @@ class TokenEditing(BlockDecoder):
     whole blocks. Blocks are counted from position 0, prompt included; attention is block-causal, and the cache of
     complete blocks is exact.
 
-    Source: LLaDA2.1 and the generation routine of its model card, whose thresholds are the defaults. Deliberate
+    Source: the ``generate`` of LLaDA2.1, with ``mask_threshold=0.7, edit_threshold=0.5`` in quality mode and
+    ``mask_threshold=0.5, edit_threshold=0`` in speed mode. The pipeline of diffusers adds ``num_steps``, a higher
+    ``max_post_steps`` (by 1), ``edit_threshold=1`` for None, and ``stop_in_block`` for ``eos_early_stop``. Deliberate
     differences: the first forward of the next block caches a block, which saves a forward per block; the mask token is
     never drawn; committed blocks are not edited again (the report's multi-block editing).
 
@@ -47,16 +47,38 @@ class TokenEditing(BlockDecoder):
         mask_threshold: Fill masks whose token is more probable (mask-to-token threshold), in [0, 1].
         edit_threshold: Replace a token by another token that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
+        max_post_steps: Maximum number of forwards of a block without masks; stops edits that undo each other.
+        min_num_filled: Fill at least this many masks per forward (``num_to_transfer`` in LLaDA2.1).
+        num_steps: Steps per block (``num_inference_steps`` in diffusers). A forward fills at least its equal share of
+            the block, and a block whose masks last until the final step is not edited afterwards. ``None``: no limit.
+        stop_at_eos: Stop after the first block with an EOS token, instead of making all blocks.
+        stop_in_block: Stop inside a block, too, after a forward that writes an EOS token with no mask before it.
 
-    >>> TokenEditing(mask_threshold=0.7, edit_threshold=0.5)
-    TokenEditing(block_size=32, mask_threshold=0.7, edit_threshold=0.5)
+    >>> TokenEditing(mask_threshold=0.7, edit_threshold=0.5).max_post_steps
+    16
     """
 
     requires = ModelRequirements(attention="block_causal", predictions=("mask", "visible"))
 
-    ranges = {"mask_threshold": "[0, 1]", "edit_threshold": "[0, 1]"}
+    ranges = {
+        "mask_threshold": "[0, 1]",
+        "edit_threshold": "[0, 1]",
+        "max_post_steps": 0,
+        "min_num_filled": 1,
+        "num_steps": 1,
+    }
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
+    max_post_steps: int = 16
+    min_num_filled: int = 1
+    num_steps: int | None = None
+    stop_at_eos: bool = True
+    stop_in_block: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_possible = self.stop_at_eos or not self.stop_in_block
+        require(is_possible, "stop_in_block", "false with stop_at_eos: false", self.stop_in_block, "drop one of them")
 
     def step(self, state: RowState) -> Steps[None]:
         """Fill and edit a whole block, then commit it."""
@@ -64,26 +86,44 @@ class TokenEditing(BlockDecoder):
         start = first // self.block_size * self.block_size
         positions = masked_in(state, first, start + self.block_size)
         tokens: list[int | None] = [None] * len(positions)
-        num_post = 0
-        while num_post < MAX_POST_FORWARDS:
+        num_fills = num_post = 0
+        while None in tokens or num_post < self.max_post_steps:
             is_post = None not in tokens
             draw = Draw(sampling=state.sampling, round=state.num_forwards)
             branch = self._noisy_branch(state, positions, tokens)
             [reading] = yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw)
             state.num_cached = start
             masked = [i for i, token in enumerate(tokens) if token is None]
-            best = above_or_best([reading.probabilities[i] for i in masked], self.mask_threshold)
+            best = above_or_best(
+                [reading.probabilities[i] for i in masked], self.mask_threshold, self._quota(num_fills)
+            )
             edited = [
                 i for i, token in enumerate(tokens)
                 if token not in (None, reading.tokens[i]) and reading.probabilities[i] > self.edit_threshold
             ]  # fmt: skip
-            for i in (*edited, *(masked[j] for j in best)):
+            written = [*edited, *(masked[j] for j in best)]
+            for i in written:
                 tokens[i] = reading.tokens[i]
             num_post += is_post
-            if is_post and not edited:
+            num_fills += not is_post
+            is_last = num_fills == self.num_steps and None not in tokens
+            if (is_post and not edited) or is_last or (self.stop_in_block and self._ends(state, tokens, written)):
                 break
-        final = [token for token in tokens if token is not None]
-        state.commit([position - state.prompt_length for position in positions], final)
+        # Only a text that ends inside the block leaves masks.
+        final = [(position, token) for position, token in zip(positions, tokens, strict=True) if token is not None]
+        state.commit([position - state.prompt_length for position, _ in final], [token for _, token in final])
+        state.finished = True not in state.is_masked
+
+    def _quota(self, num_fills: int) -> int:
+        """Return the minimum number of masks to fill in a forward after ``num_fills`` others."""
+        share = 0 if self.num_steps is None else step_quota(self.block_size, self.num_steps, num_fills)
+        return max(share, self.min_num_filled)
+
+    def _ends(self, state: RowState, tokens: Sequence[int | None], written: Sequence[int]) -> bool:
+        """Return whether a forward wrote an EOS token, and no mask is left before the first EOS token."""
+        ends = [i for i, token in enumerate(tokens) if token in state.special_tokens.eos_token_ids]
+        is_new = any(i in ends for i in written)
+        return is_new and None not in tokens[: ends[0]]
 
     def _noisy_branch(self, state: RowState, masked: Sequence[int], tokens: Sequence[int | None]) -> Branch:
         """Return the text from the end of the cache to the block's end, with the tokens filled so far."""
