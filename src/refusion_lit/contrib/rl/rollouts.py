@@ -84,7 +84,8 @@ class Rollouts(StepSource):
         Raises:
             ValueError: If an option is impossible.
         """
-        data, model = module.trainer.datamodule, module.text_model()
+        data = module.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue] - Lightning sets it
+        model = module.text_model()
         expected = "the data of an InstructionDataModule, which names the task"
         require(isinstance(data, InstructionDataModule), "datamodule", expected, data, "pass it to the trainer")
         options = self.objective
