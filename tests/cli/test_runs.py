@@ -16,7 +16,7 @@ import yaml
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
-from refusion_lit.cli.resume import with_resume
+from refusion_lit.cli.resume import expand_resume
 from refusion_lit.cli.run_directory import claim
 from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.utils.files import acquire_lock, release_lock
@@ -181,15 +181,18 @@ def test_without_a_logger_results_land_in_the_run_directory(
     assert str(result) in "".join(capsys.readouterr())
 
 
-def test_with_a_logger_of_the_user_s_own_the_next_command_has_the_run_s_config(
+def test_a_logger_of_the_user_writes_beside_the_run_s_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = Path(QUICKSTART).resolve()
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("a: 1\n")  # that of something else
     logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
-    assert main(["fit", "--config", str(config), *TINY, *logger]) == 0
-    assert "next: refusion-lit test --config logs/lightning_logs/version_0/config.yaml" in capsys.readouterr().out
+    assert main(["fit", "--config", str(config), *TINY, *logger, "--run_version=mine"]) == 0
+    assert "next: refusion-lit test --config runs/quickstart/mine/config.yaml" in capsys.readouterr().out
+    for file in ("runs/quickstart/mine/checkpoints/last.ckpt", "runs/quickstart/mine/metrics.csv"):
+        assert Path(file).is_file()
+    assert len(list(Path("logs").rglob("metrics.csv"))) == 1
 
 
 def test_last_is_the_named_version_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,7 +334,7 @@ def test_a_training_is_not_resumed_by_another_command(
     run = runs / "quickstart" / "version_0"
     assert main([command, f"--resume={run}"]) == 2
     error = capsys.readouterr().err
-    assert f"resume: expected a run of {command}, got '{run}, which is one of fit'; {command} with" in error
+    assert f"resume: expected a run of {command}, got '{run}, a run of fit'" in error
     assert not (run / "results.json").exists()
 
 
@@ -344,7 +347,7 @@ def test_a_validation_is_not_resumed_as_a_test(runs: Path, checkpoint: str, caps
     assert "predictions_refusion.jsonl is complete" in capsys.readouterr().err
     validation = runs / "quickstart" / "version_2"
     assert main(["test", f"--resume={validation}"]) == 2
-    expected = f"resume: expected a run of test, got '{validation}, which is one of validate'; name a run of test."
+    expected = f"resume: expected a run of test, got '{validation}, a run of validate'"
     assert expected in capsys.readouterr().err
 
 
@@ -386,7 +389,7 @@ def test_a_run_is_named_from_inside_its_directory(
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("verbose: true\n")
     monkeypatch.chdir(tmp_path / inside)
-    args = with_resume("test", [], named)
+    args = expand_resume("test", [], named)
     assert args[1:4] == [f"--runs_dir={tmp_path}", "--run_name=quickstart", "--run_version=version_0"]
 
 
@@ -398,9 +401,9 @@ def test_a_folder_of_runs_is_refused_with_its_newest_run(tmp_path: Path) -> None
         os.utime(run, (1000 + age, 1000 + age))
     newest = tmp_path / "quickstart" / "second"
     with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give its newest one, {newest}"):
-        with_resume("fit", [], str(tmp_path / "quickstart"))
+        expand_resume("fit", [], str(tmp_path / "quickstart"))
     with pytest.raises(ValueError, match=r"a version in runs/default, got '.*nowhere'; give one that exists"):
-        with_resume("fit", [], str(tmp_path / "nowhere"))
+        expand_resume("fit", [], str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("resume", ["--resume", "--resume=version_0"])
