@@ -127,11 +127,12 @@ def explain(parser: ArgumentParser, message: str) -> str:
     lines = [re.sub(r'Parser key ".+?": ?', "", line.strip(" -")) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)]
     types = [line for line in lines if _TYPE.match(line)]
-    if match := _CLASS.search(message):
+    numbers = [line for line in types if "'int'" in line or "'float'" in line]
+    if (match := _CLASS.search(message)) and not numbers:  # a learning rate may also be a class, torch's Tensor
         name = match[1] or match[2] or ""
         known = re.findall(r"\.(\w+)(?:,|$)", getattr(action, "extra_help", str)())  # text of the help: the subclasses
         reason = f"expected the name or import path of a class, got {name!r}{suggest(name, known)}"
-    elif types and types == lines:
+    elif types and (types == lines or match):
         names = [
             (match["choices"] or match["name"]).replace(", ", " or ") for match in map(_TYPE.match, types) if match
         ]

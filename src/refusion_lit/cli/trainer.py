@@ -151,7 +151,7 @@ def _print_results(cli: RefusionCLI) -> None:
 
 
 def _quoted(path: Path) -> str:
-    """Return a path as one word of a command."""
+    """Return a path quoted for the shell."""
     return shlex.quote(_relative(path))
 
 
