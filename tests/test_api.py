@@ -13,7 +13,7 @@ import torch
 import refusion_lit
 from refusion_lit import TextModel
 from refusion_lit.decoding import GenerationCallback, ReFusion, SelfSpeculative
-from refusion_lit.traces.document import traced
+from refusion_lit.traces.document import record_trace
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 
 MODEL = Path(__file__).parent / "goldens" / "models" / "additions-clean"
@@ -100,7 +100,7 @@ def test_stop_strings_are_a_list_of_texts(stop: Any) -> None:
 
 
 def test_a_trace_is_that_of_the_answer(model: TextModel) -> None:
-    row, trace = traced(model, QUERY, ReFusion(), SamplingParams(max_new_tokens=8))
+    row, trace = record_trace(model, QUERY, ReFusion(), SamplingParams(max_new_tokens=8))
     assert (row.num_tokens, trace.token_ids) == (8, tuple(row.token_ids))
 
 

@@ -23,7 +23,7 @@ import torch
 
 import refusion_lit
 from refusion_lit.decoding import SelfSpeculative, decode
-from refusion_lit.engine import sampling as drawing
+from refusion_lit.engine import sampler as drawing
 from refusion_lit.engine.sampler import draw_tokens, filter_logits
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.reports.results import environment

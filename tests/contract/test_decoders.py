@@ -33,6 +33,7 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
+from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.types import Prompt, SamplingParams
 from support.decoder_cases import (
     DECODERS,
@@ -359,7 +360,11 @@ def fast_dllm_forwards(decoder: FastDLLM, case: Case) -> int | None:
 
 
 def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
-    """Count forwards of a text whose every mask is nearly equally sure, so that penalties alone decide."""
+    """Count forwards of a text whose every mask is nearly equally sure, so that blocks or penalties alone decide."""
+    if decoder.selection == "confidence":
+        threshold = decoder.confidence_threshold
+        is_sure = threshold is not None and case.certainty >= threshold
+        return -(-case.length // decoder.window_size) if is_sure else case.length
     others = VOCAB + NUM_EXTRA_ROWS - 1
     rest = (1 - case.certainty) / others
     entropy = -case.certainty * log(case.certainty) - others * rest * log(rest)
@@ -403,12 +408,20 @@ def d2f_forwards(decoder: D2F, case: Case) -> int:
     return num
 
 
-def editing_forwards(decoder: TokenEditing, case: Case) -> int:
+def editing_forwards(decoder: TokenEditing, case: Case) -> int | None:
     """Count forwards of whole blocks: all masks at once if sure enough, else the quota; one more replaces nothing."""
+    if decoder.stop_in_block or not decoder.stop_at_eos:
+        return None  # by where EOS is written
     size, num, first = decoder.block_size, 0, case.start
     while first < case.start + case.length:
-        num_masks = size - first % size
-        num += 1 + (1 if case.certainty > decoder.mask_threshold else num_masks)
+        num_masks = num_left = size - first % size
+        num_fills = 0
+        while num_left > 0:
+            share = 0 if decoder.num_steps is None else step_quota(size, decoder.num_steps, num_fills)
+            is_sure = case.certainty > decoder.mask_threshold
+            num_left -= num_left if is_sure else max(share, decoder.min_num_filled)
+            num_fills += 1
+        num += num_fills + (num_fills != decoder.num_steps and decoder.max_post_steps > 0)
         first += num_masks
     return num
 

@@ -31,6 +31,7 @@ from refusion_lit.types import Constraint, Prompt, SamplingParams
 from support.decoder_cases import (
     DECODERS,
     LastState,
+    fill_until_accepted,
     hash_models,
     prompts,
     setups,
@@ -61,18 +62,14 @@ def templates(draw: st.DrawFn, max_holes: int) -> tuple[int | None, ...]:
     return (*found, EOS) if draw(st.booleans()) else tuple(found)
 
 
-def able(decoder: Decoder) -> Decoder:
-    """Return the decoder, allowed to ignore given text that its model does not see."""
-    return replace(decoder, ignore_right_context=True) if hasattr(decoder, "ignore_right_context") else decoder
-
-
 @st.composite
 def cases(draw: st.DrawFn, cls: type[Decoder], max_size: int = 4) -> tuple[Decoder, SamplingParams, list[Prompt]]:
     """Draw a decoder that keeps given tokens, and prompts with and without them."""
     decoder, sampling = draw(setups(cls))
-    decoder, found = able(decoder), draw(prompts(max_size=max_size))
+    found = draw(prompts(max_size=max_size))
     assume(decoder.refusal(found[0]) is None)
-    return decoder, sampling, [replace(p, given=draw(templates(sampling.max_new_tokens))) for p in found]
+    drawn = [replace(p, given=draw(templates(sampling.max_new_tokens))) for p in found]
+    return decoder, sampling, [fill_until_accepted(decoder, prompt) for prompt in drawn]
 
 
 def num_positions(model: FakeModel) -> int:
@@ -84,7 +81,7 @@ FAR_RIGHT = Prompt(token_ids=(3,), id="p7", given=(*[None] * 40, 4))
 
 
 def keeps(cls: type[Decoder]) -> bool:
-    return able(cls()).refusal(Prompt(token_ids=(3,), id="p", given=(None, 4))) is None
+    return cls().refusal(Prompt(token_ids=(3,), id="p", given=(None, 4))) is None
 
 
 keepers = pytest.mark.parametrize("cls", list(filter(keeps, DECODERS)), ids=lambda cls: cls.__name__)
@@ -282,7 +279,7 @@ def test_an_oracle_fills_holes_exactly(cls: type[Decoder], data: st.DataObject) 
 
 @keepers
 def test_an_end_of_sequence_is_given_only_at_the_end(cls: type[Decoder]) -> None:
-    decoder = able(cls())
+    decoder = cls()
     model = HashModel(1, traits=traits_for(decoder))
     prompt = Prompt(token_ids=(3,), id="p", given=(4, EOS, None, PAD))
     with pytest.raises(ValueError, match="an EOS token only at the end of the template of prompt p"):
@@ -292,9 +289,9 @@ def test_an_end_of_sequence_is_given_only_at_the_end(cls: type[Decoder]) -> None
 
 @keepers
 def test_more_holes_than_may_be_filled_are_refused(cls: type[Decoder]) -> None:
-    decoder = able(cls())
+    decoder = cls()
     model = HashModel(1, traits=traits_for(decoder))
-    prompt = Prompt(token_ids=(3,), id="p", given=(*[None] * 33, 4))
-    with pytest.raises(ValueError, match="max_new_tokens: expected at least 33, the number of tokens to fill in"):
-        decode(model, decoder, [prompt], SamplingParams(max_new_tokens=32))
+    prompt = Prompt(token_ids=(3,), id="p", given=(None, None, 4))
+    with pytest.raises(ValueError, match="max_new_tokens: expected at least 2, the number of tokens to fill in"):
+        decode(model, decoder, [prompt], SamplingParams(max_new_tokens=1))
     assert not model.calls

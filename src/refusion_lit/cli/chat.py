@@ -13,7 +13,7 @@ from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.text_model import TextModel
 from refusion_lit.traces.display import round_style
-from refusion_lit.traces.document import Trace, piece_of, traced, visible, visible_lines
+from refusion_lit.traces.document import Trace, record_trace, visible, visible_lines
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.require import require
 
@@ -135,7 +135,7 @@ class Chat:
         ids = self._encode(question)
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
             callbacks = [_Watch(live, self.model)] if self.console.is_terminal else []
-            row, trace = traced(
+            row, trace = record_trace(
                 self.model, question, self.setup.decoder, self.setup.sampling, token_ids=ids,
                 prompt_id=str(len(self.turns)), callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
             )  # fmt: skip
@@ -180,7 +180,7 @@ class _Watch(GenerationCallback):
                 text.append("·", "dim")
             else:
                 style = round_style(state.commit_rounds[place], state.num_forwards)
-                text.append(visible(piece_of(self._model, state.tokens[place])), style)
+                text.append(visible(self._model.token_text(state.tokens[place])), style)
         self._live.update(text, refresh=True)
 
 

@@ -140,6 +140,16 @@ class SaveRun(SaveConfigCallback):
         self.save_to_log_dir = False  # save_config writes the files
         # The config of a training is also given to a test, which must not land in the directory of the training.
         self.config.run_version = None
+        self._changed: dict[str, object] = {}
+        self._unwritten: dict[str, object] | None = None
+        if self._is_resumed:
+            before = read_yaml(self.directory / CONFIG, "resume")
+            now = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            changes = [item for item in differences(before, now) if item[0].rpartition(".")[2] not in _UNCOMPARED]
+            self._changed = {name: after for name, _, after in changes}
+            for name, old, new in changes if stage == "fit" else ():
+                fix = "leave it out, or start a new run"
+                require(name not in _RESTORED, name, f"{old}, whose weights the checkpoint has replaced", new, fix)
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -149,21 +159,31 @@ class SaveRun(SaveConfigCallback):
         text = self.parser.dump(self.config, skip_none=False)
         if self._is_resumed:  # keep the command that started the run, and record the command that resumes it
             before = read_object(self.directory / ENVIRONMENT) or described
-            changes = differences(read_yaml(self.directory / CONFIG, "resume"), yaml.safe_load(text))
-            changed = {name: now for name, _, now in changes if name.rpartition(".")[2] not in _UNCOMPARED}
-            resumed = {"command": described["command"], "changed": changed}
+            resumed = {"command": described["command"], "changed": self._changed}
             described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
-            names = sorted(changed.keys() - _LENGTHS)
-            if names and stage == "fit":  # the other commands refuse changes of their predictions
-                kept = f"{CONFIG} keeps the options of the start, {ENVIRONMENT} records the change"
-                rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
-        write_json_atomically(self.directory / ENVIRONMENT, described)
+        if self._is_resumed and stage == "fit":
+            self._unwritten = described  # until training has taken the options
+        else:
+            write_json_atomically(self.directory / ENVIRONMENT, described)
         if not self._is_resumed:
             write_atomically(self.directory / CONFIG, text)
         pl_module.evaluation.config = read_config(self.directory)
         pl_module.evaluation.environment = described
 
+    def on_train_batch_start(self, *_: object) -> None:
+        """Record that a run is resumed, after all options were accepted."""
+        if self._unwritten is None:
+            return
+        write_json_atomically(self.directory / ENVIRONMENT, self._unwritten)
+        self._unwritten = None
+        names = sorted(self._changed.keys() - _LENGTHS)
+        if names:
+            kept = f"{CONFIG} keeps the options of the start, {ENVIRONMENT} records the change"
+            rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
 
+
+_RESTORED = {f"model.backbone.{name}" for name in ("source", "revision", "draft")}
+"""Options that a checkpoint's weights replace."""
 _UNCOMPARED = {"ckpt_path", "resume", *PLACE}
 """Options that do not change results: the run's place and the checkpoint to resume from."""
 _LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}

@@ -15,7 +15,6 @@ from torch import Tensor
 from refusion_lit.types import ConstraintState, Prompt, SamplingParams
 
 T = TypeVar("T")
-ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
 Statistic = Literal["margin", "negative_entropy", "filtered", "entropy"]
 
 
@@ -78,8 +77,6 @@ class Draw:
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
             draws stay in these distributions, ``forbidden`` ids do not; temperature 0 filters like temperature 1.
         top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
-        confidence_dtype: Type in which probabilities and statistic are computed, as torch names it; ``None``: float32
-            or the type of the logits if it is wider, and float64 for the statistic.
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
         proposes: Whether readings hand out the drafts as proposals. Their noise is independent of other draws' noise
             at the same position. Needs a temperature above 0.
@@ -92,7 +89,6 @@ class Draw:
     confidence_forbidden: tuple[int, ...] = ()
     statistic: Statistic | None = None
     top_p_first: bool = False
-    confidence_dtype: str | None = None
     with_probability: bool = True
     proposes: bool = False
 

@@ -229,7 +229,7 @@ class GroupSampler:
             seen = logits.index_fill(-1, to_device(draw.forbidden, logits.device), -math.inf)
             self._forbid_eos(seen, in_span)
             filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
-            statistic = draft_statistic(draw.statistic, seen, filtered, tokens, draw.confidence_dtype)
+            statistic = draft_statistic(draw.statistic, seen, filtered, tokens)
             results.statistics.append(statistic.double())  # ids are transferred beside it
         return tokens
 
@@ -237,7 +237,7 @@ class GroupSampler:
         """Return the probabilities of all ids; changes ``logits``."""
         if self._draw.confidence_forbidden:
             logits.index_fill_(-1, to_device(self._draw.confidence_forbidden, logits.device), -math.inf)
-        return convert_logits(logits, self._draw.confidence_dtype).softmax(-1).to(logits.dtype)
+        return logits.softmax(-1)
 
     def _forbid_eos(self, logits: Tensor, rows: Sequence[int]) -> None:
         if rows:
@@ -247,7 +247,7 @@ class GroupSampler:
 def _is_greedy(job: SamplingJob) -> bool:
     """Whether a job is a greedy choice without guidance, extra figures, template and constraint: the fast path."""
     draw = job.draw
-    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic or draw.confidence_dtype)
+    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic)
     is_free = job.constraint is None and None not in job.prompt.given
     return is_bare and is_free and draw.sampling.temperature == 0
 
@@ -260,7 +260,7 @@ def _group_key(job: SamplingJob) -> tuple[object, ...]:
     sampling = draw.sampling
     return (draw.forbidden, job.guide, bool(job.branch.proposals), sampling.temperature, sampling.top_p,
             sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.statistic, draw.top_p_first,
-            draw.confidence_dtype, draw.proposes)  # fmt: skip
+            draw.proposes)  # fmt: skip
 
 
 def _make_finite(logits: Tensor) -> Tensor:
@@ -431,22 +431,20 @@ def draft_statistic(
     logits: Float[Tensor, "position vocab"],
     filtered: Float[Tensor, "position vocab"],
     tokens: Int[Tensor, " position"],
-    dtype: str | None = None,
 ) -> Float[Tensor, " position"]:
-    """Compute a figure of the drafts' distributions; for its name see :class:`~refusion_lit.decoding.Draw`.
+    """Compute a figure of the drafts' distributions, in float64; for its name see :class:`~refusion_lit.decoding.Draw`.
 
     Args:
         name: A ``Statistic``.
         logits: The logits before temperature and filters.
         filtered: The filtered logits.
         tokens: The drawn tokens.
-        dtype: Type to compute in; float64 by default.
 
     Raises:
         ValueError: If the name is unknown.
     """
     require_choice("statistic", name, get_args(Statistic))
-    probability = convert_logits(filtered, dtype or "float64").softmax(-1)
+    probability = filtered.double().softmax(-1)
     if name == "margin":
         top = probability.topk(2).values
         return top[:, 0] - top[:, 1]
@@ -454,15 +452,4 @@ def draft_statistic(
         return (probability * (probability + 1e-10).log()).sum(-1)
     if name == "filtered":
         return probability.gather(-1, tokens[:, None])[:, 0]
-    return torch.special.entr(convert_logits(logits, dtype or "float64").softmax(-1)).sum(-1)
-
-
-def convert_logits(logits: Float[Tensor, "*shape vocab"], dtype: str | None) -> Float[Tensor, "*shape vocab"]:
-    """Convert logits to another type; finite values beyond its range are clamped, banned ids stay at -inf."""
-    if dtype is None:
-        return logits
-    target = getattr(torch, dtype)
-    limits = torch.finfo(target)
-    if limits.max < torch.finfo(logits.dtype).max:
-        logits = logits.clamp(limits.min, limits.max).where(logits > -math.inf, logits)
-    return logits.to(target)
+    return torch.special.entr(logits.double().softmax(-1)).sum(-1)
