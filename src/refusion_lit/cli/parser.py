@@ -87,6 +87,7 @@ def as_list(value: str | list[str]) -> list[str]:
 # Errors. jsonargparse refuses wrong options; the functions below make its message one line.
 
 _MIN_SIMILARITY = 0.75
+_MAX_LISTED = 20
 _UNKNOWN = re.compile(
     r"Option '(.+?)' is not accepted|(?:Subcommand '\w+'|Group '(.+?)') does not accept option '(.+?)'"
     r"|unrecognized arguments: --([^ =]+)"
@@ -175,7 +176,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     last_parts = {name.lower().rpartition(".")[2]: name for name in names}
     if close := get_close_matches(word.rpartition(".")[2], last_parts, n=1, cutoff=_MIN_SIMILARITY):
         return f"; did you mean {last_parts[close[0]]!r}?"
-    if not 0 < len(names) <= 30:
+    if not 0 < len(names) <= _MAX_LISTED:
         return "; --help lists them"
     return f"; choose one of {', '.join(sorted(names))}"
 
