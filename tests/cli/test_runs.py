@@ -70,6 +70,41 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
     ]
 
 
+def optimizer_rates(run: Path) -> tuple[list[float], list[float], list[float]]:
+    """Return base rates, current rates and weight decays of a run's last checkpoint."""
+    state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    groups = state["optimizer_states"][0]["param_groups"]
+    assert [group["initial_lr"] for group in groups] == state["lr_schedulers"][0]["base_lrs"]
+    lrs, decays = ([group[name] for group in groups] for name in ("lr", "weight_decay"))
+    return state["lr_schedulers"][0]["base_lrs"], lrs, decays
+
+
+@pytest.mark.filterwarnings("ignore:resumed with other options")
+def test_a_resumed_run_takes_the_optimizer_options_that_it_is_given(runs: Path) -> None:
+    run = runs / "quickstart" / "version_0"
+    constant = ["--model.schedule.final_lr_ratio=1", "--model.schedule.warmup_steps=0"]
+    options = ["--model.optimizer.lr=0.01", "--model.optimizer.weight_decay=0.5", *constant]
+    assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", *options]) == 0
+    assert optimizer_rates(run) == ([0.01, 0.01], [0.01, 0.01], [0.5, 0.0])
+
+
+def test_options_that_a_checkpoint_replaces_are_refused_and_not_recorded(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs / "quickstart" / "version_0"
+    scheduler = ["--model.lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR", "--model.lr_scheduler.T_max=9"]
+    before = (run / "environment.json").read_text()
+    for option, given in (
+        ("model.lr_scheduler", scheduler),
+        ("model.optimizer", ["--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.1"]),
+        ("model.backbone.source", ["--model.backbone.source=elsewhere"]),
+    ):
+        capsys.readouterr()
+        assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", *given]) == 2
+        assert f"{option}: expected" in capsys.readouterr().err
+        assert (run / "environment.json").read_text() == before
+
+
 def test_what_is_damaged_in_a_resumed_run_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runs / "quickstart" / "version_0"
     resumed = ["fit", f"--resume={run}", "--trainer.max_steps=6"]
@@ -95,8 +130,7 @@ def test_a_checkpoint_is_resumed_with_its_own_optimizer(
 ) -> None:
     run = runs / "quickstart" / "version_0"
     other = ["--trainer.max_steps=6", f"--model.optimizer=torch.optim.{optimizer}", "--model.optimizer.lr=0.1"]
-    with pytest.warns(UserWarning, match="resumed with other options"):
-        assert main(["fit", f"--resume={run}", *other]) == 2
+    assert main(["fit", f"--resume={run}", *other]) == 2
     assert fit(runs, "--run_version=other", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", *other) == 2
     line = f"model.optimizer: expected the optimizer of the checkpoint, got '{optimizer}'; give the one that wrote it"
     assert capsys.readouterr().err.count(line) == 2

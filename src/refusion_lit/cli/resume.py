@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.run_directory import PLACE
 from refusion_lit.reports.results import CONFIG
+from refusion_lit.training.resume import count_finished_epochs
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import read_text, read_yaml
 from refusion_lit.utils.require import require
@@ -112,8 +113,7 @@ def check_unfinished(path: Path, trainer: Namespace) -> int:
         NothingToDoError: If all steps or epochs are done.
     """
     checkpoint = read_checkpoint(path, mmap=True)
-    loop = checkpoint["loops"]["fit_loop"]
-    num_epochs = loop["epoch_progress"]["current"]["ready"] - (not loop["epoch_loop.batch_progress"]["is_last_batch"])
+    num_epochs = count_finished_epochs(checkpoint["loops"]["fit_loop"])
     for unit, number in (("steps", checkpoint["global_step"]), ("epochs", num_epochs)):
         limit = trainer[f"max_{unit}"]
         if limit is not None and 0 <= limit <= number:

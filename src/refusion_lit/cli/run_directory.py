@@ -140,6 +140,16 @@ class SaveRun(SaveConfigCallback):
         self.save_to_log_dir = False  # save_config does
         # Where this run landed is no part of what it did: the config of a training is given to a test, too.
         self.config.run_version = None
+        self._changed: dict[str, object] = {}
+        self._unwritten: dict[str, object] | None = None
+        if self._is_resumed:
+            before = read_yaml(self.directory / CONFIG, "resume")
+            now = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            changes = [each for each in differences(before, now) if each[0].rpartition(".")[2] not in _UNCOMPARED]
+            self._changed = {name: after for name, _, after in changes}
+            for name, old, new in changes if stage == "fit" else ():
+                fix = "leave it out, or start a new run"
+                require(name not in _RESTORED, name, f"{old}, whose weights the checkpoint has replaced", new, fix)
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -149,21 +159,31 @@ class SaveRun(SaveConfigCallback):
         text = self.parser.dump(self.config, skip_none=False)
         if self._is_resumed:  # by another command; the one that started the run stays
             before = read_object(self.directory / ENVIRONMENT) or described
-            found = differences(read_yaml(self.directory / CONFIG, "resume"), yaml.safe_load(text))
-            changed = {name: now for name, _, now in found if name.rpartition(".")[2] not in _UNCOMPARED}
-            resumed = {"command": described["command"], "changed": changed}
+            resumed = {"command": described["command"], "changed": self._changed}
             described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
-            names = sorted(changed.keys() - _LENGTHS)
-            if names and stage == "fit":  # the others refuse what would change their predictions
-                kept = f"{CONFIG} keeps those of its start, {ENVIRONMENT} has the change"
-                rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
-        write_json_atomically(self.directory / ENVIRONMENT, described)
+        if self._is_resumed and stage == "fit":
+            self._unwritten = described  # until training has taken the options
+        else:
+            write_json_atomically(self.directory / ENVIRONMENT, described)
         if not self._is_resumed:
             write_atomically(self.directory / CONFIG, text)
         pl_module.evaluation.config = read_config(self.directory)
         pl_module.evaluation.environment = described
 
+    def on_train_batch_start(self, *_: object) -> None:
+        """Record that a run is resumed, once no option is refused any more."""
+        if self._unwritten is None:
+            return
+        write_json_atomically(self.directory / ENVIRONMENT, self._unwritten)
+        self._unwritten = None
+        names = sorted(self._changed.keys() - _LENGTHS)
+        if names:
+            kept = f"{CONFIG} keeps the options of its start, {ENVIRONMENT} has the change"
+            rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
 
+
+_RESTORED = {f"model.backbone.{name}" for name in ("source", "revision", "draft")}
+"""Options that a checkpoint's weights replace."""
 _UNCOMPARED = {"ckpt_path", "resume", *PLACE}
 """Where a run lands and what it resumes from; no part of what it does."""
 _LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}

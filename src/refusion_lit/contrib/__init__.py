@@ -18,7 +18,12 @@ def _fits_card(traits: ModelTraits) -> bool:
     return traits.attention == "causal" and "mask_shifted" in predictions and not predictions & others
 
 
-register_decoder(D2F, lambda traits: D2F(block_size=traits.block_size) if traits.prompt_is_block else None)
+def _default_d2f(traits: ModelTraits) -> D2F | None:
+    """Return the decoder for block-causal models whose prompt is one block."""
+    return D2F(block_size=traits.block_size) if traits.prompt_is_block and traits.block_size is not None else None
+
+
+register_decoder(D2F, _default_d2f)
 register_decoder(SetDiffusion, lambda traits: SetDiffusion() if "isolated_mask" in (traits.predictions or ()) else None)
 register_decoder(CARD, lambda traits: CARD() if _fits_card(traits) else None)
 

@@ -233,16 +233,18 @@ def _from_messages(row: DataRow, identity: str, name: str) -> Example:
             "correct the field (content may be null beside tool_calls)."
         )
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
+    if last == 0:
+        raise ValueError(
+            f"{row.location}: expected an assistant turn after another turn, got none; add one to {name!r}."
+        )
     for key in ("tool_calls", "reasoning_content", "function_call"):
         expected = f"an answer without {key}: only the text of the last assistant turn is trained"
         require(not turns[last].get(key), f"{row.location}: {name}", expected, turns[last].get(key), f"remove {key}")
     weight = turns[last].get("weight")
     expected = "a weight of 1 or none for the last assistant turn, which is trained"
     require(weight in (None, 1), f"{row.location}: {name}", expected, weight, "remove the row")
-    if last == 0 or not (turns[last]["content"] or "").strip():
-        raise ValueError(
-            f"{row.location}: expected an assistant turn with text after another turn, got none; add one to {name!r}."
-        )
+    if not (turns[last]["content"] or "").strip():
+        raise ValueError(f"{row.location}: expected text in the last assistant turn of {name!r}, got none; write it.")
     for turn in turns[: last + 1]:
         row.check_unicode(name, json.dumps(turn, ensure_ascii=False))
     tools = row.require_values().get("tools")

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from refusion_lit.contrib.rl.likelihood import Answers, LaidOut, Likelihood, NextToken
@@ -74,7 +74,9 @@ class GroupPolicy(Objective):
         num_updates: Updates per roll-out (mu), at least 1; batches between roll-outs are not used. A step with a
             different number of micro-batches, such as the last step in an epoch, starts a new roll-out early.
         max_new_tokens: Length limit of answers, EOS included, at least 1; replaces the limit in ``model.sampling``.
-            Longer answers have reward 0.
+        overlong: Reward of answers that are cut at the length limit. ``lowest``: the lowest reward of their group.
+            ``drop``: they are left out of their group, as NaN rewards are. ``zero``: 0, which penalises them only if
+            other rewards are above 0.
 
     >>> from refusion_lit.contrib.rl import LeftToRight
     >>> objective = GroupPolicy(likelihood=LeftToRight(slot_size=8), group_size=16)
@@ -103,6 +105,7 @@ class GroupPolicy(Objective):
     kl_weight: float = 0.0
     num_updates: int = 1
     max_new_tokens: int = 128
+    overlong: Literal["lowest", "drop", "zero"] = "lowest"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,6 +226,27 @@ class GroupPolicy(Objective):
             return by_sample
         assert corrupted.lengths is not None
         return by_sample.sum(1, keepdim=True) / corrupted.lengths[:, None]
+
+
+def replace_overlong_rewards(
+    rewards: Float[Tensor, "prompt answer"],
+    is_overlong: Bool[Tensor, "prompt answer"],
+    overlong: Literal["lowest", "drop", "zero"],
+) -> Float[Tensor, "prompt answer"]:
+    """Return the rewards of groups, with other rewards for answers that were cut at the length limit.
+
+    Args:
+        rewards: Rewards of each prompt's answers; NaN rewards stay NaN.
+        is_overlong: Whether an answer was cut.
+        overlong: See :class:`GroupPolicy`.
+
+    >>> rewards = torch.tensor([[-2.0, -1.0, -3.0]])
+    >>> replace_overlong_rewards(rewards, torch.tensor([[False, True, False]]), "lowest")
+    tensor([[-2., -3., -3.]])
+    """
+    lowest = rewards.nan_to_num(nan=torch.inf).amin(1, keepdim=True)
+    value = {"lowest": lowest, "drop": torch.full_like(lowest, torch.nan), "zero": torch.zeros_like(lowest)}[overlong]
+    return rewards.where(~is_overlong | rewards.isnan(), value)
 
 
 def group_advantages(rewards: Float[Tensor, "prompt answer"], *, scale: bool) -> Float[Tensor, "prompt answer"]:

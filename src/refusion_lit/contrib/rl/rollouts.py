@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.contrib.rl.likelihood import Answers, LaidOut
-from refusion_lit.contrib.rl.objective import GroupPolicy, Reward, group_advantages
+from refusion_lit.contrib.rl.objective import GroupPolicy, Reward, group_advantages, replace_overlong_rewards
 from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.data.batches import collate_responses
 from refusion_lit.data.examples import EncodedExample, load_examples
@@ -85,7 +84,8 @@ class Rollouts(StepSource):
         Raises:
             ValueError: If an option is impossible.
         """
-        data, model = module.trainer.datamodule, module.text_model()
+        data = module.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue] - Lightning sets it
+        model = module.text_model()
         expected = "the data of an InstructionDataModule, which names the task"
         require(isinstance(data, InstructionDataModule), "datamodule", expected, data, "pass it to the trainer")
         options = self.objective
@@ -180,30 +180,31 @@ class Rollouts(StepSource):
         update_seconds = started - self._finished if self._finished else 0.0
         parts = [_prompts(batch) for batch in step]
         groups = self._decoded([prompt for part in parts for prompt in part], number)
-        self.figures = self._figures(groups)
+        self.figures = self._figures(list(groups.values()))
         self._finished = time.perf_counter()
         self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
-        remaining = iter(groups)
-        return [self._batch(list(islice(remaining, len(part)))) for part in parts]
+        return [self._batch([groups[prompt.id] for prompt in part]) for part in parts]
 
-    def _decoded(self, prompts: Sequence[Prompt], number: int) -> list[list[_Answer]]:
-        """Return a group of rewarded answers for each prompt."""
+    def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
+        """Return a group of rewarded answers for each prompt, by the prompt's id."""
         size = self.objective.group_size
         copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in prompts for i in range(size)]
         recorder = TrajectoryRecorder(self._decoder)
         # The last part of the key once counted repeated roll-outs. It stays, so that old runs decode the same answers.
         sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, number, 0))
         rows = self.evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
-        rewards = self._rewarded([prompt for prompt in prompts for _ in range(size)], rows)
+        totals = self._rewarded([prompt for prompt in prompts for _ in range(size)], rows)
         trajectories = [recorder.trajectories[index] for index in range(len(rows))]
-        by_group = torch.tensor(rewards, dtype=torch.float64).view(-1, size)
-        advantages = group_advantages(by_group, scale=self.objective.scale_rewards)
-        columns = (rows, trajectories, rewards, advantages.flatten().tolist())
+        rewards = torch.tensor(totals, dtype=torch.float64).view(-1, size)
+        is_overlong = torch.tensor([row.finish_reason == "length" for row in rows]).view(-1, size)
+        rewards = replace_overlong_rewards(rewards, is_overlong, self.objective.overlong)
+        advantages = group_advantages(rewards, scale=self.objective.scale_rewards)
+        columns = (rows, trajectories, rewards.flatten().tolist(), advantages.flatten().tolist())
         answers = [_Answer(*parts) for parts in zip(*columns, strict=True)]
-        return [answers[i : i + size] for i in range(0, len(answers), size)]
+        return {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(prompts)}
 
     def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
-        """Return weighted sums of rewards by answer; 0 for answers at the length limit, NaN for dropped answers."""
+        """Return weighted sums of rewards by answer; NaN for dropped answers."""
         examples = [self._example(prompt.id) for prompt in prompts]
         texts = [row.text for row in rows]
         totals = [0.0] * len(rows)
@@ -216,8 +217,7 @@ class Rollouts(StepSource):
                 warnings.warn(f"{name}.rewards: all of a roll-out are {what}; such answers teach nothing", stacklevel=2)
             weight = reward.weight if isinstance(reward, Reward) else 1.0
             totals = [total + weight * value for total, value in zip(totals, values, strict=True)]
-        is_overlong = [row.finish_reason == "length" for row in rows]
-        return [0.0 if cut and not math.isnan(total) else total for cut, total in zip(is_overlong, totals, strict=True)]
+        return totals
 
     def _example(self, name: str) -> Example:
         """Return a training example by id; for speed, first by the index that ends most ids."""
