@@ -29,8 +29,8 @@ def library_states(
     """Run a transformer without its head; for arguments see :meth:`LanguageModel.hidden_states`.
 
     Raises:
-        ValueError: If positions with an explicit mask reach beyond a sliding ``window``, a drafter's mask (``draft_token_ids``) is among the tokens, or the attention implementation
-            cannot take the mask.
+        ValueError: If positions with an explicit mask reach beyond a sliding ``window``, a drafter's mask
+            (``draft_token_ids``) is among the tokens, or the attention implementation cannot take the mask.
     """
     if window is not None and attention_mask is not None:
         length = int(position_ids.max()) + 1
