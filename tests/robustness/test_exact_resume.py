@@ -226,7 +226,7 @@ def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path
     args = ["fit", f"--resume={run}", "--trainer.max_steps=9"]
     assert finished(start(args, tmp_path / "log", interrupt)) == 130
     said = (tmp_path / "log").read_text()
-    assert "stopped by SIGINT after step 3; saved" in said
+    assert said.index("again to stop at once") < said.index("stopped by SIGINT after step 3; saved")
     assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in said
 
 

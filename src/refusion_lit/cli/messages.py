@@ -1,4 +1,4 @@
-"""Warnings and errors on the terminal: one line each, without advertisements and without tracebacks."""
+"""Print warnings and errors on a single line, without tracebacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from refusion_lit.utils.errors import NothingToDoError, place_in_own_code
 
 
 def show_warnings() -> None:
-    """Print each warning of this process once, as one line."""
+    """Print warnings on a single line, and equal warnings once."""
     shown: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
