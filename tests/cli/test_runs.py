@@ -70,6 +70,22 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
     ]
 
 
+def test_a_precision_of_a_file_that_the_processor_is_slow_in_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    overlay = tmp_path / "mixed.yaml"
+    overlay.write_text("trainer: {precision: bf16-mixed}")
+    options = ["--config", str(overlay), "--trainer.max_steps=1"]
+    assert fit(tmp_path, *options, "--run_version=file") == 0
+    assert "trainer.precision: 32-true" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match=r"trainer\.precision: expected 32-true"):
+        assert fit(tmp_path, *options, "--run_version=line", "--trainer.precision=bf16-mixed") == 0
+    for version, precision in (("file", "32-true"), ("line", "bf16-mixed")):
+        config = yaml.safe_load((tmp_path / "quickstart" / version / "config.yaml").read_text())
+        assert config["trainer"]["precision"] == precision
+
+
 def optimizer_rates(run: Path) -> tuple[list[float], list[float], list[float]]:
     """Return base rates, current rates and weight decays of a run's last checkpoint."""
     state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)

@@ -28,11 +28,13 @@ from refusion_lit.cli import resume, run_directory
 from refusion_lit.cli.parser import PARSER_ERRORS, OneLineParser, allow_bare_flags, explain_error, locate
 from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.modeling.load import default_device
 from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.plugins import load_plugins
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
+from refusion_lit.training.optimizer import is_slow_precision
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require, require_at_least
 
@@ -205,6 +207,8 @@ class RefusionCLI(LightningCLI):
             if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(config.num_threads)
         _check_trainer(config.trainer)
+        if "--trainer.precision" not in self._named:
+            _choose_precision(config.trainer)
         limit = {"validate": "limit_val_batches"}.get(str(self.subcommand), f"limit_{self.subcommand}_batches")
         has_batches = config.trainer.get(limit) != 0  # a fit has another limit, and says so if no step is done
         require(has_batches, f"trainer.{limit}", "some batches", 0, "leave it out for all")
@@ -337,6 +341,18 @@ def _check_trainer(trainer: Namespace) -> None:
     expected = "a number of batches of at least 1, a fraction of an epoch above 0, or a time"
     is_positive = not isinstance(interval, int | float) or interval > 0
     require(is_positive, "trainer.val_check_interval", expected, interval, "leave it out for once an epoch")
+
+
+def _choose_precision(trainer: Namespace) -> None:
+    """Replace a 16-bit precision of a config file by 32-true where the processor has no instructions for it.
+
+    Config files are recipes for several machines. A precision on the command line stays.
+    """
+    uses_cpu = trainer.accelerator == "cpu" or (trainer.accelerator == "auto" and default_device() == "cpu")
+    if uses_cpu and is_slow_precision(str(trainer.precision), torch.device("cpu")):
+        text = f"trainer.precision: 32-true, as this processor has no instructions for {trainer.precision}"
+        sys.stderr.write(f"{text}; give --trainer.precision={trainer.precision} to keep it\n")
+        trainer.precision = "32-true"
 
 
 def _use_source(config: Namespace, source: str) -> None:

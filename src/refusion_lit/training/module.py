@@ -106,7 +106,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.validation = Validation(objective, self.progress)
         self.step_source = make_step_source(objective, self.evaluation, seed)
         self._is_resumed = False
-        self._optimizer_options: dict[str, Any] | None = None
+        self._optimizer_options: dict[str, Any] = {}
         self._restored_options: dict[str, Any] | None = None
 
     def configure_model(self) -> None:

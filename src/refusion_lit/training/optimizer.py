@@ -156,13 +156,23 @@ def warn_of_lost_updates(optimizer: Optimizer) -> None:
         )
 
 
+def is_slow_precision(precision: str, device: torch.device) -> bool:
+    """Return whether a device is a processor without instructions for the type that a precision computes in."""
+    dtype = _compute_dtype(precision)
+    return decoding_dtype({"dtype": dtype}, device) != dtype
+
+
+def _compute_dtype(precision: str) -> str:
+    return "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"
+
+
 def warn_of_slow_precision(precision: str, device: torch.device) -> None:
     """Warn where a processor has no instructions for the type to compute in, and needs many times as long with it."""
-    dtype = "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"
-    if decoding_dtype({"dtype": dtype}, device) != dtype:
+    if is_slow_precision(precision, device):
         rank_zero_warn(
-            f"trainer.precision: expected 32-true on this processor, which has no instructions for {dtype}, got "
-            f"{precision}, which takes many times as long. Set it to 32-true, or use a GPU."
+            "trainer.precision: expected 32-true on this processor, which has no instructions for "
+            f"{_compute_dtype(precision)}, got {precision}, which takes many times as long. Set it to 32-true, or use "
+            "a GPU."
         )
 
 
