@@ -58,10 +58,7 @@ def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(
     shutil.copytree(EXAMPLES.parents[1] / "tests" / "goldens" / "models" / "additions-clean", tmp_path / "exported")
     monkeypatch.chdir(tmp_path)
     assert main(args) == 2
-    assert (
-        "got one_shot.OneShot (No module named 'one_shot'); run in its module's directory with PYTHONPATH=., "
-        in capsys.readouterr().err
-    )
+    assert "No module named 'one_shot'" in capsys.readouterr().err
     source = str(Path(refusion_lit.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": f"{setting.partition('=')[2]}:{source}"}
     # -P: as with the installed command, the directory that a user runs it in is not searched for modules.
