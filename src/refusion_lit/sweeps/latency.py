@@ -76,7 +76,8 @@ def _entrants(folder: Path, results: Mapping[str, Any], point: Point) -> dict[st
     for name, options in results["decoders"].items():
         if results["mismatches"].get(name):
             continue
-        decoder = find_class(Decoder, options["class"])(**{n: v for n, v in options.items() if n != "class"})
+        decoder_class: Any = find_class(Decoder, options["class"])
+        decoder = decoder_class(**{n: v for n, v in options.items() if n != "class"})
         lines = (folder / "test" / f"predictions_{name}.jsonl").read_text(encoding="utf-8").splitlines()
         prompts = [
             Prompt(token_ids=tuple(model.encode(line["prompt"])), id=str(line["id"])) for line in map(json.loads, lines)

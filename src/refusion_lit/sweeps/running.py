@@ -67,6 +67,7 @@ def run(
     if directory.exists() and any(directory.iterdir()) and not resume:
         raise ValueError(f"directory: expected a new directory, got {directory}, which exists; add --resume.")
     sweep.launcher.check()
+    latency = None
     if sweep.latency is not None:
         from refusion_lit.evaluation.latency import LatencyOptions  # imports torch
 
@@ -93,7 +94,7 @@ def run(
             _print_line(console, f"{num_finished} of {len(points)} points are already finished")
         try:
             _launch(sweep, unfinished, console)
-            if sweep.latency is not None:
+            if latency is not None:
                 from refusion_lit.sweeps.latency import measure_points
 
                 finished = {_folder(directory, point): point for point in points if is_finished(directory, point)}
@@ -263,7 +264,7 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
         for decoder, figures in (without_speeds(results).get("results") or {None: {}}).items():
             reasons = "; ".join((results.get("mismatches") or {}).get(decoder, [])) if figures else None
             options = (results.get("decoders") or {}).get(decoder) or {}
-            speeds = read_latency(results).get(decoder) if figures else None
+            speeds = read_latency(results).get(decoder) if figures and decoder else None
             row = {**common, "decoder": decoder, "class": options.get("class"), "mismatch": reasons, **figures}
             rows.append({**row, "latency": speeds} if speeds else row)
     columns = list(dict.fromkeys(name for row in rows for name in row))
