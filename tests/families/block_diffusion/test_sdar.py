@@ -14,7 +14,7 @@ from refusion_lit.decoding import BlockDiffusion, Generation, decode
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import prompts
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import EOS, MASK, PAD, SPECIAL, VOCAB, tiny_backbone, tiny_qwen
 from support.slow_decoding import best_allowed, cut
 
