@@ -13,7 +13,7 @@ from rich.console import Console
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser, order_line
-from refusion_lit.cli.parser import Setup, sampling_of
+from refusion_lit.cli.model_options import Setup, build_sampling
 from refusion_lit.types import DecodingOptions
 from traces.samples import plan_and_verify
 
@@ -34,7 +34,7 @@ def make_chat(template: str | None, *args: str) -> Chat:
         parser.parse_args([f"--ckpt_path={MODEL}", "--max_new_tokens=16", "--decoder=ReFusion", *args])
     )
     return Chat(
-        Setup(model, options.decoder, sampling_of(options), DecodingOptions()),
+        Setup(model, options.decoder, build_sampling(options), DecodingOptions()),
         options.system,
         Console(file=io.StringIO(), width=200),
     )

@@ -14,8 +14,7 @@ import pytest
 import refusion_lit
 from cli.conftest import KEYS, REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.cli.answers import read_prompts
-from refusion_lit.cli.generate import build_parser
+from refusion_lit.cli.generate import build_parser, read_prompts
 from refusion_lit.cli.score import write_predictions
 from refusion_lit.decoding import ReFusion
 from refusion_lit.evaluation.predictions import PredictionsFile
@@ -99,7 +98,7 @@ def test_a_boolean_option_alone_means_true() -> None:
     parsed = build_parser().parse(["--batch_invariant", "--ckpt_path=x", "--share_prefixes", "false", "--resume"])
     found = [parsed[name] for name in ("batch_invariant", "share_prefixes", "resume", "overwrite")]
     assert found == [True, False, True, False]
-    with pytest.raises(ValueError, match=r"^overwrite: expected true or false, got 5"):
+    with pytest.raises(ValueError, match=r"^overwrite: expected bool"):
         build_parser().parse(["--ckpt_path=x", "--overwrite", "5"])
 
 
@@ -132,7 +131,7 @@ def test_generate_cuts_at_stop_strings(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.CaptureFixture[str]) -> None:
-    from refusion_lit.cli.generate import Stream
+    from refusion_lit.cli.generate import AnswerStream
     from refusion_lit.decoding import RowState
     from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
@@ -143,7 +142,7 @@ def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.
         sampling=SamplingParams(max_new_tokens=8, stop=(" STOP",)),
         special_tokens=special,
     )
-    stream = Stream(lambda ids, **_: "".join(map(chr, ids)), state.sampling, "ReFusion")
+    stream = AnswerStream(lambda ids, **_: "".join(map(chr, ids)), state.sampling, "ReFusion")
     printed = ""
     for place, character in enumerate(text):
         state.commit([place], [ord(character)])

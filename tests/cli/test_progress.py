@@ -15,10 +15,10 @@ from rich.console import Console
 
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
+from refusion_lit.cli.decoding_progress import DecodingProgress
 from refusion_lit.cli.messages import show_warnings
-from refusion_lit.cli.progress import AnswerProgress
-from refusion_lit.cli.progress_bar import RunProgress
 from refusion_lit.cli.trainer import show_own_logs
+from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.decoding import Autoregressive, GenerationCallback, ReFusion
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -51,12 +51,12 @@ def test_answers_tokens_and_time_are_counted_within_a_batch() -> None:
 
     model = refusion_lit.load(MODEL)
     seen: list[tuple[int, int]] = []
-    progress = AnswerProgress(Console(file=Terminal(), force_terminal=True))
+    progress = DecodingProgress(Console(file=Terminal(), force_terminal=True))
 
     class After(GenerationCallback):
         def on_commit(self, index: int, state: object) -> None:
             pace = progress.paces["ar"]
-            seen.append((pace.answers, pace.tokens))
+            seen.append((pace.num_answers, pace.num_tokens))
 
     watch = progress.watch("ar", len(PROMPTS))
     rows = model.generate(
@@ -64,19 +64,19 @@ def test_answers_tokens_and_time_are_counted_within_a_batch() -> None:
     )
     progress.stop()
     pace = progress.paces["ar"]
-    assert pace.answers == 4
-    assert pace.tokens == sum(row.num_tokens for row in rows)
-    assert [tokens for _, tokens in seen] == list(range(1, pace.tokens + 1))  # token by token
+    assert pace.num_answers == 4
+    assert pace.num_tokens == sum(row.num_tokens for row in rows)
+    assert [tokens for _, tokens in seen] == list(range(1, pace.num_tokens + 1))  # token by token
     assert len({answers for answers, _ in seen}) > 2  # answers of one batch end one by one
-    assert float(pace.rate().split()[0].replace(",", "")) == pytest.approx(pace.tokens / pace.seconds, abs=1)
+    assert float(pace.rate().split()[0].replace(",", "")) == pytest.approx(pace.num_tokens / pace.seconds, abs=1)
 
 
 def test_tokens_after_the_end_are_not_counted() -> None:
     import refusion_lit
 
-    model, progress = refusion_lit.load(MODEL), AnswerProgress(Console(file=io.StringIO()))
+    model, progress = refusion_lit.load(MODEL), DecodingProgress(Console(file=io.StringIO()))
     rows = model.generate(PROMPTS, decoder=ReFusion(), max_new_tokens=64, callbacks=[progress.watch("a", 4)])
-    assert progress.paces["a"].tokens == sum(row.num_tokens for row in rows)
+    assert progress.paces["a"].num_tokens == sum(row.num_tokens for row in rows)
 
 
 def test_generate_has_a_bar_and_a_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_training_without_a_loss_to_show_ends_with_a_plain_line(
 
 
 def test_other_processes_show_nothing() -> None:
-    bar = RunProgress()
+    bar = TrainerProgress()
     bar.disable()
     assert bar.watch("a", 3) == []
     bar.enable()

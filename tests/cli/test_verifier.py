@@ -19,7 +19,7 @@ import refusion_lit
 from refusion_lit.checkpoints.models import pair
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat, build_parser
-from refusion_lit.cli.parser import Setup, sampling_of
+from refusion_lit.cli.model_options import Setup, build_sampling
 from refusion_lit.contrib import APD
 from refusion_lit.contrib.apd import PairedModel
 from refusion_lit.decoding import decode
@@ -90,7 +90,7 @@ def test_the_context_of_a_chat_is_the_shorter_one() -> None:
         ["--ckpt_path=any", "--decoder=APD", f"--verifier={ADDITIONS}", "--max_new_tokens=16"]
     )
     chat = Chat(
-        Setup(model, options.decoder, sampling_of(options), DecodingOptions()), None, Console(file=io.StringIO())
+        Setup(model, options.decoder, build_sampling(options), DecodingOptions()), None, Console(file=io.StringIO())
     )
     chat.turns = [("2" * 20, "3" * 20)]
     chat.ask("12+34")

@@ -3,9 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jsonargparse import Namespace
 
-from refusion_lit.cli.answers import template_of
+from refusion_lit.cli.generate import read_template
 from refusion_lit.data.evaluation import encode_given
 from refusion_lit.data.templates import Template
 from refusion_lit.data.tokenizers import CharacterTokenizer
@@ -81,9 +80,9 @@ def test_holes_out_of_order_or_outside_the_text_are_refused(spans: tuple[tuple[i
 def test_a_file_loses_one_line_break_at_its_end(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("a{{2}}\n\n")
-    assert template_of(Namespace(template=str(path))) == "a{{2}}\n"
+    assert read_template(str(path)) == "a{{2}}\n"
     path.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="is not UTF-8 text"):
-        template_of(Namespace(template=str(path)))
+        read_template(str(path))
     with pytest.raises(ValueError, match=r"template: .*file"):
-        template_of(Namespace(template=str(tmp_path / "none")))
+        read_template(str(tmp_path / "none"))

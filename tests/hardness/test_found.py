@@ -10,8 +10,8 @@ import pytest
 
 from cli.conftest import QUICKSTART
 from hardness.malformed import nested
-from refusion_lit.cli.answers import read_prompts
-from refusion_lit.cli.given import options_given
+from refusion_lit.cli.generate import read_prompts
+from refusion_lit.cli.lightning import parse_only
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.reports.runs import read_runs
 from refusion_lit.utils.files import meta_path, read_yaml
@@ -127,16 +127,18 @@ def test_yaml_without_options_is_refused(tmp_path: Path, content: bytes, message
     with pytest.raises(ValueError, match=rf"^base: .*{message}") as refused:
         read_yaml(path, "base")
     assert str(path) in str(refused.value)
+    cli = parse_only("fit")
     with pytest.raises(ValueError, match=r"model.decoders.x: .*x\.yaml"):
-        options_given([f"--model.decoders.x={path}"])
+        cli.parse(cli.parser, ["fit", f"--model.decoders.x={path}"])
 
 
 @pytest.mark.parametrize("content", [b"data: \xe9", b"data: !!timestamp x"])
 def test_an_invalid_config_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
+    cli = parse_only("fit")
     with pytest.raises(ValueError, match=r"config: .*x\.yaml is not"):
-        options_given(["--config", QUICKSTART, f"--config={path}"])
+        cli.parse(cli.parser, ["fit", "--config", QUICKSTART, f"--config={path}"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from cli.conftest import REPOSITORY
 from hardness.malformed import NUM_EXAMPLES, PHASES, damaged, outcome
-from refusion_lit.cli.given import options_given
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.sweep import read_sweep
 from refusion_lit.utils.files import read_yaml
@@ -64,11 +63,12 @@ def test_a_config_of_a_run(cli: RefusionCLI, path: Path, content: bytes, command
     outcome(lambda: cli.parse(cli.parser, [command, f"--config={path}"]))
 
 
-@FUZZ
+@settings(FUZZ, max_examples=max(NUM_EXAMPLES // 5, 3))
 @given(content=yamls((CONFIGS / "decoder" / "refusion.yaml").read_bytes()))
-def test_a_component(path: Path, content: bytes) -> None:
+def test_a_component(cli: RefusionCLI, path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    outcome(lambda: options_given([f"--model.decoders.x={path}"]))
+    config = f"--config={CONFIGS / 'quickstart.yaml'}"
+    outcome(lambda: cli.parse(cli.parser, ["fit", config, f"--model.decoders.x={path}"]))
 
 
 @FUZZ

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
-from refusion_lit.cli.answers import read_prompts
+from refusion_lit.cli.generate import read_prompts
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.tasks import InstructionFiles
 from refusion_lit.utils.files import meta_path

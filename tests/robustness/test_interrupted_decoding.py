@@ -246,9 +246,9 @@ def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
     assert main([*args, f"--output={whole}"]) == 0
 
     def interrupt() -> None:
-        from refusion_lit.cli.answers import _Answers
+        from refusion_lit.cli.generate import AnswerWriter
 
-        on_finished, count = _Answers.on_finished, 0
+        on_finished, count = AnswerWriter.on_finished, 0
 
         def interrupted(self: Any, index: int, generation: Any) -> None:
             nonlocal count
@@ -257,7 +257,7 @@ def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
             if count == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        _Answers.on_finished = interrupted
+        AnswerWriter.on_finished = interrupted
 
     assert finished(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
     assert "refusion-lit: error: interrupted" in (tmp_path / "log").read_text()

@@ -1,4 +1,4 @@
-"""The command line. Help is printed from files, and a command imports only what it needs."""
+"""The command line. A command imports only what it needs, because torch and Lightning take seconds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,45 @@ from pathlib import Path
 
 from refusion_lit.version import __version__
 
-_NAMES = ("generate", "serve", "chat", "trace", "score", "evaluate", "export", "sweep", "init", "report")
-OWN = {**{name: f"{name}.run" for name in _NAMES}, "import-gguf": "export.import_gguf"}
-"""Module and function of the commands that do not need Lightning."""
-_HELP = Path(__file__).with_name("help")
-"""Pages that ``docs/help_pages.py`` renders, as the parsers need imports of seconds."""
-_TRAINER = ("fit", "validate", "test", "predict")
+_USAGE = """\
+usage: refusion-lit COMMAND [OPTIONS]
+
+  fit          train a model                        refusion-lit fit --config configs/quickstart.yaml
+  validate     validation loss of a checkpoint
+  test         decode a test set with every decoder named in the config, and print them side by side
+  predict      write predictions as JSON lines
+  generate     answer prompts from a checkpoint, a directory or a hub id
+  serve        serve a model over HTTP: OpenAI's API, and a page to chat on
+  chat         talk to a model and see in which order it decodes
+  trace        watch a decode, forward by forward; writes an HTML page
+  report       compare finished tests: a page, plots, a table
+  score        score a predictions file again       refusion-lit score FILE --task Gsm8k --task.test DATA
+  evaluate     run tasks of the lm-evaluation-harness
+  export       turn a checkpoint into a Hugging Face directory
+  import-gguf  turn a GGUF file (llama.cpp) into a Hugging Face directory
+  sweep        run a grid or a list of options, and gather the results
+  init         copy the example configs into a directory
+
+`refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
+"""
+
+COMMANDS = {
+    "generate": "generate.run",
+    "serve": "serve.run",
+    "chat": "chat.run",
+    "trace": "trace.run",
+    "report": "report.run",
+    "score": "score.run",
+    "evaluate": "evaluate.run",
+    "export": "export.run",
+    "import-gguf": "export.import_gguf",
+    "sweep": "sweep.run",
+    "init": "init.run",
+}
+"""Module and function of the commands without a Lightning Trainer."""
+
+TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+"""Subcommands of LightningCLI."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -28,45 +61,45 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     argv = list(args if args is not None else sys.argv[1:])
     if args is None:
-        from refusion_lit.cli.messages import show_warnings
-
-        show_warnings()
-        sys.stdin = sys.stdin or Path("/dev/null").open()  # noqa: SIM115 - None is a closed one
-        sys.stdout = sys.stdout or Path("/dev/null").open("w")  # noqa: SIM115
-        # A name or an answer that the terminal's encoding lacks must not end a command that has done its work.
-        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - a TextIOWrapper
+        _prepare_process()
     try:
         try:
             return _run(argv[0] if argv else "", argv[1:])
         finally:
-            sys.stdout.flush()  # while an error can still be told
+            sys.stdout.flush()  # here, because an error of the flush can still be reported
+    except SystemExit as stopped:  # argparse has printed the help
+        return int(stopped.code or 0)
     except (ValueError, OSError, KeyboardInterrupt) as error:
-        from refusion_lit.cli.messages import tell_failure
+        from refusion_lit.cli.messages import print_failure
 
-        return tell_failure(error)
+        return print_failure(error)
 
 
-def _run(command: str, rest: list[str]) -> int:
+def _prepare_process() -> None:
+    """Replace closed standard streams, and print warnings on one line."""
+    from refusion_lit.cli.messages import show_warnings
+
+    show_warnings()
+    sys.stdin = sys.stdin or Path("/dev/null").open()  # noqa: SIM115 - None is a closed stream
+    sys.stdout = sys.stdout or Path("/dev/null").open("w")  # noqa: SIM115
+    # A character that the terminal's encoding lacks must not end a command that has done its work.
+    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - a TextIOWrapper
+
+
+def _run(command: str, args: list[str]) -> int:
     if command in ("", "-h", "--help"):
-        print(Path(__file__).with_name("usage.txt").read_text(encoding="utf-8"), end="")
+        print(_USAGE, end="")
         return 0 if command else 2
     if command == "--version":
         print(f"refusion-lit {__version__}")
         return 0
-    if command in (*OWN, *_TRAINER) and not {"-h", "--help", "--help=all"}.isdisjoint(rest):
-        pages = [command]
-        if command in _TRAINER:
-            pages += ["shared", "trainer"] if "--help=all" in rest else ["shared"]
-        print("".join((_HELP / f"{page}.txt").read_text(encoding="utf-8") for page in pages), end="")
-        return 0
-    if command in OWN:
-        module, _, function = OWN[command].partition(".")
-        return getattr(import_module(f"refusion_lit.cli.{module}"), function)(rest)
-    if command in _TRAINER:
+    if command in COMMANDS:
+        module, _, function = COMMANDS[command].partition(".")
+        return getattr(import_module(f"refusion_lit.cli.{module}"), function)(args)
+    if command in TRAINER_COMMANDS:
         from refusion_lit.cli.trainer import run
 
-        return run(command, rest)
-    from refusion_lit.cli.usage_errors import nearest
+        return run(command, args)
+    from refusion_lit.cli.parser import suggest
 
-    suggestion = nearest(command, [*_TRAINER, *OWN]) or "; `refusion-lit --help` lists the commands"
-    raise ValueError(f"unknown command {command!r}{suggestion}")
+    raise ValueError(f"unknown command {command!r}{suggest(command, [*TRAINER_COMMANDS, *COMMANDS])}")

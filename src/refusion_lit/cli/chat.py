@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from refusion_lit.cli.parser import OneLineParser, Setup, add_decoding_options, add_model_options, setup_of
+from refusion_lit.cli.model_options import ModelParser, Setup, add_decoding_options, add_model_options, load_setup
 from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.text_model import TextModel
@@ -26,9 +26,9 @@ order: [2]12[1]+34 below an answer says that forward 2 decoded "12" and forward 
 """
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> ModelParser:
     """Return the parser of ``chat``."""
-    parser = OneLineParser(prog="refusion-lit chat", description="Talk to a model; /help lists its commands.")
+    parser = ModelParser(prog="refusion-lit chat", description="Talk to a model; /help lists its commands.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--system", type=str | None, default=None, help="system message, for chat templates with one")
     add_decoding_options(parser, "allow_mismatch")
@@ -43,7 +43,7 @@ def run(args: list[str]) -> int:
         ValueError: If an option or the model is wrong; a wrong line of the conversation is only reported.
     """
     options = build_parser().parse(args)
-    setup = setup_of(options)
+    setup = load_setup(options)
     setup.check()
     chat = Chat(setup, options.system, Console())
     if not setup.model.tokenizer.chat_template:

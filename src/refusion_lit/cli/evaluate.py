@@ -7,23 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from refusion_lit.cli.parser import (
-    OneLineParser,
+from refusion_lit.cli.model_options import (
+    ModelParser,
     add_decoder_option,
     add_decoding_options,
     add_loading_options,
-    as_list,
+    build_options,
     load_model,
-    made_of,
 )
+from refusion_lit.cli.parser import as_list
 from refusion_lit.types import DecodingOptions
 from refusion_lit.utils.files import require_free, write_atomically
 from refusion_lit.utils.require import require, require_at_least
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> ModelParser:
     """Return the parser of ``evaluate``."""
-    parser = OneLineParser(prog="refusion-lit evaluate", description="Run tasks of the lm-evaluation-harness.")
+    parser = ModelParser(prog="refusion-lit evaluate", description="Run tasks of the lm-evaluation-harness.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--tasks", type=list[str] | str, required=True, help="task of the harness; several as [A, B]")
     parser.add_argument("--include_path", type=str | None, default=None, help="folder with further task files")
@@ -67,7 +67,7 @@ def run(args: list[str]) -> int:
     expected = "names of the harness's tasks or of those below --include_path"
     require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
     names = ("likelihood", "num_draws", "seed", "batch_size", "allow_mismatch")
-    made_of(DecodingOptions, options)  # refuses impossible ones before the model is loaded
+    build_options(DecodingOptions, options)  # refuses impossible ones before the model is loaded
     loaded = load_model(options)
     model = RefusionLitModel(loaded, decoder=options.decoder, **{name: options[name] for name in names})
     try:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from refusion_lit.cli.parser import OneLineParser, add_decoder_option, as_list
+from refusion_lit.cli.model_options import ModelParser, add_decoder_option
+from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.decoding import Decoder, SelfSpeculative, check_model
 from refusion_lit.families.defaults import NAMEABLE
 from refusion_lit.reports.results import CONFIG, RESULTS
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from refusion_lit.text_model import TextModel
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> ModelParser:
     """Return the parser of ``export``."""
-    parser = OneLineParser(prog="refusion-lit export", description="Write a Hugging Face directory.")
+    parser = ModelParser(prog="refusion-lit export", description="Write a Hugging Face directory.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, directory or hub id to export")
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
     draft = "directory of a drafter for the model, to be written with it into one directory"

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,10 +25,8 @@ from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkp
 from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.models import own_draft
 from refusion_lit.cli import resume, run_directory
-from refusion_lit.cli.given import PARSER_ERRORS, Given, is_yaml_file, options_given
-from refusion_lit.cli.parser import OneLineParser, let_booleans_alone
-from refusion_lit.cli.progress_bar import RunProgress
-from refusion_lit.cli.usage_errors import explained, located
+from refusion_lit.cli.parser import PARSER_ERRORS, OneLineParser, allow_bare_flags, explain_error, locate
+from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
@@ -38,6 +37,22 @@ from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
+
+
+_DESCRIPTIONS = {
+    "fit": "Train a model.",
+    "validate": "Compute the validation loss of a checkpoint.",
+    "test": "Decode a test set with every decoder of the config and print them side by side.",
+    "predict": "Write predictions as JSON lines.",
+}
+_RESUME = (
+    " --resume [RUN] continues an interrupted run: a run's directory (with its config), a version of RUN_NAME, or "
+    "without RUN the newest run of RUN_NAME, if there is one."
+)
+_CKPT_PATH = "checkpoint, Hugging Face directory or hub id of the model; last: the newest checkpoint of RUN_NAME"
+_CKPT_PATH_OF_FIT = (
+    "checkpoint of a training to continue; last: the newest checkpoint of RUN_NAME (and RUN_VERSION), if there is one"
+)
 
 
 class OneLineLightningParser(OneLineParser, LightningArgumentParser):
@@ -61,7 +76,7 @@ class RefusionCLI(LightningCLI):
     claim: ClassVar[run_directory.Claim | None] = None
 
     def __init__(self, args: Sequence[str]) -> None:
-        self._given = args
+        self._args = args
         super().__init__(
             SlotDiffusionModule,
             InstructionDataModule,
@@ -87,15 +102,23 @@ class RefusionCLI(LightningCLI):
         parser.add_argument("--run_version", type=str | None, default=None, help="counted up by default")
         threads = "CPU threads of torch; a config's yield to OMP_NUM_THREADS"
         parser.add_argument("--num_threads", type=int | None, default=None, help=threads)
+        parser.set_defaults({"model.seed": None, "data.seed": None})  # seed_everything; set after parsing
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
         parser.link_arguments("data.prompt_template", "model.prompt_template", apply_on="parse")
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's
-        """Return a subcommand's parser; those of others than the given one stay empty, as filling one takes long."""
-        if self._given and self._given[0] != subcommand:
+        """Return the subcommand's parser. Parsers of other subcommands stay empty, because filling a parser is slow."""
+        if self._args and self._args[0] != subcommand:
             return self.init_parser(**kwargs)
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        let_booleans_alone(parser)
+        allow_bare_flags(parser)
+        parser.usage = f"refusion-lit {subcommand} --config FILE [--OPTION VALUE ...]"
+        parser.description = _DESCRIPTIONS[subcommand] + _RESUME * (subcommand != "validate")
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = _CKPT_PATH_OF_FIT if subcommand == "fit" else _CKPT_PATH
+            elif action.dest == "weights_only":
+                action.help = "no effect: checkpoints are always loaded as data only"
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
@@ -111,23 +134,25 @@ class RefusionCLI(LightningCLI):
             ValueError: Naming the wrong option.
         """
         command, *options = args
-        own = self._subcommand_parsers[command]
-        given = options_given(options)
-        self._names_threads = any(each.name == "num_threads" and not each.file for each in given)
-        _check_groups(own, given)
-        options = _with_decoder_files(options, given)
+        subparser = self._subcommand_parsers[command]
+        self._named = {arg.partition("=")[0] for arg in options}
+        files = {path: read_yaml(path, "config") for path in _config_files(options)}
+        for path, values in files.items():
+            _check_groups(subparser, values, path)
         try:
-            config = parser.parse_args([command, *options])
+            config = parser.parse_args([command, *_read_decoder_files(options)])
         except PARSER_ERRORS as error:
-            raise explained(own, options, error, command) from error
+            message = explain_error(subparser, error).removeprefix(f"{command}.")
+            raise ValueError(_find_file(message, options, files) + message) from error
         seed = config[command].seed_everything
         if type(seed) is int:
             expected = f"an integer from 0 to {2**32 - 1}"
             require(0 <= seed < 2**32, "seed_everything", expected, seed, "set it in that range")
-            # On the command line it goes before the seeds of a file, such as a run's config, which names all options.
-            is_own = any(each.name == "seed_everything" and not each.file for each in given)
-            for name in {"model.seed", "data.seed"} - {each.name for each in given if not (is_own and each.file)}:
-                config[command][name] = seed
+        for name in ("model.seed", "data.seed"):
+            # A run's config names all seeds. --seed_everything on the command line replaces them.
+            is_replaced = "--seed_everything" in self._named and f"--{name}" not in self._named
+            if config[command][name] is None or is_replaced:
+                config[command][name] = seed if type(seed) is int else 0
         return config
 
     def _parse_ckpt_path(self) -> None:
@@ -145,7 +170,7 @@ class RefusionCLI(LightningCLI):
         own = config["callbacks"] or []
         own = own if isinstance(own, list) else [own]
         if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):
-            callbacks = [*callbacks, RunProgress()]
+            callbacks = [*callbacks, TrainerProgress()]
         if self.subcommand == "fit" and config["enable_checkpointing"] is not False:
             if not any(isinstance(each, ModelCheckpoint) for each in own):
                 # Lightning's default, after each validation, with a last.ckpt.
@@ -177,7 +202,7 @@ class RefusionCLI(LightningCLI):
             config.weights_only = True  # our checkpoints hold tensors and plain values only
         if config.num_threads is not None:
             require_at_least("num_threads", config.num_threads, 1)
-            if self._names_threads or "OMP_NUM_THREADS" not in os.environ:
+            if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(config.num_threads)
         _check_trainer(config.trainer)
         limit = {"validate": "limit_val_batches"}.get(str(self.subcommand), f"limit_{self.subcommand}_batches")
@@ -230,40 +255,65 @@ class RefusionCLI(LightningCLI):
         except ValueError as error:
             config = self.config[str(self.subcommand)]
             components = {"model.objective": config.model.objective}
-            components |= {f"model.decoders.{name}": each for name, each in (config.model.decoders or {}).items()}
-            raise ValueError(located(error, components)) from error
+            components |= {f"model.decoders.{name}": decoder for name, decoder in (config.model.decoders or {}).items()}
+            raise locate(error, components) from error
         objective = self.model.objective
         if isinstance(self.datamodule, InstructionDataModule) and self.datamodule.pack_length is not None:
             expected = "an objective whose samples can be packed"
             require(objective.packs, "data.pack_length", expected, type(objective).__name__, "set it to null")
 
 
-def _check_groups(parser: LightningArgumentParser, given: Sequence[Given]) -> None:
-    """Refuse values in place of a group of options, which jsonargparse drops."""
-    groups = {action.dest for action in parser._actions if type(action).__name__ == "_ActionConfigLoad"}
-    for each in given:
-        is_file = isinstance(each.value, str) and (bool(each.file) or Path(each.value).is_file())
-        holds = each.name not in groups or isinstance(each.value, Mapping) or is_file
-        require(holds, each.where + each.name, "a mapping or a YAML file", each.value, "write a mapping below it")
+def _config_files(args: Sequence[str]) -> list[Path]:
+    """Return the files that ``--config`` and ``-c`` name."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
+    return [Path(path) for path in parser.parse_known_args(args)[0].config if path]
 
 
-def _with_decoder_files(args: Sequence[str], given: Sequence[Given]) -> list[str]:
-    """Replace the files of decoders by their content; jsonargparse reads files of options, not of values of a mapping.
+def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], path: Path) -> None:
+    """Refuse ``model: 3`` in a config, because jsonargparse ignores a value in place of a group of options."""
+    for name in parser.groups or ():
+        value: Any = values
+        for part in name.split("."):
+            value = value.get(part, {}) if isinstance(value, Mapping) else {}
+        is_file = isinstance(value, str)
+        require(
+            is_file or isinstance(value, Mapping), f"{path}: {name}", "a mapping or a YAML file", value, "correct it"
+        )
+
+
+def _find_file(message: str, args: Sequence[str], files: Iterable[Path]) -> str:
+    """Return ``FILE: `` for the config that has the option of an error; nothing if the command line has it."""
+    option = re.match(r"(?:unknown option ')?([\w.]+)", message)
+    name = option[1].rpartition(".")[2] if option else ""
+    if not name or any(re.search(rf"\b{name}\b", arg) for arg in args):
+        return ""
+    found = (f"{path}: " for path in reversed([*files]) if re.search(rf"\b{name}\b", path.read_text("utf-8")))
+    return next(found, "")
+
+
+def _read_decoder_files(args: Sequence[str]) -> list[str]:
+    """Replace ``--model.decoders.NAME FILE`` by the content of the file.
+
+    jsonargparse reads files of options, but no files of entries of a mapping.
 
     Raises:
         ValueError: If a file holds no decoder.
     """
-    expanded = list(args)
-    for each in given:
-        file = each.value
-        if each.file or not re.fullmatch(r"model\.decoders\.[^.]+", each.name) or not is_yaml_file(file):
-            continue
-        values = read_yaml(Path(file), each.name)
-        expected = f"a component (class_path and init_args) in {file}"
-        require("class_path" in values, each.name, expected, ", ".join(values), "add class_path")
-        content = json.dumps(values)
-        option = f"--{each.name}"
-        expanded = [{file: content, f"{option}={file}": f"{option}={content}"}.get(arg, arg) for arg in expanded]
+    expanded: list[str] = []
+    arguments = iter(args)
+    for argument in arguments:
+        option, has_value, value = argument.partition("=")
+        if re.fullmatch(r"--model\.decoders\.[^.]+", option):
+            value = value if has_value else next(arguments, "")
+            if value.endswith((".yaml", ".yml")):
+                values = read_yaml(Path(value), option.removeprefix("--"))
+                expected = f"a component (class_path and init_args) in {value}"
+                fix = "add class_path"
+                require("class_path" in values, option.removeprefix("--"), expected, ", ".join(values), fix)
+                value = json.dumps(values)
+            argument = f"{option}={value}"
+        expanded.append(argument)
     return expanded
 
 

@@ -35,20 +35,20 @@ def print_warning(text: str) -> None:
     sys.stderr.write(f"refusion-lit: {name}: {text}\n")
 
 
-def tell_failure(error: ValueError | OSError | KeyboardInterrupt) -> int:
-    """Print why a command has ended, which is no error if everything was done already; return its exit code."""
+def print_failure(error: ValueError | OSError | KeyboardInterrupt) -> int:
+    """Print why a command ended, and return its exit code: 0 if its work was done already."""
     message, code = " ".join(str(error).split()), 2
     if isinstance(error, NothingToDoError):
         print(message, file=sys.stderr)
         return 0
     if isinstance(error, BrokenPipeError):  # the reader of a pipe has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the stream when it exits
         return 128 + SIGPIPE
     if isinstance(error, KeyboardInterrupt):
         message, code = "interrupted", 130
     elif isinstance(error, ValueError):
         message += user_code_location(error)
-    elif error.errno is not None:  # none in a library's own error, of a download that failed for example
+    elif error.errno is not None:  # a library's own error, such as a failed download, has no errno
         message = f"{error.filename or 'standard output or a log file'}: {error.strerror or error}"
     print(f"refusion-lit: error: {message}", file=sys.stderr)
     return code

@@ -1,115 +1,78 @@
-"""The parser of the commands without a Trainer, and the options of model, decoder and sampling that they share."""
+"""The parser of all commands: jsonargparse, with errors on one line. It imports no torch, so that help is fast."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from argparse import Action
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher, get_close_matches
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, get_args
+from typing import Any, NoReturn, cast, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.cli.given import PARSER_ERRORS, options_given
-from refusion_lit.cli.usage_errors import explained, located
-
-# Importing the decoders registers the checkpoint formats of all families.
-from refusion_lit.decoding import Decoder, ReFusion, check_context
-from refusion_lit.modeling.formats import FORMATS
-from refusion_lit.plugins import load_plugins
-from refusion_lit.types import DecodingOptions, SamplingParams
+from refusion_lit.cli.messages import user_code_location
 from refusion_lit.utils.require import require
 
-if TYPE_CHECKING:
-    from refusion_lit.text_model import TextModel
-
-T = TypeVar("T")
+PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, SyntaxError, ImportError, NameError)
+"""What jsonargparse and PyYAML raise for wrong arguments, damaged files and modules that cannot be imported."""
 
 
 class PlainHelp(DefaultHelpFormatter):
-    """jsonargparse's help without the marks of docstrings and the modules of our classes."""
+    """jsonargparse's help without docstring markup and without the modules of our classes."""
 
     def _expand_help(self, action: Action) -> str:
         text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", super()._expand_help(action)).replace("``", "`")
         text, known, classes = text.partition(", known subclasses: ")
-        own = sorted(re.findall(r"refusion_lit[\w.]*\.(\w+)", classes))  # others depend on what is installed
-        return f"{text}{known}{', '.join(own)})" if own else f"{text})" if known else text
+        names = sorted(re.findall(r"refusion_lit[\w.]*\.(\w+)", classes))  # others depend on what is installed
+        return f"{text}{known}{', '.join(names)})" if names else f"{text})" if known else text
 
 
 class OneLineParser(ArgumentParser):
-    """jsonargparse's parser with errors of one line, by :func:`~refusion_lit.cli.usage_errors.explained`."""
+    """jsonargparse's parser with errors on one line.
+
+    jsonargparse makes a parser of the same type for each class that an option takes.
+    """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
         super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the error instead of printing it with the usage."""
-        raise ValueError(message) from ex
+        """Raise the error instead of printing it below the usage."""
+        raise ValueError(explain(getattr(ex, "subcommand_parser", self), message)) from ex
 
     def parse(self, args: Sequence[str]) -> Namespace:
-        """Parse arguments and create the components that they name. A boolean option alone means true.
+        """Parse arguments and create the components that they name.
 
         Raises:
-            ValueError: Naming the wrong option, what was expected and what was got.
+            ValueError: If an option is unknown, given twice or has a wrong value.
         """
-        let_booleans_alone(self)
-        for name in ("stop", "prompt"):
-            num = sum(arg.partition("=")[0] == f"--{name}" for arg in args)
-            fix = "write several as --stop '[A, B]', or into a file for --prompts"
-            require(num < 2, name, "the option once", f"{num} times", fix)
-        args = self._with_decoder_in_place(args)
+        allow_bare_flags(self)
+        self._refuse_repeated(args)
         try:
             parsed = self.parse_args(args)
         except PARSER_ERRORS as error:
-            raise explained(self, args, error, str(self.prog).rpartition(" ")[2]) from error
+            raise ValueError(explain_error(self, error)) from error
         try:
             return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
-            raise ValueError(located(error, {"decoder": parsed.get("decoder")})) from error
+            raise locate(error, {"decoder": parsed.get("decoder")}) from error
 
-    def _with_decoder_in_place(self, args: Sequence[str]) -> list[str]:
-        """Put the decoder before its options, as jsonargparse needs it to know them; none named: the model's own.
-
-        The help of a decoder is put last: jsonargparse takes all that is after it for options of the decoder.
-        """
+    def _refuse_repeated(self, args: Sequence[str]) -> None:
+        """Refuse a prompt or a list given twice, because jsonargparse would ignore the first value."""
         names = [arg.partition("=")[0] for arg in args]
-        for name in ("--decoder.help", "--decoder"):
-            if name in names:
-                place = names.index(name)
-                end = place + (1 if "=" in args[place] else 2)
-                own, others = args[place:end], [*args[:place], *args[end:]]
-                return [*own, *others] if name == "--decoder" else [*others, *own]
-        if "--decoder.class_path" in names or not any(name.startswith("--decoder.") for name in names):
-            return list(args)
-        given = {option.name: option.value for option in options_given(args)}
-        decoder = _default_decoder(vars(self.get_defaults()) | given)
-        return [f"--decoder={json.dumps({'class_path': type(decoder).__name__, 'init_args': vars(decoder)})}", *args]
+        for action in self._actions:
+            num_times = names.count(f"--{action.dest}")
+            takes_list = "list[" in str(getattr(action, "_typehint", ""))
+            if num_times > 1 and (takes_list or action.dest == "prompt"):
+                fix = (
+                    "write one list, as in '[A, B]'" if takes_list else "put several prompts into a file for --prompts"
+                )
+                require(False, action.dest, "the option once", f"{num_times} times", fix)
 
 
-def _default_decoder(options: Mapping[str, Any]) -> Decoder:
-    """Return the default decoder of the model that a command names, without loading weights.
-
-    Without a model, as for help, it is ReFusion.
-
-    Raises:
-        ValueError: If the model's config cannot be read, or names no decoder.
-    """
-    from refusion_lit.checkpoints.models import read_default_decoder
-
-    if not options.get("ckpt_path"):
-        return ReFusion()
-    names = ("revision", "checkpoint_format", "attention", "block_size", "draft")
-    decoder = read_default_decoder(options["ckpt_path"], **{name: options[name] for name in names if options.get(name)})
-    if "max_new_tokens" in options:
-        decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
-    return decoder
-
-
-def let_booleans_alone(parser: ArgumentParser) -> None:
-    """Let a parser's boolean options stand alone, which means true."""
+def allow_bare_flags(parser: ArgumentParser) -> None:
+    """Accept ``--flag`` for ``--flag true``."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
         if bool in (hint, *get_args(hint)) and {hint, *get_args(hint)} <= {hint, bool, int, NoneType}:
@@ -117,152 +80,121 @@ def let_booleans_alone(parser: ArgumentParser) -> None:
 
 
 def as_list(value: str | list[str]) -> list[str]:
-    """Return the values of an option that takes one or a list."""
+    """Return the values of an option that takes a text or a list."""
     return [value] if isinstance(value, str) else value
 
 
-def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128, with_seed: bool = True) -> None:
-    """Add the options of model, decoder and sampling, named as in ``generate``."""
-    add_decoder_option(parser)
-    parser.add_class_arguments(SamplingParams, skip={"stop", *(() if with_seed else ("seed",))})
-    parser.set_defaults(max_new_tokens=max_new_tokens)
-    stop = "string that ends a response; several as [A, B]"
-    parser.add_argument("--stop", type=list[str] | str, default=[], help=stop)
-    add_loading_options(parser)
+# Errors. jsonargparse refuses wrong options; the functions below make its message one line.
+
+_MIN_SIMILARITY = 0.75
+_UNKNOWN = re.compile(
+    r"Option '(.+?)' is not accepted|(?:Subcommand '\w+'|Group '(.+?)') does not accept option '(.+?)'"
+    r"|unrecognized arguments: --([^ =]+)"
+)
+_REPEATED = re.compile(
+    r"Expected a path but|Does not validate against|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
+    r"|Subclass types expect|a class path \(|a dict with|Unable to load config '"
+)
+"""Lines in which jsonargparse repeats the type or the value of an option."""
+_TYPE = re.compile(r"Expected an? (?:<class '(?P<name>.+?)'>|typing\.Literal\[(?P<choices>.+?)\])")
+_CLASS = re.compile(r"Expected a dot import path string: ?(.*)|Not a valid subclass of \w+\. Got value: (.*)")
 
 
-def add_decoder_option(
-    parser: OneLineParser, which: str = "by default the model's own, which is SelfSpeculative for one with a drafter"
-) -> None:
-    """Add the decoder with its options."""
-    load_plugins()  # their decoders have short names
-    text = f"class of the decoder, or a YAML file like those in configs/decoder; {which}"
-    # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
-    parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
+def explain_error(parser: ArgumentParser, error: Exception) -> str:
+    """Return the line of an error of parsing; an error in a user's module has its type and place."""
+    if isinstance(error, ValueError):
+        return explain(parser, str(error))
+    return f"{type(error).__name__}: {error}{user_code_location(error)}"
 
 
-def add_decoding_options(parser: OneLineParser, *names: str) -> None:
-    """Add options of how prompts are decoded, all of them by default."""
-    known = [field.name for field in fields(DecodingOptions)]
-    left_out: set[str | int] = {name for name in known if names and name not in names}
-    parser.add_class_arguments(DecodingOptions, skip=left_out)
-    if "batch_size" not in left_out:
-        parser.set_defaults(batch_size=16)
+def explain(parser: ArgumentParser, message: str) -> str:
+    """Shorten a message of jsonargparse to ``option: reason`` on one line, with the nearest known name.
 
-
-def add_loading_options(parser: OneLineParser) -> None:
-    """Add the options that say how ``--ckpt_path`` is loaded."""
-    dtypes = Literal["auto", "float32", "float64", "bfloat16", "float16"]
-    attention = Literal["causal", "bidirectional", "block_causal"] | None
-    draft = "directory of a drafter trained for this model; the same text in fewer forward passes (SelfSpeculative)"
-    parser.add_argument("--draft", type=str | None, default=None, help=draft)
-    verifier = "autoregressive model with the same tokenizer, for the decoder APD"
-    parser.add_argument("--verifier", type=str | None, default=None, help=verifier)
-    dtype = "type of the weights; auto: the checkpoint's, but float32 on a CPU that lacks instructions for 16 bits"
-    parser.add_argument("--dtype", type=dtypes, default="auto", help=dtype)
-    device = "for example cpu or cuda:0; auto: a GPU that CUDA finds, else the CPU"
-    parser.add_argument("--device", type=str, default="auto", help=device)
-    exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
-    parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
-    formats = "checkpoint format, where config.json does not name it: " + ", ".join(sorted(FORMATS))
-    parser.add_argument("--checkpoint_format", type=str | None, default=None, help=formats)
-    text = "attention pattern of a directory that does not state its own"
-    parser.add_argument("--attention", type=attention, default=None, help=text)
-    parser.add_argument("--block_size", type=int | None, default=None, help="tokens per block, with block_causal")
-    bos = "prompts begin with BOS: true, false, or auto, as the tokenizer itself does; by default as stored"
-    parser.add_argument("--add_bos", type=bool | Literal["auto"] | None, default=None, help=bos)
-    parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
-    parser.add_argument("--trust_remote_code", type=bool, default=False, help="run Python code that the source brings")
-
-
-def sampling_of(options: Namespace) -> SamplingParams:
-    """Return the sampling parameters, checked against the decoder.
-
-    Raises:
-        ValueError: If they are impossible.
+    The message about an option of a class arrives first, from the parser of the class, and again within the message
+    about the option that takes the class.
     """
-    stop = options.stop
-    is_list = isinstance(stop, str) and stop[:1] + stop[-1:] == "[]"  # which could not be read as a list of strings
-    require(not is_list, "stop", "a string or a list of strings", stop, "quote numbers and signs, as in '[\"2\"]'")
-    sampling = made_of(SamplingParams, options, stop=tuple(as_list(stop)))
-    if options.decoder is not None:
-        options.decoder.check(sampling)
-    return sampling
+    if unknown := _UNKNOWN.match(message):
+        name = ".".join(filter(None, unknown.groups()))
+        known = _option_names(parser)
+        return f"unknown option {name!r}{suggest(name, known) if known else ': the class has no options'}"
+    if required := re.search(r"arguments are required: (.+)", message):
+        return f"{required[1]}: expected a value, got none; give it on the command line or in a config."
+    option = ".".join(dict.fromkeys(re.findall(r'Parser key "(.+?)"', message)))
+    action = next((action for action in parser._actions if action.dest == option), None)
+    if entry := re.search(r"NestedArg\(key='(.+?)'", message):  # of a mapping or a class
+        option = f"{option}.{entry[1]}"
+    message = re.sub(r"argument (?:-\w/)?--(.+?): ", r"\1: ", message)
+    lines = [re.sub(r'Parser key ".+?": ?', "", line.strip(" -")) for line in message.splitlines()]
+    lines = [line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)]
+    types = [line for line in lines if _TYPE.match(line)]
+    if match := _CLASS.search(message):
+        name = match[1] or match[2] or ""
+        known = re.findall(r"\.(\w+)(?:,|$)", getattr(action, "extra_help", str)())  # text of the help: the subclasses
+        reason = f"expected the name or import path of a class, got {name!r}{suggest(name, known)}"
+    elif types and types == lines:
+        names = [
+            (match["choices"] or match["name"]).replace(", ", " or ") for match in map(_TYPE.match, types) if match
+        ]
+        value = re.search(r"(?:Got|Given) value: (.*)", message)
+        reason = f"expected {' or '.join(names)}, got {value[1] if value else ''!r}"
+    else:
+        reason = " ".join(line for line in lines if line not in types)
+        fix = "name the class before its options, and define all abstract methods"
+        reason = re.sub(r"Expected an instantiatable class.*", f"expected a class that is not abstract; {fix}", reason)
+        reason = re.sub(r"Import path.* does not correspond to (a subclass of \w+)", r"expected \1", reason)
+    inner = re.match(r"([\w.]+): ", reason)
+    if option and inner:
+        option = option if option.endswith(f".{inner[1]}") else f"{option}.{inner[1]}"
+        reason = reason.removeprefix(inner[0])
+    return f"{option}: {reason}" if option else reason
 
 
-def load_model(options: Namespace) -> TextModel:
-    """Load the model that a command's options name, and print its size.
+def _option_names(parser: ArgumentParser) -> list[str]:
+    names = [action.dest for action in parser._actions if "help" not in action.dest.split(".")]
+    for action in parser._actions:  # of subcommands
+        names += [
+            name for subparser in getattr(action, "_name_parser_map", {}).values() for name in _option_names(subparser)
+        ]
+    return names
 
-    Raises:
-        ValueError: If the model cannot be loaded, or a verifier is named that the decoder does not use.
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'NAME'?`` for the most similar name, or a short list of all names.
+
+    Last parts are compared (``precision`` is near ``trainer.precision``). The whole name decides between equal parts.
+
+    >>> suggest("precison", ["trainer.precision", "model.seed"])
+    "; did you mean 'trainer.precision'?"
+    >>> suggest("x", ["model", "data"])
+    '; choose one of data, model'
     """
-    from refusion_lit.checkpoints.models import load
-    from refusion_lit.modeling.load import BackboneConfig
-    from refusion_lit.modeling.vocabulary import describe_bos
-
-    path, decoder = options.ckpt_path, options.decoder
-    is_used = decoder is not None and "verifier" in decoder.requirements().predictions
-    got = "the model's own" if decoder is None else type(decoder).__name__
-    fix = "add --decoder APD, or leave it out"
-    require(is_used or options.verifier is None, "verifier", "a decoder that uses it, as APD does", got, fix)
-    names = ("checkpoint_format", "attention", "block_size", "batch_invariant")
-    overrides = BackboneConfig(source=path, **{name: options[name] for name in names})
-    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier", "add_bos")
-    model = load(path, overrides=overrides, **{name: options[name] for name in names})
-    size = sum(weights.numel() for weights in model.backbone.parameters())
-    number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
-    kind = str(model.backbone.head.weight.dtype).removeprefix("torch.")
-    bos = describe_bos(model.tokenizer)
-    sys.stderr.write(f"{path}: {number} parameters, {kind} on {model.backbone.device}{', ' * bool(bos)}{bos}\n")
-    return model
+    names = set(known) - {word}
+    word = word.lower().replace("-", "_")
+    names = sorted(names, key=lambda name: SequenceMatcher(None, word, name.lower()).ratio())
+    last_parts = {name.lower().rpartition(".")[2]: name for name in names}
+    if close := get_close_matches(word.rpartition(".")[2], last_parts, n=1, cutoff=_MIN_SIMILARITY):
+        return f"; did you mean {last_parts[close[0]]!r}?"
+    if not 0 < len(names) <= 30:
+        return "; --help lists them"
+    return f"; choose one of {', '.join(sorted(names))}"
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a command decodes with.
+def locate(error: ValueError, components: Mapping[str, Any]) -> ValueError:
+    """Return an error of a component's ``__post_init__`` with the option that names the component.
 
-    Attributes:
-        model: The loaded model.
-        decoder: The strategy: the one of the options, or the model's own, fitted to the length limit.
-        sampling: Length limit, sampling options and stop strings.
-        decoding: How prompts are batched and decoded.
+    Args:
+        error: The error of jsonargparse, which may contain the component's error among others.
+        components: Class and options of each component, by the option that names the component.
     """
+    from lightning.pytorch.cli import instantiate_class  # imports torch, which only an error may
 
-    model: TextModel
-    decoder: Decoder
-    sampling: SamplingParams
-    decoding: DecodingOptions
-
-    def check(self) -> None:
-        """Check that the model fits the decoder and the length limit, for commands whose prompts come later.
-
-        Raises:
-            ValueError: If the model was not trained for the decoder, or its context is too short.
-        """
-        self.model.check_decoder(self.decoder, allow_mismatch=self.decoding.allow_mismatch)
-        check_context(self.model.model_for(self.decoder), [(1, "0")], self.sampling.max_new_tokens)
-
-
-def setup_of(options: Namespace) -> Setup:
-    """Check the options of sampling and decoding, and load the model.
-
-    Decoding checks whether the model fits the decoder; :meth:`Setup.check` does this earlier.
-
-    Raises:
-        ValueError: If an option is impossible, or the model cannot be loaded.
-    """
-    sampling = sampling_of(options)
-    decoding = made_of(DecodingOptions, options)
-    model = load_model(options)
-    decoder = options.decoder or model.default_decoder.fitted(sampling)
-    return Setup(model, decoder, sampling, decoding)
-
-
-def made_of(kind: type[T], options: Namespace, **others: object) -> T:
-    """Return a dataclass's instance of options and other values; what a command does not have stays at its default.
-
-    Raises:
-        ValueError: If an option is out of range.
-    """
-    names = [field.name for field in fields(kind) if field.name in options]  # type: ignore[arg-type] - a dataclass
-    return kind(**{name: options[name] for name in names} | others)
+    for name, component in components.items():
+        try:
+            if component is not None:
+                instantiate_class((), component.as_dict())
+        except ValueError as reason:
+            if str(reason) in str(error):
+                return ValueError(f"{name}.{str(reason).removeprefix('objective.')}")
+        except (TypeError, AttributeError):  # a component that needs further arguments
+            continue
+    return ValueError(explain(ArgumentParser(), str(error)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import Namespace
 
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
-from refusion_lit.cli.given import options_given
 from refusion_lit.cli.run_directory import PLACE
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.utils.errors import NothingToDoError
@@ -29,7 +29,7 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
         ValueError: If the command cannot be resumed, or ``resume`` is neither a run nor a version.
     """
     require(command != "validate", "resume", "fit, test or predict", command, "leave it out")
-    goes_on = ["--ckpt_path=last"] if command == "fit" else ["--model.resume=true"]
+    resume_options = ["--ckpt_path=last"] if command == "fit" else ["--model.resume=true"]
     directory = Path(resume)
     if resume and (directory / CONFIG).is_file():
         found = _command_of(directory / CONFIG)
@@ -38,20 +38,33 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
         require(found == command, "resume", f"a run of {command}", f"{directory}, which is one of {found}", fix)
         directory = Path(os.path.abspath(directory))  # its name and its parents' are needed, of . or .. too
         config = [] if any(arg.partition("=")[0] in ("--config", "-c") for arg in args) else [directory / CONFIG]
-        place = (directory.parent.parent, directory.parent.name, directory.name)
-        named = [f"--{option}={value}" for option, value in zip(PLACE, place, strict=True)]
-        return [*(f"--config={path}" for path in config), *args, *named, *goes_on]
+        values = (directory.parent.parent, directory.parent.name, directory.name)
+        place = [f"--{option}={value}" for option, value in zip(PLACE, values, strict=True)]
+        return [*(f"--config={path}" for path in config), *args, *place, *resume_options]
     fix = "give one of them, as in fit --resume runs/NAME/VERSION"
     require(bool(resume or args), "resume", "a run's directory, or --config FILE", "neither", fix)
-    known = {each.name: str(each.value) for each in options_given(args) if each.value is not None}
-    folder = Path(known.get("runs_dir") or "runs") / (known.get("run_name") or "default")
-    version = resume or known.get("run_version")
+    place = _read_place(args)
+    folder = Path(place["runs_dir"] or "runs") / (place["run_name"] or "default")
+    version = resume or place["run_version"]
     is_version = not resume or (directory.name == resume and (folder / resume).is_dir())
     newest = None if version and is_version else _newest_run(folder if is_version else directory, command)
     fix = f"give its newest one, {newest}" if newest else "give one that exists"
     require(is_version, "resume", f"a run's directory (with {CONFIG}) or a version in {folder}", resume, fix)
     version = newest.name if newest else version
-    return [*args, *([] if version is None else [f"--run_version={version}"]), *goes_on]
+    return [*args, *([] if version is None else [f"--run_version={version}"]), *resume_options]
+
+
+def _read_place(args: Sequence[str]) -> dict[str, str | None]:
+    """Return the options that name a run, from the command line or else from its config files."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
+    for name in PLACE:
+        parser.add_argument(f"--{name}", nargs="?")
+    options = vars(parser.parse_known_args(args)[0])
+    for path in reversed(options["config"]):
+        values = read_yaml(Path(path), "config")
+        options |= {name: values[name] for name in PLACE if options[name] is None and values.get(name) is not None}
+    return {name: None if options[name] is None else str(options[name]) for name in PLACE}
 
 
 def _newest_run(folder: Path, command: str) -> Path | None:

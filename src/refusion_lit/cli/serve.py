@@ -7,14 +7,20 @@ import os
 import sys
 from pathlib import Path
 
-from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, made_of, setup_of
+from refusion_lit.cli.model_options import (
+    ModelParser,
+    add_decoding_options,
+    add_model_options,
+    build_options,
+    load_setup,
+)
 from refusion_lit.serving import Limits
 from refusion_lit.utils.require import require
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> ModelParser:
     """Return the parser of ``serve``."""
-    parser = OneLineParser(prog="refusion-lit serve", description="Serve a model over HTTP: OpenAI's API, and a page.")
+    parser = ModelParser(prog="refusion-lit serve", description="Serve a model over HTTP: OpenAI's API, and a page.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     host = "address to bind; any but 127.0.0.1, ::1 and localhost needs the environment variable REFUSION_LIT_API_KEY"
     parser.add_argument("--host", type=str, default="127.0.0.1", help=host)
@@ -34,7 +40,7 @@ def run(args: list[str]) -> int:
         ValueError: If an option is wrong, the extra is not installed, or the model cannot be loaded.
     """
     options = build_parser().parse(args)
-    limits = made_of(Limits, options)
+    limits = build_options(Limits, options)
     require(0 <= options.port < 65536, "port", "a number below 65536", options.port, "use 8000, say")
     try:
         from refusion_lit.serving.app import API_KEY, LOCAL, Server, build_app
@@ -50,7 +56,7 @@ def run(args: list[str]) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("refusion_lit.serving").setLevel(logging.DEBUG if options.log_prompts else logging.INFO)
     options.max_new_tokens = min(options.max_new_tokens, limits.max_answer_tokens)
-    setup = setup_of(options)
+    setup = load_setup(options)
     setup.check()
     worker = Worker(setup.model, setup.decoder, setup.sampling, setup.decoding, limits)
     service = Service(worker, options.name or Path(options.ckpt_path).resolve().name)

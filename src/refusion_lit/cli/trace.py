@@ -9,16 +9,16 @@ from jsonargparse import Namespace
 from rich.console import Console
 from rich.text import Text
 
-from refusion_lit.cli.parser import OneLineParser, add_decoding_options, add_model_options, setup_of
+from refusion_lit.cli.model_options import ModelParser, add_decoding_options, add_model_options, load_setup
 from refusion_lit.traces.display import animate, page, print_statistics
 from refusion_lit.traces.document import FORMAT, read_trace, traced, visible, write_trace
 from refusion_lit.utils.files import require_free, write_atomically
 from refusion_lit.utils.require import require
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> ModelParser:
     """Return the parser of ``trace``."""
-    parser = OneLineParser(prog="refusion-lit trace", description="Watch a decode, forward by forward.")
+    parser = ModelParser(prog="refusion-lit trace", description="Watch a decode, forward by forward.")
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint, directory or hub id")
     parser.add_argument("--prompt", type=str | None, default=None, help="what is decoded")
     parser.add_argument("--trace_file", type=str | None, default=None, help="JSON trace to show; decodes nothing")
@@ -41,7 +41,7 @@ def run(args: list[str]) -> int:
     if options.trace_file is not None:
         trace = read_trace(options.trace_file)
     else:
-        setup = setup_of(options)
+        setup = load_setup(options)
         _, trace = traced(setup.model, options.prompt, setup.decoder, setup.sampling, **vars(setup.decoding))
     console = Console()
     console.print(Text(f"decoder: {visible(trace.decoder)}"))

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
-from refusion_lit.cli.progress_bar import RunProgress
+from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Reward, rollouts
 from refusion_lit.contrib.rl.rollouts import Rollouts
 from refusion_lit.data.module import InstructionDataModule
@@ -314,7 +314,7 @@ def test_what_a_rollout_showed_is_logged(tmp_path: Path) -> None:
     assert logged["length"] > 0
     assert logged["clipped_low"] == logged["clipped_high"] == 0
     assert {"overlong", "equal_groups", "tokens_per_forward", "rollout_seconds", "update_seconds"} <= logged.keys()
-    assert "train/reward" in RunProgress()._losses(module.trainer)
+    assert "train/reward" in TrainerProgress()._losses(module.trainer)
 
 
 def test_a_rollout_is_logged_between_updates_too(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Progress of decoding: answers, tokens per second and time left, one line for each decoder."""
+"""Progress bars of decoding: finished answers, tokens per second and time left, with a bar for each decoder."""
 
 from __future__ import annotations
 
@@ -11,54 +11,56 @@ from refusion_lit.decoding import Generation, GenerationCallback, RowState
 
 
 class Pace(GenerationCallback):
-    """Counts what one decoder has done so far, and moves its bar.
+    """Counts the answers and tokens of a decoder, and moves the decoder's bar.
 
     Attributes:
-        answers: Number of finished answers.
-        tokens: Number of committed tokens.
+        num_answers: Number of finished answers.
+        num_tokens: Number of committed tokens.
         seconds: Time spent in calls of ``decode``.
     """
 
     def __init__(self, bars: Progress, task: TaskID) -> None:
-        self.answers = self.tokens = 0
+        self.num_answers = self.num_tokens = 0
         self.seconds = 0.0
         self._bars = bars
         self._task = task
+        self._counted: dict[int, int] = {}
+        self._start = time.monotonic()
 
     def begin(self) -> None:
         """Begin a call of ``decode``, which numbers its prompts from 0."""
-        self._tokens: dict[int, int] = {}
+        self._counted.clear()
         self._start = time.monotonic() - self.seconds
 
     def rate(self) -> str:
         """Return tokens per second."""
-        return f"{self.tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 else "0 tokens/s"
+        return f"{self.num_tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 else "0 tokens/s"
 
     def on_commit(self, index: int, state: RowState) -> None:
         """Count new tokens."""
         self._count(index, state.num_committed)
 
     def on_finished(self, index: int, generation: Generation) -> None:
-        """Count an answer, and what is left of its tokens."""
-        self.answers += 1
+        """Count an answer. The tokens after its EOS token, which were committed before, are subtracted."""
+        self.num_answers += 1
         self._bars.advance(self._task)
-        self._count(index, generation.num_tokens)  # less than was committed, if tokens follow the EOS token
+        self._count(index, generation.num_tokens)
 
-    def _count(self, index: int, tokens: int) -> None:
-        self.tokens += tokens - self._tokens.get(index, 0)
-        self._tokens[index] = tokens
+    def _count(self, index: int, num_tokens: int) -> None:
+        self.num_tokens += num_tokens - self._counted.get(index, 0)
+        self._counted[index] = num_tokens
         self.seconds = time.monotonic() - self._start
         self._bars.update(self._task, text=f"answers  {self.rate()}")
 
 
-class AnswerProgress(Progress):
-    """Shows a bar for each decoder until it is stopped, on an interactive terminal, and nothing elsewhere.
+class DecodingProgress(Progress):
+    """Shows bars on an interactive terminal until it is stopped, and nothing elsewhere.
 
     Args:
-        console: Where to show them; standard error by default.
+        console: Where to show the bars; standard error by default.
 
     Attributes:
-        paces: What each decoder has done, by its name.
+        paces: Counts per decoder name.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -78,12 +80,11 @@ class AnswerProgress(Progress):
 
         Args:
             name: Name of the decoder; calls with the same name share a bar.
-            total: Number of answers in all.
-            finished: Number of answers that an interrupted run has left.
+            total: Number of all answers.
+            finished: Number of answers from an interrupted run.
         """
         if name not in self.paces:
             self.start()
-            task = self.add_task(name, total=total, completed=finished, text="answers")
-            self.paces[name] = Pace(self, task)
+            self.paces[name] = Pace(self, self.add_task(name, total=total, completed=finished, text="answers"))
         self.paces[name].begin()
         return self.paces[name]

@@ -1,0 +1,119 @@
+"""Progress bars and lines of ``fit``, ``validate``, ``test`` and ``predict``."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+from rich.progress import TaskID
+
+from refusion_lit.cli.decoding_progress import DecodingProgress
+from refusion_lit.decoding import GenerationCallback
+
+
+class TrainerProgress(ProgressBar):
+    """Shows steps and losses of a training, batches of a validation, and answers of a test or prediction.
+
+    On a terminal, bars on standard error show the progress and disappear at the end. A training also prints a line
+    after each validation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start_time, self._start_step = 0.0, 0
+        self._validated_step: int | None = None
+        self.enable()
+
+    def disable(self) -> None:
+        """Show nothing; Lightning calls this on all processes but the first."""
+        self._bars = DecodingProgress(Console(quiet=True, force_interactive=False))
+
+    def enable(self) -> None:
+        """Show bars and lines again."""
+        self._bars = DecodingProgress()
+
+    def print(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - Lightning's signature
+        """Print above the bars, without markup."""
+        plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+        self._bars.console.print(*args, **plain | options)
+
+    def watch(self, name: str, total: int, finished: int = 0) -> list[GenerationCallback]:
+        """Return callbacks that show the answers of one call of ``decode``; see :meth:`DecodingProgress.watch`."""
+        return [] if self._bars.console.quiet else [self._bars.watch(name, total, finished)]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the size of the model and show the bar of the steps."""
+        self._start_time, self._start_step = time.monotonic(), trainer.global_step
+        trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
+        size = sum(p.numel() for p in pl_module.parameters())
+        self.print(
+            f"training {size:,} parameters" if trained == size else f"training {trained:,} of {size:,} parameters"
+        )
+        self._steps = self._add("training", trainer.estimated_stepping_batches, trainer.global_step)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
+        """Move the bar of the steps."""
+        text = ", ".join(filter(None, (_losses(trainer), self._pace(trainer))))
+        self._bars.update(self._steps, completed=trainer.global_step, text=text)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Show the bar of the validation's batches."""
+        num_batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._batches = self._add("validation", sum(num_batches) if isinstance(num_batches, list) else num_batches)
+
+    def on_validation_batch_end(self, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
+        """Move the bar of the validation."""
+        self._bars.advance(self._batches)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Remove the bar of the validation; within a training, print a line with the losses."""
+        self._bars.remove_task(self._batches)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._stop()
+        elif not trainer.sanity_checking:
+            self._validated_step = trainer.global_step
+            total = trainer.estimated_stepping_batches
+            step, time_left = f"{trainer.global_step}", ""
+            if math.isfinite(total):
+                step, time_left = f"{step}/{int(total)}", self._time_left(trainer, total)
+            self.print(f"step {step}: {', '.join(filter(None, (_losses(trainer), self._pace(trainer), time_left)))}")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Remove the bars, and print the last losses. A validation loss of an earlier step names the step."""
+        self._stop()
+        seconds = time.monotonic() - self._start_time
+        line = f"trained to step {trainer.global_step} in {timedelta(seconds=round(seconds))}"
+        self.print(": ".join(filter(None, (line, _losses(trainer, self._validated_step)))))
+
+    def _add(self, name: str, total: float, completed: int = 0) -> TaskID:
+        self._bars.start()
+        return self._bars.add_task(name, total=total if math.isfinite(total) else None, completed=completed, text="")
+
+    def _stop(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the arguments of several hooks
+        """Remove the bars: before the table of a test, after predictions, and before an error."""
+        self._bars.stop()
+        self._bars = DecodingProgress(self._bars.console)
+
+    on_test_epoch_end = on_predict_end = on_exception = _stop
+
+    def _seconds_per_step(self, trainer: L.Trainer) -> float:
+        return (time.monotonic() - self._start_time) / max(trainer.global_step - self._start_step, 1)
+
+    def _pace(self, trainer: L.Trainer) -> str:
+        return f"{1 / self._seconds_per_step(trainer):.2f} steps/s" if trainer.global_step > self._start_step else ""
+
+    def _time_left(self, trainer: L.Trainer, total: float) -> str:
+        return f"{timedelta(seconds=round(self._seconds_per_step(trainer) * (total - trainer.global_step)))} left"
+
+
+def _losses(trainer: L.Trainer, validated_step: int | None = None) -> str:
+    """Return the logged losses; those of a validation with their step if training went on after it."""
+    earlier = f" (step {validated_step})" if validated_step not in (None, trainer.global_step) else ""
+    shown = trainer.progress_bar_metrics.items()
+    return ", ".join(f"{name} {float(value):.4g}{earlier * name.startswith('val/')}" for name, value in shown)
