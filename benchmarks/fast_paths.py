@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
-from refusion_lit.engine import reading
+from refusion_lit.engine import sampler
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fused import body, linear
 
@@ -51,8 +51,8 @@ def library_norm(self: body._Norm, x: Tensor) -> Tensor:
 
 
 PLAIN: dict[str, Callable[[], Any]] = {
-    "greedy choice by numpy": lambda: mock.patch.object(reading, "first_argmax", lambda x: x.argmax(-1)),
-    "softmax in chunks": lambda: mock.patch.object(reading, "_MAX_SOFTMAX", 1 << 60),
+    "greedy choice by numpy": lambda: mock.patch.object(sampler, "first_argmax", lambda x: x.argmax(-1)),
+    "softmax in chunks": lambda: mock.patch.object(sampler, "_MAX_SOFTMAX", 1 << 60),
     "table of angles": lambda: mock.patch.object(body.FusedBody, "_rotation", body.FusedBody._angles),
     "norms by hand": lambda: mock.patch.object(body._Norm, "__call__", library_norm),
     "product and sum in one": lambda: mock.patch.object(

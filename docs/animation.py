@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 import refusion_lit
 from refusion_lit.decoding import ReFusion
-from refusion_lit.traces.document import Trace, traced
+from refusion_lit.traces.document import Trace, record_trace
 from refusion_lit.traces.timeline import Change, timeline
 from refusion_lit.types import SamplingParams
 
@@ -41,7 +41,7 @@ def decode() -> Trace:
     """Return the trace of the answer to the query."""
     model = refusion_lit.load(MODEL)
     decoder = ReFusion(slot_size=SLOT_SIZE, fused=True)  # counts do not depend on the machine
-    _, trace = traced(model, QUERY, decoder, SamplingParams(max_new_tokens=40))
+    _, trace = record_trace(model, QUERY, decoder, SamplingParams(max_new_tokens=40))
     return trace
 
 

@@ -37,7 +37,7 @@ def test_a_directory_that_says_nothing_is_causal_and_unknown() -> None:
     "options", [{"attention": "block_causal"}, {"block_size": 4}, {"attention": "bidirectional", "block_size": 4}]
 )
 def test_a_block_size_goes_with_block_causal_attention(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^block_size: expected a value if and only if attention is 'block_causal'"):
+    with pytest.raises(ValueError, match=r"^block_size: expected .*block_causal"):
         ModelTraits(**options)
 
 
@@ -64,7 +64,7 @@ def test_mask_and_padding_are_never_drawn(
     [
         ({"max_new_tokens": 0}, "^max_new_tokens: expected an integer of at least 1, got 0"),
         ({"max_new_tokens": -3}, "^max_new_tokens: expected an integer of at least 1, got -3"),
-        ({"temperature": -0.1}, "^temperature: expected 0, or a number from 1e-30 to 1e30, got -0.1"),
+        ({"temperature": -0.1}, "^temperature: expected .*, got -0.1"),
         ({"temperature": 1e-40}, "^temperature: expected .*, got 1e-40"),
         ({"temperature": math.inf}, "^temperature: expected .*, got inf"),
         ({"temperature": math.nan}, "^temperature: expected .*, got nan"),
@@ -73,8 +73,8 @@ def test_mask_and_padding_are_never_drawn(
         ({"top_k": 0}, "^top_k: expected an integer of at least 1, got 0"),
         ({"top_k": 1.5}, "^top_k: expected an integer of at least 1, got 1.5"),
         ({"top_k": True}, "^top_k: expected an integer of at least 1, got True"),
-        ({"stop": "ab"}, "^stop: expected a list of texts, none of them empty, got 'ab'; put a single text in a list"),
-        ({"stop": ("a", "")}, "^stop: expected a list of texts, none of them empty, got"),
+        ({"stop": "ab"}, "^stop: expected a list of texts.*, got 'ab'"),
+        ({"stop": ("a", "")}, "^stop: expected a list of texts"),
     ],
 )
 def test_impossible_sampling_is_refused(options: dict[str, Any], message: str) -> None:

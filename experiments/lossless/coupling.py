@@ -23,7 +23,7 @@ import torch
 
 import refusion_lit
 from refusion_lit.decoding import SelfSpeculative, decode
-from refusion_lit.engine import sampling as drawing
+from refusion_lit.engine import sampler
 from refusion_lit.engine.sampler import draw_tokens, filter_logits
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.reports.results import environment
@@ -72,7 +72,7 @@ class Couplings:
 def coupling(model: LanguageModel, prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[str, Any]:
     """Decode prompts one by one with each coupling; return the share of drafts accepted, and tokens per forward."""
     couplings = Couplings()
-    with patch.object(drawing, "draw_tokens", couplings.draw):
+    with patch.object(sampler, "draw_tokens", couplings.draw):
         shared = _tokens_per_forward(model, prompts, sampling, DECODER)
     return {
         "num_drafts": couplings.num_tested,

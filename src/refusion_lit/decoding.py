@@ -1,4 +1,4 @@
-"""Decoders and the engine that runs them: the public names of the engine, of ReFusion and of the families."""
+"""Decoders and the engine that runs them: public names from the engine, ReFusion and the families."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCal
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.families.autoregressive.decoder import Autoregressive
-from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
-from refusion_lit.families.defaults import default_decoder, named_decoder
+from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
+from refusion_lit.families.block_diffusion.token_editing import TokenEditing
+from refusion_lit.families.defaults import default_decoder, named_decoder, register_decoder
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
@@ -62,6 +63,7 @@ __all__ = [
     "masked_in",
     "most_certain",
     "named_decoder",
+    "register_decoder",
     "rounds_since",
     "text_between",
     "text_branch",
@@ -71,7 +73,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a plugin
-    """Return a decoder of a plugin by its name, such as one of :mod:`refusion_lit.contrib`."""
+    """Return a decoder from a plugin by name, such as ``CARD`` from :mod:`refusion_lit.contrib`."""
     if name.startswith("_"):
         raise AttributeError(name)
     return find_class(Decoder, name)

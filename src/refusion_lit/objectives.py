@@ -1,9 +1,10 @@
-"""Training objectives: how responses are corrupted, and the loss. One file each."""
+"""All training objectives: how responses are corrupted, and the loss."""
 
 from typing import Any
 
 from refusion_lit.families.autoregressive.objective import Autoregressive
-from refusion_lit.families.block_diffusion.objective import BlockMasked, EditableBlockMasked
+from refusion_lit.families.block_diffusion.objective import BlockMasked
+from refusion_lit.families.block_diffusion.token_editing import EditableBlockMasked
 from refusion_lit.families.llada.objective import Masked
 from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm import DualStream
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a plugin
-    """Return an objective of a plugin by its name, such as one of :mod:`refusion_lit.contrib`."""
+    """Return an objective from a plugin by name, such as ``SoftTail`` from :mod:`refusion_lit.contrib`."""
     if name.startswith("_"):
         raise AttributeError(name)
     return find_class(Objective, name)

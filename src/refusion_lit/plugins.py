@@ -1,7 +1,7 @@
-"""Packages that extend refusion-lit: entry points of the group ``refusion_lit.plugins``.
+"""Plugins: packages that extend refusion-lit by an entry point in the group ``refusion_lit.plugins``.
 
-An entry point names a module. Importing it defines decoders and objectives, which then have short names in configs, and
-may register default decoders. The research extras of this package, ``refusion_lit.contrib``, are such a module.
+The entry point names a module. The module defines decoders and objectives, which get short names in configs, and may
+register default decoders. The research extras, ``refusion_lit.contrib``, are a plugin.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ T = TypeVar("T")
 
 @cache
 def load_plugins() -> None:
-    """Import the modules of all plugins, once per process."""
+    """Import all plugins, once per process."""
     for entry in entry_points(group=GROUP):
         entry.load()
 
 
 def find_class(base: type[T], name: str) -> type[T]:
-    """Return the concrete subclass of a class by its name, from this package or a plugin.
+    """Return a concrete subclass by name, from this package or a plugin.
 
     Args:
         base: The base class, such as ``Decoder``.
-        name: The name of the class.
+        name: Name of the subclass.
 
     Raises:
-        AttributeError: If there is no such class.
+        AttributeError: If no subclass has the name.
+
+    >>> from refusion_lit.decoding import Decoder
+    >>> find_class(Decoder, "CARD")
+    <class 'refusion_lit.contrib.card.CARD'>
     """
     load_plugins()
     waiting = [base]

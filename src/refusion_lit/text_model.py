@@ -63,7 +63,7 @@ class TextModel:
         """Constrains responses to JSON schemas; built on first use, because reading a vocabulary takes a second."""
         return Schemas(self.tokenizer, self.backbone.special_tokens)
 
-    def encode(self, query: str, messages: Sequence[dict[str, str]] = ()) -> list[int]:
+    def encode(self, query: str, messages: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return a query's prompt tokens, chat template or ``prompt_template`` included.
 
         Args:
@@ -92,6 +92,13 @@ class TextModel:
     @cached_property
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(self.tokenizer)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a single token; special tokens by name."""
+        name = self.tokenizer.convert_ids_to_tokens(token_id)
+        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        # Tokenizers that mark the beginning of a word drop the space from a text's first token.
+        return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
 
     def decode(
         self,

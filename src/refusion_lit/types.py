@@ -26,7 +26,7 @@ class SpecialTokens:
         eos_token_ids: Ids that end a response.
         pad_token_id: Fills up batches; may be an EOS token.
         vocab_size: Number of ids that the tokenizer knows. Decoders never produce ids from here on.
-        draft_token_ids: Ids of a drafter's masks, nearest token first. They lie beyond all embedding rows and never
+        draft_token_ids: A drafter's mask ids, nearest token first. They lie beyond all embedding rows and never
             appear in a text.
     """
 
@@ -53,7 +53,7 @@ class ModelTraits:
 
     Attributes:
         attention: ``causal`` (in sequence order), ``bidirectional``, or ``block_causal``
-            (bidirectional inside a block of ``block_size`` positions, causal between blocks).
+            (bidirectional inside blocks, causal between blocks).
         block_size: Tokens per block; only with ``block_causal``.
         prompt_is_block: With ``block_causal``, the prompt is one block and blocks are counted from the response (D2F).
             Otherwise blocks are counted from position 0, prompt included.
@@ -121,7 +121,7 @@ class Constraint:
     """Which responses a prompt may get, token by token; several prompts may share a constraint.
 
     Attributes:
-        begin: Returns the state for a response. The argument is the maximum length of the response in tokens.
+        begin: Returns the state for a response. The argument is the response's maximum length in tokens.
         left_to_right: Whether the constraint needs the tokens before a place, which only decoders from left to right
             know.
     """
@@ -146,7 +146,7 @@ class Prompt:
             unless that is an EOS token. Empty: nothing is given.
         num_filled: Number of given tokens that count towards ``max_new_tokens``, because they fill spans of another
             prompt.
-        constraint: Which tokens may be drawn, such as the tokens of a JSON schema; ``None``: all tokens.
+        constraint: Which tokens may be drawn, for example by a JSON schema; ``None``: all tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -157,7 +157,7 @@ class Prompt:
 
     @property
     def num_given(self) -> int:
-        """Given tokens of the response."""
+        """How many response tokens are given."""
         return len(self.given) - self.given.count(None)
 
     @property
@@ -167,7 +167,7 @@ class Prompt:
 
     @property
     def given_length(self) -> int:
-        """Length of the response up to its last given token."""
+        """The response's length up to its last given token."""
         return max((place + 1 for place, token in enumerate(self.given) if token is not None), default=0)
 
     @property

@@ -95,10 +95,10 @@ def test_a_decoder_that_others_could_not_use_is_not_named(
     (tmp_path / "own_decoder.py").write_text(own)
     export = ["export", f"--ckpt_path={MODEL}", f"--output={tmp_path / 'out'}"]
     for decoder, message in (
-        ("LLaDA", "trained with causal attention. Name one that does, or leave --decoder out.\n"),
+        ("LLaDA", "trained with causal attention. "),
         ("SelfSpeculative", "decoder: expected a model with a drafter, got 'one without'; load one with --draft"),
-        ("RecomputeKV", "decoder: expected one of Autoregressive, BlockDiffusion, CARD"),
-        ("own_decoder.Own", "all who load the directory have, got 'own_decoder.Own'; leave it out here, and give it"),
+        ("RecomputeKV", "decoder: expected a decoder of this package"),
+        ("own_decoder.Own", "decoder: expected a decoder of this package"),
     ):
         assert main([*export, f"--decoder={decoder}"]) == 2
         assert message in capsys.readouterr().err

@@ -124,6 +124,26 @@ def test_fit_shows_steps_and_losses(
         assert leftover not in shown + out
 
 
+def test_the_last_line_names_the_step_of_an_earlier_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = [option for option in TINY if "progress_bar" not in option]
+    assert main(["fit", "--config", QUICKSTART, *tiny, "--trainer.max_steps=3", f"--runs_dir={tmp_path}"]) == 0
+    last = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("trained to step 3"))
+    assert re.search(r"val/loss [\d.e+-]+ \(step 2\)", last)
+    assert "train/loss" in last
+    assert not re.search(r"train/loss [\d.e+-]+ \(", last)
+
+
+def test_the_bar_of_a_training_has_one_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = at_terminal(monkeypatch)
+    tiny = [option for option in TINY if "progress_bar" not in option]
+    assert main(["fit", "--config", QUICKSTART, *tiny, f"--runs_dir={tmp_path}"]) == 0
+    bars = [line for line in re.split(r"[\r\n]", terminal.text) if line.startswith("training ") and "steps/s" in line]
+    assert bars
+    assert not any(" left" in line for line in bars)
+
+
 def test_without_a_terminal_there_are_lines_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = [option for option in TINY if "progress_bar" not in option]
     assert main(["fit", "--config", QUICKSTART, *tiny, f"--runs_dir={tmp_path}"]) == 0

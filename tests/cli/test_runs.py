@@ -16,7 +16,7 @@ import yaml
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
-from refusion_lit.cli.resume import with_resume
+from refusion_lit.cli.resume import expand_resume
 from refusion_lit.cli.run_directory import claim
 from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.utils.files import acquire_lock, release_lock
@@ -70,6 +70,57 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
     ]
 
 
+def test_a_precision_of_a_file_that_the_processor_is_slow_in_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    overlay = tmp_path / "mixed.yaml"
+    overlay.write_text("trainer: {precision: bf16-mixed}")
+    options = ["--config", str(overlay), "--trainer.max_steps=1"]
+    assert fit(tmp_path, *options, "--run_version=file") == 0
+    assert "trainer.precision: 32-true" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match=r"trainer\.precision: expected 32-true"):
+        assert fit(tmp_path, *options, "--run_version=line", "--trainer.precision=bf16-mixed") == 0
+    for version, precision in (("file", "32-true"), ("line", "bf16-mixed")):
+        config = yaml.safe_load((tmp_path / "quickstart" / version / "config.yaml").read_text())
+        assert config["trainer"]["precision"] == precision
+
+
+def optimizer_rates(run: Path) -> tuple[list[float], list[float], list[float]]:
+    """Return base rates, current rates and weight decays of a run's last checkpoint."""
+    state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    groups = state["optimizer_states"][0]["param_groups"]
+    assert [group["initial_lr"] for group in groups] == state["lr_schedulers"][0]["base_lrs"]
+    lrs, decays = ([group[name] for group in groups] for name in ("lr", "weight_decay"))
+    return state["lr_schedulers"][0]["base_lrs"], lrs, decays
+
+
+@pytest.mark.filterwarnings("ignore:resumed with other options")
+def test_a_resumed_run_takes_the_optimizer_options_that_it_is_given(runs: Path) -> None:
+    run = runs / "quickstart" / "version_0"
+    constant = ["--model.schedule.final_lr_ratio=1", "--model.schedule.warmup_steps=0"]
+    options = ["--model.optimizer.lr=0.01", "--model.optimizer.weight_decay=0.5", *constant]
+    assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", *options]) == 0
+    assert optimizer_rates(run) == ([0.01, 0.01], [0.01, 0.01], [0.5, 0.0])
+
+
+def test_options_that_a_checkpoint_replaces_are_refused_and_not_recorded(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs / "quickstart" / "version_0"
+    scheduler = ["--model.lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR", "--model.lr_scheduler.T_max=9"]
+    before = (run / "environment.json").read_text()
+    for option, given in (
+        ("model.lr_scheduler", scheduler),
+        ("model.optimizer", ["--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.1"]),
+        ("model.backbone.source", ["--model.backbone.source=elsewhere"]),
+    ):
+        capsys.readouterr()
+        assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", *given]) == 2
+        assert f"{option}: expected" in capsys.readouterr().err
+        assert (run / "environment.json").read_text() == before
+
+
 def test_what_is_damaged_in_a_resumed_run_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runs / "quickstart" / "version_0"
     resumed = ["fit", f"--resume={run}", "--trainer.max_steps=6"]
@@ -95,8 +146,7 @@ def test_a_checkpoint_is_resumed_with_its_own_optimizer(
 ) -> None:
     run = runs / "quickstart" / "version_0"
     other = ["--trainer.max_steps=6", f"--model.optimizer=torch.optim.{optimizer}", "--model.optimizer.lr=0.1"]
-    with pytest.warns(UserWarning, match="resumed with other options"):
-        assert main(["fit", f"--resume={run}", *other]) == 2
+    assert main(["fit", f"--resume={run}", *other]) == 2
     assert fit(runs, "--run_version=other", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", *other) == 2
     line = f"model.optimizer: expected the optimizer of the checkpoint, got '{optimizer}'; give the one that wrote it"
     assert capsys.readouterr().err.count(line) == 2
@@ -181,15 +231,18 @@ def test_without_a_logger_results_land_in_the_run_directory(
     assert str(result) in "".join(capsys.readouterr())
 
 
-def test_with_a_logger_of_the_user_s_own_the_next_command_has_the_run_s_config(
+def test_a_logger_of_the_user_writes_beside_the_run_s_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = Path(QUICKSTART).resolve()
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("a: 1\n")  # that of something else
     logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
-    assert main(["fit", "--config", str(config), *TINY, *logger]) == 0
-    assert "next: refusion-lit test --config logs/lightning_logs/version_0/config.yaml" in capsys.readouterr().out
+    assert main(["fit", "--config", str(config), *TINY, *logger, "--run_version=mine"]) == 0
+    assert "next: refusion-lit test --config runs/quickstart/mine/config.yaml" in capsys.readouterr().out
+    for file in ("runs/quickstart/mine/checkpoints/last.ckpt", "runs/quickstart/mine/metrics.csv"):
+        assert Path(file).is_file()
+    assert len(list(Path("logs").rglob("metrics.csv"))) == 1
 
 
 def test_last_is_the_named_version_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +288,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--run_version=../../evil"], "run_version: expected a name inside RUNS_DIR, got '../../evil'"),
         (["--run_version=/tmp/evil"], "run_version: expected a name inside RUNS_DIR"),
         (["--run_name=../evil"], "run_name: expected a name inside RUNS_DIR"),
-        (["--resume=none"], "got 'none'; give one that exists."),
+        (["--resume=none"], "got 'none'; give"),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: expected a number of batches of at least 1"),
         (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches: expected an integer of at least 1"),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val: expected a number above 0, or null, got -1"),
@@ -243,7 +296,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--trainer.limit_train_batches=0"], "fit: expected time and batches for a step, got 'none, and no step was"),
         (["--data.task.num_train=-1"], "num_train"),
         (["--trainer.logger=WandbLogger"], "Requirement 'wandb"),
-        (["--trainer.logger=CSVLoger"], "or a YAML file, got 'CSVLoger'; did you mean 'CSVLogger'?"),
+        (["--trainer.logger=CSVLoger"], "got 'CSVLoger'; did you mean 'CSVLogger'?"),
         (["--trainer.logger=CSVLogger"], "trainer.logger.save_dir: expected a value, got none; give it"),
         (["--trainer.callbacks+=EarlyStopping"], "trainer.callbacks.monitor: expected a value, got none; give it"),
         (["--trainer.strategy=nope"], "error: trainer: You selected an invalid strategy name: `strategy='nope'`"),
@@ -255,7 +308,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch: expected an integer of at least 1, got 0"),
         (
             ["--model.optimizer=Adam", "--model.optimizer.lr=fast"],
-            "model.optimizer.lr: expected a number, got 'fast'; set",
+            "model.optimizer.lr: expected float, got 'fast'",
         ),
     ],
 )
@@ -331,7 +384,7 @@ def test_a_training_is_not_resumed_by_another_command(
     run = runs / "quickstart" / "version_0"
     assert main([command, f"--resume={run}"]) == 2
     error = capsys.readouterr().err
-    assert f"resume: expected a run of {command}, got '{run}, which is one of fit'; {command} with" in error
+    assert f"resume: expected a run of {command}, got '{run}, a run of fit'" in error
     assert not (run / "results.json").exists()
 
 
@@ -341,10 +394,10 @@ def test_a_validation_is_not_resumed_as_a_test(runs: Path, checkpoint: str, caps
     assert main(["validate", *args]) == 0
     capsys.readouterr()
     assert main(["test", *args, "--resume"]) == 0
-    assert "predictions_refusion.jsonl is complete" in capsys.readouterr().err
+    assert "there is nothing left to do" in capsys.readouterr().err
     validation = runs / "quickstart" / "version_2"
     assert main(["test", f"--resume={validation}"]) == 2
-    expected = f"resume: expected a run of test, got '{validation}, which is one of validate'; name a run of test."
+    expected = f"resume: expected a run of test, got '{validation}, a run of validate'"
     assert expected in capsys.readouterr().err
 
 
@@ -386,7 +439,7 @@ def test_a_run_is_named_from_inside_its_directory(
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("verbose: true\n")
     monkeypatch.chdir(tmp_path / inside)
-    args = with_resume("test", [], named)
+    args = expand_resume("test", [], named)
     assert args[1:4] == [f"--runs_dir={tmp_path}", "--run_name=quickstart", "--run_version=version_0"]
 
 
@@ -397,10 +450,10 @@ def test_a_folder_of_runs_is_refused_with_its_newest_run(tmp_path: Path) -> None
         (run / "config.yaml").write_text(f"{option}: true")
         os.utime(run, (1000 + age, 1000 + age))
     newest = tmp_path / "quickstart" / "second"
-    with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give its newest one, {newest}"):
-        with_resume("fit", [], str(tmp_path / "quickstart"))
-    with pytest.raises(ValueError, match=r"a version in runs/default, got '.*nowhere'; give one that exists"):
-        with_resume("fit", [], str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give the newest run, {newest}"):
+        expand_resume("fit", [], str(tmp_path / "quickstart"))
+    with pytest.raises(ValueError, match=r"a version in runs/default, got '.*nowhere'; give"):
+        expand_resume("fit", [], str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("resume", ["--resume", "--resume=version_0"])
@@ -411,7 +464,7 @@ def test_a_name_that_is_no_text_is_refused_when_resumed(
     config.write_text(yaml.safe_dump({**yaml.safe_load(Path(QUICKSTART).read_text()), "run_name": 2024}))
     assert main(["fit", f"--config={config}", *TINY, f"--runs_dir={tmp_path}", resume]) == 2
     error = capsys.readouterr().err
-    expected = "run_name: expected text, got 2024" if resume == "--resume" else "resume: expected a run's directory"
+    expected = "run_name: expected str" if resume == "--resume" else "resume: expected a run's directory"
     assert expected in error
 
 
@@ -435,7 +488,7 @@ def test_a_test_is_resumed_only_with_its_settings(
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["resume"] is False
     capsys.readouterr()
     assert main(["test", "--resume", str(run)]) == 0
-    assert "predictions_refusion.jsonl is complete; there is nothing left to do\n" in capsys.readouterr().err
+    assert "there is nothing left to do\n" in capsys.readouterr().err
     assert main(["test", "--resume", str(run), "--model.sampling.max_new_tokens=12"]) == 2
     assert "max_new_tokens was 16, is 12" in capsys.readouterr().err
 

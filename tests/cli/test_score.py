@@ -13,7 +13,7 @@ from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.reports.runs import read_runs
-from refusion_lit.sandbox import LAYERS, Sandbox
+from refusion_lit.sandbox.runner import LAYERS, Sandbox
 from tasks.test_code import HUMANEVAL, runs_code
 
 
@@ -159,7 +159,7 @@ def test_weak_isolation_is_refused(
 ) -> None:
     data = _lines(tmp_path / "h.jsonl", [HUMANEVAL])
     predictions = _lines(tmp_path / "p.jsonl", [{"id": "HumanEval/900", "response": "    return x\n"}])
-    monkeypatch.setattr("refusion_lit.sandbox._SandboxedProcess.applied_layers", lambda process: ())
+    monkeypatch.setattr("refusion_lit.sandbox.runner._SandboxedProcess.applied_layers", lambda process: ())
     arguments = ["score", predictions, "--task=HumanEval", f"--task.files={data}", "--allow_code_execution"]
     assert main(arguments) == 2
     assert "minimum_isolation: expected at least 'full', got 'limits" in capsys.readouterr().err

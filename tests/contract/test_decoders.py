@@ -33,6 +33,7 @@ from refusion_lit.decoding import (
     WeDLM,
     decode,
 )
+from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.types import Prompt, SamplingParams
 from support.decoder_cases import (
     DECODERS,
@@ -54,20 +55,20 @@ each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__na
 
 @each_decoder
 @settings(max_examples=examples(23), deadline=None)
-@given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures())
+@given(data=st.data(), make=hash_models(), drawn_prompts=prompts(), temperature=temperatures())
 def test_output_is_text_within_the_budget(
     cls: type[Decoder],
     data: st.DataObject,
     make: Callable[[Decoder], HashModel],
-    found: list[Prompt],
+    drawn_prompts: list[Prompt],
     temperature: float,
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature, top_p=0.9)
     model, watcher = make(decoder), LastState()
     size = data.draw(st.integers(1, 4))
-    output = decode(model, decoder, found, sampling, batch_size=size, callbacks=[watcher])
-    check_output(model, found, sampling, output, watcher)
+    output = decode(model, decoder, drawn_prompts, sampling, batch_size=size, callbacks=[watcher])
+    check_output(model, drawn_prompts, sampling, output, watcher)
     forwards = [row.num_forwards for row in output.rows]
     assert max(forwards) <= output.num_calls <= sum(forwards)
     if size == 1:
@@ -78,13 +79,13 @@ def test_output_is_text_within_the_budget(
 
 @each_decoder
 @settings(max_examples=examples(12), deadline=None)
-@given(data=st.data(), make=hash_models(["plain"]), found=prompts(max_size=1))
+@given(data=st.data(), make=hash_models(["plain"]), drawn_prompts=prompts(max_size=1))
 def test_the_prompt_is_fed_as_it_is(
-    cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel], found: list[Prompt]
+    cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel], drawn_prompts: list[Prompt]
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
-    model, [prompt] = make(decoder), found
-    decode(model, decoder, found, sampling)
+    model, [prompt] = make(decoder), drawn_prompts
+    decode(model, decoder, drawn_prompts, sampling)
     places = list(enumerate(prompt.token_ids))
     fed: set[tuple[int, int]] = set()
     for call in model.calls:
@@ -97,27 +98,29 @@ def test_the_prompt_is_fed_as_it_is(
     assert {token for _, token in other} <= {model.special_tokens.mask_token_id}
 
 
-def text_of(model: FakeModel, decoder: Decoder, found: list[Prompt], sampling: SamplingParams) -> list[list[int]]:
-    return [row.token_ids for row in decode(model, decoder, found, sampling).rows]
+def text_of(
+    model: FakeModel, decoder: Decoder, drawn_prompts: list[Prompt], sampling: SamplingParams
+) -> list[list[int]]:
+    return [row.token_ids for row in decode(model, decoder, drawn_prompts, sampling).rows]
 
 
 @each_decoder
 @settings(max_examples=examples(20), deadline=None)
-@given(data=st.data(), make=hash_models(), found=prompts(), temperature=temperatures(), size=st.integers(2, 4))
+@given(data=st.data(), make=hash_models(), drawn_prompts=prompts(), temperature=temperatures(), size=st.integers(2, 4))
 def test_a_row_is_what_it_is_alone(
     cls: type[Decoder],
     data: st.DataObject,
     make: Callable[[Decoder], HashModel],
-    found: list[Prompt],
+    drawn_prompts: list[Prompt],
     temperature: float,
     size: int,
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
-    order = data.draw(st.permutations(range(len(found))))
-    rows = decode(make(decoder), decoder, [found[i] for i in order], sampling, batch_size=size).rows
+    order = data.draw(st.permutations(range(len(drawn_prompts))))
+    rows = decode(make(decoder), decoder, [drawn_prompts[i] for i in order], sampling, batch_size=size).rows
     for i, row in zip(order, rows, strict=True):
-        [alone] = decode(make(decoder), decoder, [found[i]], sampling).rows
+        [alone] = decode(make(decoder), decoder, [drawn_prompts[i]], sampling).rows
         assert row.token_ids == alone.token_ids
         if not weighs_rows(decoder):
             assert row.forward_shapes == alone.forward_shapes
@@ -126,15 +129,15 @@ def test_a_row_is_what_it_is_alone(
 
 @each_decoder
 @settings(max_examples=examples(6), deadline=None)
-@given(data=st.data(), found=prompts(max_size=4), temperature=temperatures(), size=st.integers(2, 4))
+@given(data=st.data(), drawn_prompts=prompts(max_size=4), temperature=temperatures(), size=st.integers(2, 4))
 def test_a_row_of_a_transformer_is_what_it_is_alone(
-    cls: type[Decoder], data: st.DataObject, found: list[Prompt], temperature: float, size: int
+    cls: type[Decoder], data: st.DataObject, drawn_prompts: list[Prompt], temperature: float, size: int
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
     model = tiny_backbone(traits_for(decoder))
-    rows = decode(model, decoder, found[::-1], sampling, batch_size=size).rows[::-1]
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, drawn_prompts[::-1], sampling, batch_size=size).rows[::-1]
+    for prompt, row in zip(drawn_prompts, rows, strict=True):
         [alone] = decode(model, decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids
         assert weighs_rows(decoder) or row.forward_shapes == alone.forward_shapes
@@ -142,16 +145,18 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(
 
 @each_decoder
 @settings(max_examples=examples(10), deadline=None)
-@given(data=st.data(), make=hash_models(), found=prompts(max_size=2), seeds=st.tuples(*[st.integers(0, 99)] * 2))
+@given(
+    data=st.data(), make=hash_models(), drawn_prompts=prompts(max_size=2), seeds=st.tuples(*[st.integers(0, 99)] * 2)
+)
 def test_temperature_zero_ignores_the_seed(
     cls: type[Decoder],
     data: st.DataObject,
     make: Callable[[Decoder], HashModel],
-    found: list[Prompt],
+    drawn_prompts: list[Prompt],
     seeds: tuple[int, int],
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
-    first, second = (text_of(make(decoder), decoder, found, replace(sampling, seed=seed)) for seed in seeds)
+    first, second = (text_of(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
     assert first == second or chance_remains(decoder)
 
 
@@ -167,11 +172,11 @@ def chance_remains(decoder: Decoder) -> bool:
 @each_decoder
 def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
     decoder = cls()
-    found = [Prompt(token_ids=(3, 4), id=f"p{i}") for i in range(3)]
+    drawn_prompts = [Prompt(token_ids=(3, 4), id=f"p{i}") for i in range(3)]
     sampling = SamplingParams(max_new_tokens=24, temperature=20.0, seed=4)
 
     def text(seed: int) -> list[list[int]]:
-        return text_of(HashModel(1, traits=traits_for(decoder)), decoder, found, replace(sampling, seed=seed))
+        return text_of(HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed))
 
     drawn = text(4)
     assert drawn == text(4)
@@ -183,7 +188,7 @@ def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
 @settings(max_examples=examples(16), deadline=None)
 @given(
     data=st.data(),
-    found=prompts(max_size=4),
+    drawn_prompts=prompts(max_size=4),
     end=st.none() | st.integers(0, 30),
     certainty=st.sampled_from([0.2, 0.6, 0.97]),
     agreement=st.sampled_from([0.2, 0.6, 0.97]),
@@ -192,7 +197,7 @@ def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
 def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
     cls: type[Decoder],
     data: st.DataObject,
-    found: list[Prompt],
+    drawn_prompts: list[Prompt],
     end: int | None,
     certainty: float,
     agreement: float,
@@ -208,8 +213,8 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
         traits=traits_for(decoder),
     )
     forbids_ends = isinstance(decoder, LLaDA) and decoder.forbid_eos
-    rows = decode(model, decoder, found, sampling, batch_size=size).rows
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, drawn_prompts, sampling, batch_size=size).rows
+    for prompt, row in zip(drawn_prompts, rows, strict=True):
         start = len(prompt.token_ids)
         stop = start + sampling.max_new_tokens
         own_end = None if end is None or end < start else end - start
@@ -226,13 +231,17 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
 @each_decoder
 @settings(max_examples=examples(20), deadline=None)
 @given(
-    data=st.data(), make=hash_models(), found=prompts(max_size=3), temperature=temperatures(), size=st.integers(1, 3)
+    data=st.data(),
+    make=hash_models(),
+    drawn_prompts=prompts(max_size=3),
+    temperature=temperatures(),
+    size=st.integers(1, 3),
 )
 def test_stops_are_decided_token_by_token_in_text_order(
     cls: type[Decoder],
     data: st.DataObject,
     make: Callable[[Decoder], HashModel],
-    found: list[Prompt],
+    drawn_prompts: list[Prompt],
     temperature: float,
     size: int,
 ) -> None:
@@ -240,8 +249,8 @@ def test_stops_are_decided_token_by_token_in_text_order(
     sampling = replace(sampling, temperature=temperature)
     stop = tuple(data.draw(st.lists(st.text("def", min_size=1, max_size=2), max_size=2)))
     stopping = replace(sampling, stop=stop)
-    wholes = decode(make(decoder), decoder, found, sampling).rows
-    rows = decode(make(decoder), decoder, found, stopping, batch_size=size, detokenize=letters).rows
+    wholes = decode(make(decoder), decoder, drawn_prompts, sampling).rows
+    rows = decode(make(decoder), decoder, drawn_prompts, stopping, batch_size=size, detokenize=letters).rows
     for whole, row in zip(wholes, rows, strict=True):
         expected = slowly_stopped(whole.token_ids, stopping)
         assert row.token_ids == (whole.token_ids if expected is None else expected)
@@ -359,7 +368,11 @@ def fast_dllm_forwards(decoder: FastDLLM, case: Case) -> int | None:
 
 
 def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
-    """Count forwards of a text whose every mask is nearly equally sure, so that penalties alone decide."""
+    """Count forwards of a text whose every mask is nearly equally sure, so that blocks or penalties alone decide."""
+    if decoder.selection == "confidence":
+        threshold = decoder.confidence_threshold
+        is_sure = threshold is not None and case.certainty >= threshold
+        return -(-case.length // decoder.window_size) if is_sure else case.length
     others = VOCAB + NUM_EXTRA_ROWS - 1
     rest = (1 - case.certainty) / others
     entropy = -case.certainty * log(case.certainty) - others * rest * log(rest)
@@ -403,12 +416,20 @@ def d2f_forwards(decoder: D2F, case: Case) -> int:
     return num
 
 
-def editing_forwards(decoder: TokenEditing, case: Case) -> int:
+def editing_forwards(decoder: TokenEditing, case: Case) -> int | None:
     """Count forwards of whole blocks: all masks at once if sure enough, else the quota; one more replaces nothing."""
+    if decoder.stop_in_block or not decoder.stop_at_eos:
+        return None  # by where EOS is written
     size, num, first = decoder.block_size, 0, case.start
     while first < case.start + case.length:
-        num_masks = size - first % size
-        num += 1 + (1 if case.certainty > decoder.mask_threshold else num_masks)
+        num_masks = num_left = size - first % size
+        num_fills = 0
+        while num_left > 0:
+            share = 0 if decoder.num_steps is None else step_quota(size, decoder.num_steps, num_fills)
+            is_sure = case.certainty > decoder.mask_threshold
+            num_left -= num_left if is_sure else max(share, decoder.min_num_filled)
+            num_fills += 1
+        num += num_fills + (num_fills != decoder.num_steps and decoder.max_post_steps > 0)
         first += num_masks
     return num
 

@@ -21,7 +21,7 @@ from support.slow_decoding import best_allowed, cut
 CAUSAL = ModelTraits(predictions=("next_token",))
 
 
-def logits_of(model: LanguageModel, row: list[int], *, causal: bool) -> Tensor:
+def read_logits(model: LanguageModel, row: list[int], *, causal: bool) -> Tensor:
     sees = torch.ones(1, len(row), len(row), dtype=torch.bool)
     hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees.tril() if causal else sees)
     return model.logits(hidden[0]).double()
@@ -40,16 +40,16 @@ def slow_apd(
     while True:
         num = min(decoder.max_lookahead or length, len(prompt) + length - len(text))
         known = len(text)
-        drafted = logits_of(masked, [*text, *[MASK] * num], causal=False)[known - decoder.shifted :][:num]
+        drafted = read_logits(masked, [*text, *[MASK] * num], causal=False)[known - decoder.shifted :][:num]
         drafts = [best(row) for row in drafted]
         num_forwards += 1
         text.append(drafts[0])
         if num > 1:
             num_forwards += 1
-            verified = logits_of(verifier, [*prompt, *text[len(prompt) : -1], *drafts], causal=True)
+            verified = read_logits(verifier, [*prompt, *text[len(prompt) : -1], *drafts], causal=True)
             for j in range(1, num):
-                own, other = drafted[j], verified[known + j - 1]
-                if best(own + (1 - weight) * (other - own)) != drafts[j]:
+                draft_logits, target_logits = drafted[j], verified[known + j - 1]
+                if best(draft_logits + (1 - weight) * (target_logits - draft_logits)) != drafts[j]:
                     break
                 text.append(drafts[j])
         response = text[len(prompt) :]
@@ -59,14 +59,14 @@ def slow_apd(
 
 @settings(max_examples=examples(48), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), batch=prompts(max_size=3),
     weight=st.sampled_from([0.0, 0.3, 0.7, 1.0]), lookahead=st.none() | st.integers(1, 9), shifted=st.booleans(),
     length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_the_text_is_that_of_a_loop_without_cache(
     seed: int,
     ends: frozenset[int],
-    found: list[Prompt],
+    batch: list[Prompt],
     weight: float,
     lookahead: int | None,
     shifted: bool,
@@ -75,8 +75,8 @@ def test_the_text_is_that_of_a_loop_without_cache(
 ) -> None:
     decoder = APD(mixture_weight=weight, max_lookahead=lookahead, shifted=shifted)
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=size).rows
+    for prompt, row in zip(batch, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_apd(slow, slow, prompt.token_ids, decoder, length)
 
 
@@ -88,10 +88,10 @@ def test_two_transformers_write_what_the_loop_writes(weight: float) -> None:
     with torch.no_grad():
         for parameter in verifier.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)).double())
-    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 5, 8)]
-    rows = decode(PairedModel(masked, verifier), decoder, found, SamplingParams(max_new_tokens=20), batch_size=2)
+    batch = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 5, 8)]
+    rows = decode(PairedModel(masked, verifier), decoder, batch, SamplingParams(max_new_tokens=20), batch_size=2)
     with torch.no_grad():
-        expected = [slow_apd(masked, verifier, prompt.token_ids, decoder, 20) for prompt in found]
+        expected = [slow_apd(masked, verifier, prompt.token_ids, decoder, 20) for prompt in batch]
     assert [(row.token_ids, row.num_forwards) for row in rows.rows] == expected
 
 
@@ -122,9 +122,9 @@ def test_both_bodies_are_made_once_for_all_forwards(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(masked), "make_fused_body", lambda self: made.append(self) or original(self))
     pair = PairedModel(masked, verifier)
     made.clear()
-    found = [Prompt(token_ids=(3, 4, 5), id="a")]
+    batch = [Prompt(token_ids=(3, 4, 5), id="a")]
     decoder = APD(mixture_weight=0.5)
-    (row,) = decode(pair, decoder, found, SamplingParams(max_new_tokens=8)).rows
+    (row,) = decode(pair, decoder, batch, SamplingParams(max_new_tokens=8)).rows
     assert row.num_forwards > 2
     assert made == [masked, verifier]
 

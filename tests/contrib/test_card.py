@@ -49,14 +49,14 @@ def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, leng
 
 @settings(max_examples=examples(48), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), batch=prompts(max_size=3),
     block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
     max_rounds=st.none() | st.integers(1, 4), length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_the_text_is_that_of_a_loop_without_cache(
     seed: int,
     ends: frozenset[int],
-    found: list[Prompt],
+    batch: list[Prompt],
     block_size: int,
     threshold: float,
     max_rounds: int | None,
@@ -65,18 +65,18 @@ def test_the_text_is_that_of_a_loop_without_cache(
 ) -> None:
     decoder = CARD(block_size=block_size, threshold=threshold, max_rounds=max_rounds)
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=TRAITS) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=size).rows
+    for prompt, row in zip(batch, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_card(slow, prompt.token_ids, decoder, length)
 
 
 @pytest.mark.parametrize("decoder", [CARD(block_size=1), CARD(block_size=1, threshold=0.0, max_rounds=1)])
 def test_blocks_of_one_token_are_autoregressive_decoding(decoder: CARD) -> None:
     model = tiny_backbone(TRAITS)
-    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7)]
+    batch = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7)]
     sampling = SamplingParams(max_new_tokens=20)
-    own, expected = (decode(model, way, found, sampling, batch_size=2).rows for way in (decoder, Autoregressive()))
-    assert [(r.token_ids, r.num_forwards, r.num_positions) for r in own] == [
+    rows, expected = (decode(model, way, batch, sampling, batch_size=2).rows for way in (decoder, Autoregressive()))
+    assert [(r.token_ids, r.num_forwards, r.num_positions) for r in rows] == [
         (r.token_ids, r.num_forwards, r.num_positions) for r in expected
     ]
 

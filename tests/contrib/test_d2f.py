@@ -13,7 +13,7 @@ from refusion_lit.contrib import D2F
 from refusion_lit.decoding import decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from support.decoder_cases import prompts, traits_for
+from support.decoder_cases import fill_until_accepted, prompts, traits_for
 from support.example_counts import examples
 from support.fakes import MASK, HashModel, tiny_backbone
 from support.slow_decoding import best_allowed, cut
@@ -53,17 +53,17 @@ def slow_d2f(
         num_forwards += 1
         for i, block in enumerate(blocks):
             masked = [p for p in block if text[p] is None]
-            found = {}
+            drafts = {}
             for p in masked:
-                own = logits[p]
+                scores = logits[p]
                 banned = [*special.banned_token_ids, *(eos if p < holes_end else ())]
-                token = best_allowed(own, banned, special.vocab_size)
-                found[p] = (float(own.softmax(-1)[token]), token)
-            chosen = [p for p in masked if found[p][0] > decoder.threshold]
+                token = best_allowed(scores, banned, special.vocab_size)
+                drafts[p] = (float(scores.softmax(-1)[token]), token)
+            chosen = [p for p in masked if drafts[p][0] > decoder.threshold]
             if masked and not chosen and share[i] >= decoder.activate_threshold:
-                chosen = [max(masked, key=lambda p: (found[p][0], -p))]
+                chosen = [max(masked, key=lambda p: (drafts[p][0], -p))]
             for p in chosen:
-                text[p] = found[p][1]
+                text[p] = drafts[p][1]
         response = text[start : text.index(None) if None in text else goal][:length]
         if set(eos) & set(response) or len(response) == length:
             return cut([token for token in response if token is not None], eos), num_forwards
@@ -71,7 +71,7 @@ def slow_d2f(
 
 @settings(max_examples=examples(42), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), batch=prompts(max_size=3),
     block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
     add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), activate=st.sampled_from([0.0, 0.5, 0.95]),
     num_open_blocks=st.none() | st.integers(1, 3),
@@ -80,7 +80,7 @@ def slow_d2f(
 def test_the_text_is_that_of_a_loop_without_cache(
     seed: int,
     ends: frozenset[int],
-    found: list[Prompt],
+    batch: list[Prompt],
     block_size: int,
     threshold: float,
     add: float,
@@ -94,8 +94,8 @@ def test_the_text_is_that_of_a_loop_without_cache(
         num_open_blocks=num_open_blocks,
     )  # fmt: skip
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=size).rows
+    for prompt, row in zip(batch, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_d2f(slow, prompt.token_ids, decoder, length)
 
 
@@ -117,12 +117,11 @@ def test_what_is_given_is_part_of_its_block(
 ) -> None:
     decoder = D2F(
         block_size=block_size, threshold=0.1, add_threshold=add, num_open_blocks=num_open_blocks,
-        ignore_right_context=True,
     )  # fmt: skip
     model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))
-    found = Prompt(token_ids=tuple(prompt), id="p", given=known)
-    [row] = decode(model, decoder, [found], SamplingParams(max_new_tokens=length)).rows
-    assert (row.token_ids, row.num_forwards) == slow_d2f(slow, tuple(prompt), decoder, length, known)
+    request = fill_until_accepted(decoder, Prompt(token_ids=tuple(prompt), id="p", given=known))
+    [row] = decode(model, decoder, [request], SamplingParams(max_new_tokens=length)).rows
+    assert (row.token_ids, row.num_forwards) == slow_d2f(slow, tuple(prompt), decoder, length, request.given)
 
 
 def test_a_given_block_takes_no_forward_and_blocks_are_counted_as_trained() -> None:
@@ -139,10 +138,10 @@ def test_a_given_block_takes_no_forward_and_blocks_are_counted_as_trained() -> N
 def test_a_transformer_with_a_cache_writes_what_the_loop_writes() -> None:
     decoder = D2F(block_size=4, threshold=0.5, add_threshold=0.25, activate_threshold=0.75)
     model = tiny_backbone(traits_for(decoder))
-    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 5, 8)]
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=20), batch_size=3).rows
+    batch = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 5, 8)]
+    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=20), batch_size=3).rows
     with torch.no_grad():
-        expected = [slow_d2f(model, prompt.token_ids, decoder, 20) for prompt in found]
+        expected = [slow_d2f(model, prompt.token_ids, decoder, 20) for prompt in batch]
     assert [(row.token_ids, row.num_forwards) for row in rows] == expected
 
 
@@ -168,4 +167,4 @@ def test_impossible_options_are_refused(options: dict[str, float]) -> None:
 def test_a_model_with_blocks_from_position_0_is_refused() -> None:
     traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask",))
     [reason] = D2F(block_size=4).requirements().mismatches(traits)
-    assert "counted from the response" in reason
+    assert "response" in reason

@@ -69,8 +69,8 @@ def test_masks_are_predicted_as_in_training(num_known: int) -> None:
     objective = DiffusionForcing(block_size=size)
     model = tiny_backbone(objective.traits)
     decoder = D2F(block_size=size, threshold=1.0, add_threshold=0.0)
-    found = [Prompt(token_ids=tuple(prompt), id="p")]
-    [row] = decode(model, decoder, found, SamplingParams(max_new_tokens=2 * size), trace=True).rows
+    batch = [Prompt(token_ids=tuple(prompt), id="p")]
+    [row] = decode(model, decoder, batch, SamplingParams(max_new_tokens=2 * size), trace=True).rows
     first, second = row.trace[:2]
     [place] = (position - num_known for position in first.accepted)
     token = first.tokens[first.positions.index(first.accepted[0])]

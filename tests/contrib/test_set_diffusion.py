@@ -28,7 +28,7 @@ def slow_sets(
     special, start = model.special_tokens, len(prompt)
     while True:
         first = next(p for p in range(start, start + length + 1) if p not in known)
-        found = {}
+        drafts = {}
         for p in range(first, min(first + decoder.window_size, start + length)):
             if p in known:
                 continue
@@ -37,12 +37,12 @@ def slow_sets(
             logits = model.logits(model.hidden_states(torch.tensor([row]), torch.tensor([places]), causal)[0, -1:])
             logits = logits[0].double()
             token = best_allowed(logits, special.banned_token_ids, special.vocab_size)
-            found[p] = (float(logits.softmax(-1)[token]), token)
+            drafts[p] = (float(logits.softmax(-1)[token]), token)
         num_forwards += 1
-        best = sorted(found, key=lambda p: (-found[p][0], p))[: decoder.quota]
-        for p in sorted(found):
-            if p in best or (decoder.threshold is not None and found[p][0] >= decoder.threshold):
-                known[p] = found[p][1]
+        best = sorted(drafts, key=lambda p: (-drafts[p][0], p))[: decoder.quota]
+        for p in sorted(drafts):
+            if p in best or (decoder.threshold is not None and drafts[p][0] >= decoder.threshold):
+                known[p] = drafts[p][1]
         text = [known[p] for p in range(start, start + length) if all(q in known for q in range(start, p + 1))]
         if set(special.eos_token_ids) & set(text) or len(text) == length:
             return cut(text, special.eos_token_ids), num_forwards
@@ -50,14 +50,14 @@ def slow_sets(
 
 @settings(max_examples=examples(48), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), batch=prompts(max_size=3),
     window_size=st.integers(1, 7), threshold=st.sampled_from([None, 0.0, 0.05, 0.1, 0.3, 1.0]),
     quota=st.integers(1, 3), length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_the_text_is_that_of_a_loop_without_cache(
     seed: int,
     ends: frozenset[int],
-    found: list[Prompt],
+    batch: list[Prompt],
     window_size: int,
     threshold: float | None,
     quota: int,
@@ -66,8 +66,8 @@ def test_the_text_is_that_of_a_loop_without_cache(
 ) -> None:
     decoder = SetDiffusion(window_size=window_size, threshold=threshold, quota=quota)
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=size).rows
+    for prompt, row in zip(batch, rows, strict=True):
         assert (row.token_ids, row.num_forwards) == slow_sets(slow, prompt.token_ids, decoder, length)
 
 
@@ -76,8 +76,8 @@ def test_training_gives_the_probabilities_of_decoding(monkeypatch: pytest.Monkey
     prompt, length = [3, 4, 5], 14
     objective = StaggeredSets()
     model = tiny_backbone(objective.traits)
-    found, sampling = [Prompt(token_ids=tuple(prompt), id="p")], SamplingParams(max_new_tokens=length)
-    [row] = decode(model, SetDiffusion(window_size=5, threshold=None), found, sampling, trace=True).rows
+    batch, sampling = [Prompt(token_ids=tuple(prompt), id="p")], SamplingParams(max_new_tokens=length)
+    [row] = decode(model, SetDiffusion(window_size=5, threshold=None), batch, sampling, trace=True).rows
     order = [entry.accepted[0] for entry in row.trace]
     assert order != sorted(order)
     clean = ResponseBatch(

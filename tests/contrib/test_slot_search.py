@@ -38,7 +38,7 @@ class SlowText:
     order: tuple[int, ...] = ()
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     probabilities: tuple[float, ...] = ()
-    own: tuple[float, ...] = ()
+    slot_probabilities: tuple[float, ...] = ()
 
     def read(self, row: list[int], positions: list[int], places: list[int]) -> list[tuple[int, float]]:
         causal = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
@@ -75,21 +75,20 @@ class SlowText:
             firsts.append(len(row))
             row += [MASK] * len(self.slots[slot])
             positions += self.positions(slot)
-        found = self.read(row, positions, firsts)
-        return dict(zip(self.left, found, strict=True))
+        return dict(zip(self.left, self.read(row, positions, firsts), strict=True))
 
     def after(self, slot: int) -> SlowText:
         token, probability = self.plan[slot]
-        tokens, own = [token], [probability]
+        tokens, slot_probabilities = [token], [probability]
         while len(tokens) < len(self.slots[slot]) and EOS not in tokens:
             row, positions = self.context
             row, positions = row + tokens, positions + self.positions(slot)[: len(tokens)]
             [(token, probability)] = self.read(row, positions, [len(row) - 1])
-            tokens, own = [*tokens, token], [*own, probability]
+            tokens, slot_probabilities = [*tokens, token], [*slot_probabilities, probability]
         left = tuple(other for other in self.left if other != slot and (EOS not in tokens or other < slot))
         return replace(
             self, left=left, order=(*self.order, slot), tokens={**self.tokens, slot: tuple(tokens)},
-            probabilities=(*self.probabilities, *own), own=tuple(own),
+            probabilities=(*self.probabilities, *slot_probabilities), slot_probabilities=tuple(slot_probabilities),
         )  # fmt: skip
 
     @property
@@ -98,16 +97,16 @@ class SlowText:
 
     @property
     def confidence(self) -> float:
-        return fsum(self.own) / len(self.own)
+        return fsum(self.slot_probabilities) / len(self.slot_probabilities)
 
     def response(self, length: int) -> list[int]:
         known = {place: token for place, token in enumerate(self.prompt.given) if token is not None}
         for slot, tokens in self.tokens.items():
             known.update(zip(self.slots[slot], tokens, strict=False))
-        found: list[int] = []
-        while len(found) in known and len(found) < length + self.prompt.num_given:
-            found.append(known[len(found)])
-        return cut(found, [EOS])
+        text: list[int] = []
+        while len(text) in known and len(text) < length + self.prompt.num_given:
+            text.append(known[len(text)])
+        return cut(text, [EOS])
 
 
 class SlowTree:
@@ -122,7 +121,7 @@ class SlowTree:
     def child(self, text: SlowText, slot: int) -> SlowText:
         if (*text.order, slot) not in self.texts:
             child = self.texts[*text.order, slot] = text.after(slot)
-            self.num_forwards += len(child.own) - 1
+            self.num_forwards += len(child.slot_probabilities) - 1
         return self.texts[*text.order, slot]
 
     def plan(self, text: SlowText) -> dict[int, tuple[int, float]]:
@@ -184,7 +183,7 @@ def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> S
 
 @settings(max_examples=examples(24), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), found=prompts(max_size=2),
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), batch=prompts(max_size=2),
     size=st.integers(1, 4), length=st.integers(1, 12), num_simulations=st.integers(1, 9),
     horizon=st.integers(1, 3), max_candidates=st.integers(1, 4),
     known=st.just(()) | st.lists(st.none() | st.integers(3, 8), max_size=7).map(lambda tokens: (*tokens, 4)),
@@ -192,7 +191,7 @@ def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> S
 def test_tree_search_is_that_of_a_slow_search(
     seed: int,
     ends: frozenset[int],
-    found: list[Prompt],
+    batch: list[Prompt],
     size: int,
     length: int,
     num_simulations: int,
@@ -200,13 +199,13 @@ def test_tree_search_is_that_of_a_slow_search(
     max_candidates: int,
     known: tuple[int | None, ...],
 ) -> None:
-    found, length = [replace(prompt, given=known) for prompt in found], max(length, known.count(None))
+    batch, length = [replace(prompt, given=known) for prompt in batch], max(length, known.count(None))
     decoder = SlotSearch(
         slot_size=size, num_simulations=num_simulations, horizon=horizon, max_candidates=max_candidates
     )
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=2).rows
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=2).rows
+    for prompt, row in zip(batch, rows, strict=True):
         tree, text = SlowTree(decoder), slow_root(slow, prompt, size, length)
         while text.left or text.later:
             text = tree.move(text) if text.left else replace(text, left=text.later, later=())
@@ -215,16 +214,16 @@ def test_tree_search_is_that_of_a_slow_search(
 
 @settings(max_examples=examples(20), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), found=prompts(max_size=2),
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 20), max_size=2), batch=prompts(max_size=2),
     size=st.integers(1, 3), num_slots=st.integers(1, 4),
 )  # fmt: skip
 def test_a_wide_beam_finds_the_best_of_all_orders(
-    seed: int, ends: frozenset[int], found: list[Prompt], size: int, num_slots: int
+    seed: int, ends: frozenset[int], batch: list[Prompt], size: int, num_slots: int
 ) -> None:
     model, slow = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
     decoder = SlotSearch(slot_size=size, selection="beam", beam_size=24, max_candidates=4)
     sampling = SamplingParams(max_new_tokens=size * num_slots)
-    for prompt, row in zip(found, decode(model, decoder, found, sampling, batch_size=2).rows, strict=True):
+    for prompt, row in zip(batch, decode(model, decoder, batch, sampling, batch_size=2).rows, strict=True):
         complete = set()
         for order in permutations(range(num_slots)):
             text = slow_root(slow, prompt, size, size * num_slots)
@@ -251,21 +250,21 @@ def test_a_beam_keeps_orders_of_different_slots_first() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_one_simulation_is_the_order_of_certainty(num_serial_blocks: int, temperature: float) -> None:
     model = tiny_backbone()
-    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7)]
+    batch = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7)]
     sampling = SamplingParams(max_new_tokens=24, temperature=temperature, seed=3)
     sizes = {"slot_size": 4, "num_serial_blocks": num_serial_blocks}
     search = SlotSearch(**sizes, num_simulations=1, horizon=1)
     plain = ReFusion(**sizes, selection="top_k", k=1, token_threshold=1.0, infill="autoregressive")
-    own, expected = (decode(model, way, found, sampling, batch_size=2).rows for way in (search, plain))
-    assert [row.token_ids for row in own] == [row.token_ids for row in expected]
+    rows, expected = (decode(model, way, batch, sampling, batch_size=2).rows for way in (search, plain))
+    assert [row.token_ids for row in rows] == [row.token_ids for row in expected]
     # A plan and three further tokens for each slot.
-    assert {row.num_forwards for row in own if row.finish_reason == "length"} == {6 * 4}
+    assert {row.num_forwards for row in rows if row.finish_reason == "length"} == {6 * 4}
 
 
 @pytest.mark.parametrize(
     ("options", "length", "match"),
     [
-        ({"num_simulations": 0}, 8, "num_simulations: expected an integer of at least 1"),
+        ({"num_simulations": 0}, 8, "num_simulations: expected .* 1"),
         ({"horizon": 0}, 8, "horizon"),
         ({"num_serial_blocks": 3}, 8, "num_serial_blocks: expected at most 1"),
     ],

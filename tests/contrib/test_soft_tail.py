@@ -28,8 +28,8 @@ def batch(prompts: list[int], responses: list[int]) -> ResponseBatch:
     )  # fmt: skip
 
 
-def noise_of(found: ResponseBatch) -> KeyedNoise:
-    return KeyedNoise.for_samples(found.sample_keys, seed=0, epoch=0)
+def make_noise(samples: ResponseBatch) -> KeyedNoise:
+    return KeyedNoise.for_samples(samples.sample_keys, seed=0, epoch=0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,9 +50,9 @@ def test_the_density_is_the_explicit_sum(masks: list[bool], decay: float) -> Non
     ratio=st.floats(0.01, 1.0), tail=st.sampled_from([1.0, 1.5, 3.0, 50.0]),
 )  # fmt: skip
 def test_number_of_masks_in_the_tail(sizes: list[tuple[int, int]], ratio: float, tail: float) -> None:
-    found = batch([p for p, _ in sizes], [r for _, r in sizes])
+    samples = batch([p for p, _ in sizes], [r for _, r in sizes])
     ratios = torch.full((len(sizes),), ratio, dtype=torch.float64)
-    corrupted = SoftTail(tail=tail).corrupt(found, noise_of(found), SPECIAL, mask_ratio=ratios)
+    corrupted = SoftTail(tail=tail).corrupt(samples, make_noise(samples), SPECIAL, mask_ratio=ratios)
     assert corrupted.is_masked is not None
     for row, (prompt, response) in enumerate(sizes):
         num = max(1, int(response * ratio))
@@ -68,10 +68,10 @@ def test_number_of_masks_in_the_tail(sizes: list[tuple[int, int]], ratio: float,
 
 
 def test_a_single_mask_at_the_end_is_next_token_training() -> None:
-    found = batch([3, 2], [9, 4])
+    samples = batch([3, 2], [9, 4])
     ratio = torch.full((2,), 1e-6, dtype=torch.float64)
-    corrupted = SoftTail(tail=1.9).corrupt(found, noise_of(found), SPECIAL, mask_ratio=ratio)
-    plain = Autoregressive().corrupt(found, noise_of(found), SPECIAL)
+    corrupted = SoftTail(tail=1.9).corrupt(samples, make_noise(samples), SPECIAL, mask_ratio=ratio)
+    plain = Autoregressive().corrupt(samples, make_noise(samples), SPECIAL)
     # The last token is an input whose own prediction has no target.
     is_read = plain.labels != IGNORE_INDEX
     assert torch.equal(corrupted.input_ids[is_read], plain.input_ids[is_read])
@@ -81,9 +81,9 @@ def test_a_single_mask_at_the_end_is_next_token_training() -> None:
 
 
 def test_targets_after_masks_weigh_less() -> None:
-    found = batch([2], [4])
+    samples = batch([2], [4])
     corrupted = SoftTail(tail=1, beta=2.0, decay=0.5).corrupt(
-        found, noise_of(found), SPECIAL, mask_ratio=torch.tensor([0.5], dtype=torch.float64)
+        samples, make_noise(samples), SPECIAL, mask_ratio=torch.tensor([0.5], dtype=torch.float64)
     )
     # Positions 4 and 5 are masks. Targets 2 to 4 have clean tokens before them; target 5 a mask.
     assert corrupted.weights[0].tolist() == pytest.approx([0, 1 / 2, 1 / 2, 1 / 2, 1 / 3, 0])

@@ -20,13 +20,13 @@ Noise = Callable[..., KeyedNoise]
 LENGTHS = [(3, 9), (1, 1), (0, 17), (8, 8), (5, 4), (2, 16)]
 
 
-def times_of(uniform: torch.Tensor, set_size: int, reach: int) -> torch.Tensor:
+def draw_times(uniform: torch.Tensor, set_size: int, reach: int) -> torch.Tensor:
     number = uniform.shape[1]
     place = torch.arange(number).expand_as(uniform)
     return staggered_times(place, torch.full((len(uniform), 1), number), uniform, set_size, reach)
 
 
-def shape_of(number: int, set_size: int, reach: int) -> tuple[float, float]:
+def noise_shape(number: int, set_size: int, reach: int) -> tuple[float, float]:
     """Return b and k, written out."""
     area = set_size / (2 * number)
     if set_size in (1, reach):
@@ -40,20 +40,20 @@ def shape_of(number: int, set_size: int, reach: int) -> tuple[float, float]:
 )
 def test_times_follow_the_masking_probability(number: int, set_size: int, reach: int) -> None:
     """m(T(u)) = u with m(t) = 1 - (1 - (t - offset) / b)^k, whose area is d / (2 N)."""
-    width, k = shape_of(number, set_size, reach)
+    width, k = noise_shape(number, set_size, reach)
     assert width * k / (k + 1) == pytest.approx(set_size / (2 * number))
     uniform = torch.rand(50, number, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = times_of(uniform, set_size, reach)
+    times = draw_times(uniform, set_size, reach)
     for i in range(number):
         offset = (1 - width) * (number - 1 - i) / (number - 1)
-        probability = 1 - (1 - (found[:, i] - offset) / width) ** k
+        probability = 1 - (1 - (times[:, i] - offset) / width) ** k
         torch.testing.assert_close(probability, uniform[:, i])
-    assert (found >= 0).all()
-    assert (found <= 1).all()
+    assert (times >= 0).all()
+    assert (times <= 1).all()
 
 
 def test_the_example_of_the_released_default() -> None:
-    width, k = shape_of(1024, 4, 8)
+    width, k = noise_shape(1024, 4, 8)
     assert (width, k) == pytest.approx((0.007759, 0.3364), abs=1e-4)
 
 
@@ -61,8 +61,8 @@ def test_the_example_of_the_released_default() -> None:
 def test_tokens_swap_only_within_reach(set_size: int, reach: int) -> None:
     number = 60
     uniform = torch.rand(4000, number, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    found = times_of(uniform, set_size, reach)
-    swapped = torch.tensor([(found[:, : number - gap] < found[:, gap:]).double().mean() for gap in range(1, number)])
+    times = draw_times(uniform, set_size, reach)
+    swapped = torch.tensor([(times[:, : number - gap] < times[:, gap:]).double().mean() for gap in range(1, number)])
     # With d = D the law reaches d (N - 1) / (N - d), a little more than d.
     assert (swapped[reach:] == 0).all()
     assert (swapped[0] > 0.05) == (set_size > 1)
@@ -71,7 +71,7 @@ def test_tokens_swap_only_within_reach(set_size: int, reach: int) -> None:
 
 def test_one_set_of_all_tokens_is_a_uniform_order() -> None:
     uniform = torch.rand(30, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(times_of(uniform, 99, 99), uniform)
+    torch.testing.assert_close(draw_times(uniform, 99, 99), uniform)
 
 
 @pytest.mark.parametrize("multiple", [None, 8])
@@ -93,7 +93,7 @@ def test_equals_the_slow_reference(
     for row, (prompt, given) in enumerate(LENGTHS):
         response = responses[row]
         text = [*batch.input_ids[row, : prompt + given].tolist(), *[EOS] * (response - given)]
-        times = times_of(uniform[row : row + 1, :response], set_size, reach)[0].tolist()
+        times = draw_times(uniform[row : row + 1, :response], set_size, reach)[0].tolist()
         order = sorted(range(response), key=lambda i: (-times[i], i))
         assert set_size > 1 or order == list(range(response))
         places = [*range(prompt), *(prompt + i for i in order)]

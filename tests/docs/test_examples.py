@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +58,7 @@ def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(
     shutil.copytree(EXAMPLES.parents[1] / "tests" / "goldens" / "models" / "additions-clean", tmp_path / "exported")
     monkeypatch.chdir(tmp_path)
     assert main(args) == 2
-    assert (
-        "got one_shot.OneShot (No module named 'one_shot'); run in its module's directory with PYTHONPATH=., "
-        in capsys.readouterr().err
-    )
+    assert "No module named 'one_shot'" in capsys.readouterr().err
     source = str(Path(refusion_lit.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": f"{setting.partition('=')[2]}:{source}"}
     # -P: as with the installed command, the directory that a user runs it in is not searched for modules.
@@ -128,6 +127,40 @@ def test_the_contract_suite_takes_classes_of_other_modules(monkeypatch: pytest.M
     before = concrete_subclasses(Decoder)
     monkeypatch.setenv("CONTRACT", module)
     assert {cls.__name__ for cls in set(concrete_subclasses(Decoder)) - set(before)} == {name}
+
+
+def test_a_package_registers_its_decoder_as_the_guide_says(tmp_path: Path) -> None:
+    """Models get it by their traits, or by the name in their config."""
+    page = (EXAMPLES.parent / "extending.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    [(group, entries)] = tomllib.loads(block)["project"]["entry-points"].items()
+    for name in ("one_shot.py", "one_shot_plugin.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    info = tmp_path / "one_shot_plugin-1.0.dist-info"  # as installing the package makes
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: one-shot-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n" + "\n".join(f"{key} = {entries[key]}" for key in entries))
+    known = {"attention": "causal", "predictions": ["mask", "next_token_in_slot"]}
+    models = []
+    for number, entry in enumerate(
+        (
+            known,
+            {"attention": "causal", "predictions": ["mask"]},
+            known | {"decoder": {"class_path": "OneShot"}},
+            known | {"decoder": {"class_path": "one_shot.OneShot"}},
+        )
+    ):
+        models.append(str(tmp_path / f"model_{number}"))
+        shutil.copytree(ROOT / "tests" / "goldens" / "models" / "additions-clean", models[-1])
+        file = Path(models[-1]) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"refusion_lit": entry}))
+    code = "import sys, refusion_lit\nfor name in sys.argv[1:]: print(refusion_lit.load(name).default_decoder)"
+    source = str(Path(refusion_lit.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{source}"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *models], env=environment, capture_output=True, text=True, check=False
+    )
+    assert [line.partition("(")[0] for line in done.stdout.splitlines()] == ["ReFusion", *["OneShot"] * 3], done.stderr
 
 
 def test_the_task_has_splits_of_its_own() -> None:

@@ -177,11 +177,11 @@ class GivenLogits(HashModel):
 def read(table: Any, how: Draw, tokens: list[int], unconditional: list[int] | None = None, score: int = 5) -> Reading:
     """Return what is read off the logits of tokens; with guidance those of others guide them."""
     places = range(len(tokens))
-    found = [Branch(tokens=tokens, positions=places, draft_at=places, score_at=[(0, score)])]
+    branch_list = [Branch(tokens=tokens, positions=places, draft_at=places, score_at=[(0, score)])]
     if unconditional is not None:
-        found.append(Branch(tokens=unconditional, positions=places))
+        branch_list.append(Branch(tokens=unconditional, positions=places))
     executor = Serving(GivenLogits(table), 1)
-    return executor.serve([(0, "0", Forward(phase="", branches=tuple(found), draw=how, cached=False))])[0][0]
+    return executor.serve([(0, "0", Forward(phase="", branches=tuple(branch_list), draw=how, cached=False))])[0][0]
 
 
 def random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
@@ -206,7 +206,7 @@ def test_guidance_weighs_two_branches(weight: float) -> None:
 
 
 def test_an_unknown_statistic_is_no_statistic() -> None:
-    with pytest.raises(ValueError, match=r"^statistic: expected one of margin, .*, got 'variance'; choose"):
+    with pytest.raises(ValueError, match=r"^statistic: expected one of margin, .*, got 'variance'"):
         read(random_table(), Draw(sampling=SamplingParams(), statistic="variance"), [3])  # type: ignore[arg-type]
 
 

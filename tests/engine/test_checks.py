@@ -31,7 +31,7 @@ from support.scripted import ORDER, prompts_of
 
 def test_models_without_a_mask_token_are_refused_where_one_is_fed() -> None:
     special = replace(SPECIAL, mask_token_id=None)
-    with pytest.raises(ValueError, match=r"^decoder: expected a model with a mask token, got 'one without'; train it"):
+    with pytest.raises(ValueError, match=r"^decoder: expected a model with a mask token"):
         decode(HashModel(special=special), ReFusion(), prompts_of(2), SamplingParams(), allow_mismatch=True)
     decode(HashModel(special=special, traits=ORDER), Autoregressive(), prompts_of(2), SamplingParams(max_new_tokens=3))
 
@@ -61,11 +61,11 @@ def test_models_trained_otherwise_are_refused_or_marked(traits: ModelTraits, rea
 @pytest.mark.parametrize(
     ("traits", "hint"),
     [
-        (ModelTraits(attention="bidirectional", predictions=("mask",)), "anyway. LLaDA fits."),
-        (ModelTraits(predictions=("next_token",)), "anyway. Autoregressive fits."),
-        (ModelTraits(predictions=("mask",)), "anyway. WeDLM fits."),
-        (ModelTraits(attention="block_causal", block_size=4, predictions=("mask",)), "anyway. BlockDiffusion fits."),
-        (ModelTraits(predictions=()), r"trained for none. Set allow_mismatch to true to run it anyway\.$"),
+        (ModelTraits(attention="bidirectional", predictions=("mask",)), "LLaDA fits"),
+        (ModelTraits(predictions=("next_token",)), "Autoregressive fits"),
+        (ModelTraits(predictions=("mask",)), "WeDLM fits"),
+        (ModelTraits(attention="block_causal", block_size=4, predictions=("mask",)), "BlockDiffusion fits"),
+        (ModelTraits(predictions=()), "trained for none.*allow_mismatch"),
     ],
 )
 def test_a_decoder_that_fits_is_named(traits: ModelTraits, hint: str) -> None:
@@ -86,7 +86,7 @@ def test_fitting_and_unknown_models_are_taken(traits: ModelTraits) -> None:
         (lambda: (prompts_of(1, 0), SamplingParams(), {}), "^prompt p1: expected at least one token"),
         (
             lambda: (prompts_of(1), SamplingParams(stop=("x",)), {}),
-            "^stop: expected a tokenizer for stop strings",
+            "^stop: expected a tokenizer",
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_nothing_is_fed_beyond_learnt_positions(decoder: Decoder) -> None:
     model.traits = traits_for(decoder)
     [short, long] = prompts_of(2, 13)
     sampling = SamplingParams(max_new_tokens=5)
-    with pytest.raises(ValueError, match=r"prompt p\d: expected whole blocks, slots or windows in 24 positions"):
+    with pytest.raises(ValueError, match=r"^prompt p\d: expected .* 24 positions"):
         decode(model, decoder, [short, long], replace(sampling, max_new_tokens=11))
     small = {"block_size": 4, "slot_size": 4, "window_size": 4}
     fields = {name: value for name, value in small.items() if hasattr(decoder, name)}

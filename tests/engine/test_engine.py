@@ -31,7 +31,7 @@ from support.example_counts import examples
 from support.fakes import SPECIAL, HashModel, OracleModel, oracle_text
 from support.scripted import ORDER, Scripted, one, prompts_of
 
-NOT_COMMITTED = r"^decoder: a step commits \[.*\] at \[.*; expected ids below \d+ other than the mask token, each at"
+NOT_COMMITTED = r"^decoder: .*\[.*\] at \[.*expected ids below \d+"
 
 
 def test_text_ends_at_its_first_end_or_at_the_budget() -> None:
@@ -46,7 +46,7 @@ def test_text_ends_at_its_first_end_or_at_the_budget() -> None:
 
 @pytest.mark.parametrize(("script", "num_left"), [(((0, 1), (3,)), 2), (((1, 2, 3, 4),), 0), (((0, 3, 4),), 1)])
 def test_unfinished_work_is_reported(script: tuple[tuple[int, ...], ...], num_left: int) -> None:
-    with pytest.warns(UserWarning, match="p0: Scripted left masks; the response ends before the first"):
+    with pytest.warns(UserWarning, match="p0: Scripted left masks"):
         row = one(Scripted(script=script), 5)
     assert row.finish_reason == "unfinished"
     assert row.num_tokens == num_left
@@ -64,10 +64,10 @@ class Idle(Scripted):
 
 
 def test_a_step_without_progress_is_an_error() -> None:
-    message = r"^decoder: expected Scripted.step to commit a token, .* 0 forwards \(schedule_length\), got 1; commit a"
+    message = r"^decoder: expected Scripted.step .* 0 forwards \(schedule_length\), got 1"
     with pytest.raises(ValueError, match=message):
         one(Scripted(script=((), (0,))), 1)
-    with pytest.raises(ValueError, match=r"^decoder: expected Idle.step to commit a token, .* 9 forwards .*, got 0"):
+    with pytest.raises(ValueError, match=r"^decoder: expected Idle.step .* 9 forwards .*, got 0"):
         one(Idle(script=(), schedule_length=9), 1)
 
 
@@ -124,22 +124,22 @@ def _forward(**changes: Any) -> Callable[[Branch], Forward]:
     [
         (
             Slipping(request=_forward(draft_at=[2])),
-            r"decoder: expected .* draft_at and score_at among them, got 2 tokens",
+            r"^decoder: .* got 2 tokens at .* and offsets \[2\]",
         ),
         (Slipping(request=_forward(draft_at=[-1])), r"got 2 tokens at .* and offsets \[-1\]"),
         (Slipping(request=_forward(score_at=[(2, 5)])), r"got 2 tokens at .* and offsets \[1, 2\]"),
         (
             Slipping(request=_forward(positions=range(3))),
-            r"a position from 0 for each, .* got 2 tokens at range\(0, 3\)",
+            r"got 2 tokens at range\(0, 3\)",
         ),
         (Slipping(request=_forward(positions=range(-1, 1))), r"got 2 tokens at range\(-1, 1\)"),
-        (Slipping(request=lambda _: None), r"decoder: expected steps that yield a Forward with branches, .*, got None"),
-        (Slipping(), r"decoder: expected steps that yield a Forward with branches, .*, got Branch"),
+        (Slipping(request=lambda _: None), r"^decoder: expected .*Forward.*, got None"),
+        (Slipping(), r"^decoder: expected .*Forward.*, got Branch"),
         (
             Slipping(request=lambda _: MoreDrafts(draft_at=([0],), draw=Draw(sampling=SamplingParams()))),
-            r"or MoreDrafts for each branch of the last Forward, got MoreDrafts\(draft_at=\(\[0\],\)",
+            r"^decoder: expected .*MoreDrafts.*, got MoreDrafts\(draft_at=\(\[0\],\)",
         ),
-        (Slipping(has_state=False), r"Slipping.begin: expected a RowState, got None; return RowState"),
+        (Slipping(has_state=False), r"^Slipping.begin: expected a RowState, got None"),
     ],
 )
 def test_slips_of_ones_own_decoder_are_named(decoder: Decoder, message: str) -> None:

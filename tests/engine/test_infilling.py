@@ -129,13 +129,12 @@ def test_fast_dllm_skips_given_blocks(cache: str, shifted: bool) -> None:
 
 
 def test_block_diffusion_fixes_tokens_of_its_blocks() -> None:
-    decoder = BlockDiffusion(block_size=4, threshold=0.5, ignore_right_context=True)
-    row, _ = run(decoder, "a_" + "_aa_" + "aaaa" + "a_.")
-    assert row.num_forwards == 3, "none for the block that is given"
-    decoder = BlockDiffusion(block_size=4)
+    decoder = BlockDiffusion(block_size=4, threshold=0.5)
+    row, _ = run(decoder, "aa" + "aaaa" + "a_a_")
+    assert row.num_forwards == 5, "none for blocks that are given"
     reason = decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("a__a")))
     assert reason is not None
-    assert "ignore_right_context" in reason
+    assert "blocks of 4" in reason
     at_start = Prompt(token_ids=PROMPT, id="p", given=given("aa_a"))
     assert decoder.refusal(at_start) is None
     assert replace(decoder, shifted=True).refusal(at_start) is not None, "the block before predicts a first token"
@@ -155,7 +154,7 @@ def test_wedlm_sees_given_tokens_within_its_window() -> None:
 @pytest.mark.parametrize(
     "decoder",
     [ReFusion(slot_size=3), SlotSearch(slot_size=3), LLaDA(), FastDLLM(), WeDLM(), D2F(), TokenEditing(),
-     BlockDiffusion(ignore_right_context=True)],
+     BlockDiffusion()],
     ids=lambda decoder: type(decoder).__name__,
 )  # fmt: skip
 def test_a_model_that_always_wants_to_end_fills_holes_and_ends_after_them(decoder: Decoder) -> None:
@@ -172,7 +171,7 @@ def test_a_decoder_that_does_not_say_that_it_can_refuses() -> None:
     class Newcomer(LLaDA):
         refuses = Decoder.refuses
 
-    with pytest.raises(ValueError, match=r"Newcomer cannot keep .*: it does not override Decoder\.refusal"):
+    with pytest.raises(ValueError, match=r"^decoder: Newcomer cannot keep .*Decoder\.refusal"):
         run(Newcomer(), "a_a")
     row, _ = run(Newcomer(), "__")
     assert row.num_tokens == 16

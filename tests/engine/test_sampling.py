@@ -100,8 +100,8 @@ def test_the_order_of_the_filters_matters() -> None:
     vocab=st.integers(64, 70),
 )
 def test_the_first_of_the_highest_is_found(rows: list[list[float]], vocab: int) -> None:
-    found = first_argmax(torch.tensor(rows)[:, :vocab]).tolist()
-    for index, row in zip(found, rows, strict=True):
+    choices = first_argmax(torch.tensor(rows)[:, :vocab]).tolist()
+    for index, row in zip(choices, rows, strict=True):
         ranks = [math.inf if math.isnan(value) else min(value, 1e300) for value in row[:vocab]]
         assert index == ranks.index(max(ranks))
 

@@ -59,12 +59,12 @@ def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
 def test_a_response_that_is_given_as_a_whole_ends_at_stop_strings_too() -> None:
     decoder = ReFusion(slot_size=2, num_serial_blocks=1)
     sampling = SamplingParams(max_new_tokens=2, stop=(letters([6, 7]),))
-    found = []
+    results = []
     for given in ((5, 6, 7, 8, EOS), (5, 6, 7, None, EOS)):
         prompt = replace(prompts_of(2)[0], given=given)
         [row] = decode(OracleModel(lambda _: 8), decoder, [prompt], sampling, detokenize=letters).rows
-        found.append((row.token_ids, row.text, row.finish_reason))
-    assert found[0] == found[1] == ([5, 6, 7], letters([5]), "stop")
+        results.append((row.token_ids, row.text, row.finish_reason))
+    assert results[0] == results[1] == ([5, 6, 7], letters([5]), "stop")
 
 
 def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> None:

@@ -162,28 +162,3 @@ def test_bd3lm_gives_the_samplers_probabilities(setting: int) -> None:
                 assert float(found) == pytest.approx(expected, abs=2e-4)  # the program computed in float32
             for place, token in zip(step["places"], step["tokens"], strict=True):
                 canvas[place] = token
-
-
-@pytest.mark.parametrize("dtype", [None, "float64", "bfloat16"])
-def test_confidences_can_be_computed_in_the_type_of_the_authors_weights(dtype: Any) -> None:
-    """In bfloat16 confidences round to the same value, and the lower position wins."""
-    backbone, length = published_model("llada-tiny").backbone, 24
-    special, prompt = backbone.special_tokens, reference("llada_generate")["runs"][0]["prompt"]
-    decoder, watcher = LLaDA(confidence_dtype=dtype), LastState()
-    decode(backbone, decoder, [Prompt(token_ids=tuple(prompt), id="0")], SamplingParams(max_new_tokens=length),
-           callbacks=[watcher])  # fmt: skip
-    assert special.mask_token_id is not None
-    canvas, order = [special.mask_token_id] * length, []
-    for _ in range(length):
-        ids = torch.tensor([[*prompt, *canvas]])
-        seen = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool)
-        with torch.no_grad():
-            logits = backbone.logits(backbone.hidden_states(ids, torch.arange(ids.shape[1])[None], seen))[0]
-        probability = logits[len(prompt) :].to(getattr(torch, dtype or "float32")).softmax(-1)
-        probability[:, [special.mask_token_id, *range(special.vocab_size, 32)]] = 0
-        best, tokens = probability.max(-1)
-        place = max((i for i in range(length) if i not in order), key=lambda i: (float(best[i]), -i))
-        canvas[place] = int(tokens[place])
-        order.append(place)
-    assert watcher.states[0].committed == order
-    assert watcher.states[0].tokens == canvas

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from refusion_lit.decoding import ReFusion, decode
+from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.library import library_mask
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
@@ -165,6 +165,9 @@ def test_attention_implementations_agree(fused_body: bool) -> None:
         ("qwen2", {}),
         ("llama", {"tie_word_embeddings": True}),
         ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 9}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}),
+        ("gemma3_text", {"final_logit_softcapping": None, "sliding_window": 9}),
         ("phi3", {}),
         ("olmo2", {}),
         ("gemma", {}),
@@ -203,9 +206,6 @@ def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) 
         ("gemma2", {"attn_implementation": "eager"}, r"final_logit_softcapping=30.0.*plain head"),
         ("cohere", {}, r"logit_scale=0.0625"),
         ("granite", {"logits_scaling": 8.0}, r"logits_scaling=8.0"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layers of type sliding_attention"),
-        ("mistral", {}, "layers of type sliding_attention"),
-        ("gemma3_text", {"final_logit_softcapping": None}, "layers of type sliding_attention"),
         ("mamba", {"attn_implementation": "eager"}, "takes no position ids"),
         ("bloom", {"n_head": 2, "n_layer": 1, "attn_implementation": "eager"}, "takes no position ids"),
     ],
@@ -215,6 +215,30 @@ def test_models_that_would_be_changed_silently_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"^backbone: .*{reason}"):
         backbone_of(model_type, dtype=torch.float32, **options)
+
+
+def test_unknown_layer_types_are_refused() -> None:
+    library = library_model("qwen3")
+    library.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ValueError, match=r"^backbone: .*layers of type chunked_attention"):
+        Backbone(library, ModelTraits(), SPECIAL)
+
+
+@pytest.mark.parametrize("num_windows", [1.5, 4])
+def test_a_text_beyond_the_sliding_window_is_right_or_refused(num_windows: float) -> None:
+    """Without an explicit mask transformers applies the window; an explicit mask would turn it off."""
+    library = library_model("mistral", torch.float64, sliding_window=8)
+    model = Backbone(library, ModelTraits(), SPECIAL)
+    length = int(8 * num_windows)
+    ids, positions = tokens_of(2, length), torch.arange(length).expand(2, length)
+    with torch.no_grad():
+        found = model.logits(model.hidden_states(ids, positions, None))
+        torch.testing.assert_close(found, library(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=rf"^context: .*8 tokens.*got {length}"):
+        model.hidden_states(ids, positions, causal(2, length))
+    prompt, sampling = Prompt(token_ids=(3, 4), id="p"), SamplingParams(max_new_tokens=7)
+    with pytest.raises(ValueError, match=r"^prompt p: expected at most 1 tokens"):
+        decode(model, Autoregressive(), [prompt], sampling)
 
 
 def test_heads_that_are_not_linear_are_refused() -> None:

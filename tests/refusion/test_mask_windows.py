@@ -37,13 +37,13 @@ def windows(corrupted: CorruptedBatch, row: int) -> list[Group]:
     seen, masked = attention_mask(corrupted), corrupted.is_masked
     assert seen is not None
     assert masked is not None
-    found: list[Group] = []
+    groups: list[Group] = []
     for i in masked[row].nonzero().flatten().tolist():
         before = (seen[row, i] & masked[row])[:i].nonzero().flatten().tolist()
-        assert before == (found[-1] if before else [])
-        found.append([]) if not before else None
-        found[-1].append(i)
-    return found
+        assert before == (groups[-1] if before else [])
+        groups.append([]) if not before else None
+        groups[-1].append(i)
+    return groups
 
 
 def hidden_states(backbone: Backbone, corrupted: CorruptedBatch) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_windows_give_what_a_plan_after_the_prefix_gives(backbone: Backbone) -> 
     mask = backbone.special_tokens.mask_token_id
     assert mask is not None
     with torch.no_grad():
-        found = backbone.logits(hidden_states(backbone, corrupted))
+        logits = backbone.logits(hidden_states(backbone, corrupted))
     sizes = []
     for row, (prompt, response) in enumerate(SIZES):
         groups = windows(corrupted, row)
@@ -70,7 +70,7 @@ def test_windows_give_what_a_plan_after_the_prefix_gives(backbone: Backbone) -> 
             ids = torch.cat((batch.input_ids[row, :start], torch.full((len(group),), mask)))
             with torch.no_grad():
                 alone = backbone.logits(backbone.hidden_states(ids[None], torch.arange(len(ids))[None], None))
-            torch.testing.assert_close(found[row, group], alone[0, start:])
+            torch.testing.assert_close(logits[row, group], alone[0, start:])
             assert torch.equal(corrupted.labels[row, group], batch.input_ids[row, start : start + len(group)])
         sizes += [len(group) for group in groups]
     assert max(sizes) == 4
@@ -96,8 +96,8 @@ def test_loss_by_the_definition(backbone: Backbone) -> None:
                 loss = -scores[row, i, batch.input_ids[row, place]]
                 total += 0.5**offset * float(loss)
                 weight += 0.5**offset
-    found = objective.loss(hidden, backbone.head, corrupted)
-    torch.testing.assert_close(float(found.total.detach()), sum(text) / len(text) + 0.7 * total / weight)
+    loss = objective.loss(hidden, backbone.head, corrupted)
+    torch.testing.assert_close(float(loss.total.detach()), sum(text) / len(text) + 0.7 * total / weight)
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"num_tilings": 0}, {"decay": 0.0}, {"mdm_weight": -1.0}])

@@ -94,9 +94,9 @@ def test_a_random_order_depends_on_seed_and_prompt_alone() -> None:
     decoder = ReFusion(slot_size=2, num_serial_blocks=1, selection="random", token_threshold=1.0)
 
     def orders(seed: int, size: int) -> list[list[int]]:
-        found = [prompt_of((3, 4, 5), str(i)) for i in range(12)]
+        prompt_list = [prompt_of((3, 4, 5), str(i)) for i in range(12)]
         sampling = SamplingParams(max_new_tokens=8, seed=seed)
-        rows = decode(model, decoder, found, sampling, batch_size=size, trace=True).rows
+        rows = decode(model, decoder, prompt_list, sampling, batch_size=size, trace=True).rows
         return [[(p - 3) // 2 for record in row.trace for p in record.accepted if p % 2 == 1] for row in rows]
 
     first = orders(0, 12)
@@ -223,7 +223,7 @@ def test_the_default_number_of_blocks_adapts_where_a_given_one_is_refused(num_ne
 def test_reading_masks_at_once_or_later_gives_the_same_bonus_infill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where many masks follow the drafts, only those of the acceptance that came true are read, in a second request."""
     decoder = ReFusion(slot_size=8, num_serial_blocks=1, slot_threshold=0.5, token_threshold=0.5, infill="bonus")
-    found = []
+    results = []
     num_later = []
     for few in (0, FEW_POSITIONS, 10_000):
         more = mock.Mock(wraps=MoreDrafts)
@@ -234,9 +234,9 @@ def test_reading_masks_at_once_or_later_gives_the_same_bonus_infill(monkeypatch:
             model = HashModel(seed, traits=HYBRID)
             model.forward_cost = 4096.0
             rows += decode(model, decoder, [prompt_of([7, 8, 9])], SamplingParams(max_new_tokens=32)).rows
-        found.append([(row.token_ids, row.num_forwards) for row in rows])
+        results.append([(row.token_ids, row.num_forwards) for row in rows])
         num_later.append(more.call_count)
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]
     assert num_later[0] > num_later[2] == 0
 
 

@@ -40,21 +40,23 @@ def test_a_row_is_a_prefix_and_a_block(
 ) -> None:
     batch = batch_of(sizes, seed)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
-    found = SerialHybrid(slot_sizes=(slot_size,), block_size=block_size).corrupt(batch, noise, SPECIAL)
-    assert found.is_real is not None
-    assert found.is_masked is not None
+    corrupted = SerialHybrid(slot_sizes=(slot_size,), block_size=block_size).corrupt(batch, noise, SPECIAL)
+    assert corrupted.is_real is not None
+    assert corrupted.is_masked is not None
     longest = max(block_size // slot_size, 1)
     for row, (prompt, response) in enumerate(sizes):
-        length = int(found.is_real[row].sum())
-        assert found.is_real[row, :length].all()
-        positions = found.position_ids[row, :length]
+        length = int(corrupted.is_real[row].sum())
+        assert corrupted.is_real[row, :length].all()
+        positions = corrupted.position_ids[row, :length]
         assert sorted(positions.tolist()) == list(range(length)), "what is fed has no gaps"
         assert length == prompt + response or (length - prompt) % slot_size == 0
-        tokens, masked, labels = (values[row, :length] for values in (found.input_ids, found.is_masked, found.labels))
+        tokens, masked, labels = (
+            values[row, :length] for values in (corrupted.input_ids, corrupted.is_masked, corrupted.labels)
+        )
         own = batch.input_ids[row][positions]
         assert torch.equal(tokens, torch.where(masked, MASK, own))
         assert torch.equal(labels[masked], own[masked])
-        assert (found.labels[row, length:] == IGNORE_INDEX).all()
+        assert (corrupted.labels[row, length:] == IGNORE_INDEX).all()
         # Slots that are masked, or stand before none in sequence order but after a later one, are of the block.
         slots = (positions[prompt:] - prompt) // slot_size
         num_slots = -(-(length - prompt) // slot_size)
@@ -68,9 +70,9 @@ def test_a_row_is_a_prefix_and_a_block(
 def test_positions_beyond_the_block_are_saved() -> None:
     batch = batch_of([(4, 200)] * 16, 3)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
-    found = SerialHybrid(slot_sizes=(4,), block_size=16).corrupt(batch, noise, SPECIAL)
-    assert found.is_real is not None
-    share = float(found.is_real.sum()) / (16 * 204)
+    corrupted = SerialHybrid(slot_sizes=(4,), block_size=16).corrupt(batch, noise, SPECIAL)
+    assert corrupted.is_real is not None
+    share = float(corrupted.is_real.sum()) / (16 * 204)
     assert 0.3 < share < 0.8  # half of the response in the mean, and prompt and block
 
 

@@ -130,6 +130,23 @@ def test_the_last_step_is_saved_with_any_intervals(tmp_path: Path, fit_args: lis
         _assert_equal(resumed[key], unbroken[key])
 
 
+def test_a_run_of_epochs_may_be_stopped_at_their_ends_and_within(tmp_path: Path, fit_args: list[str]) -> None:
+    args = [*fit_args, "--trainer.max_epochs=4", "--data.task.num_train=48", f"--runs_dir={tmp_path}"]
+    args += ["--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
+    assert main([*args, "--run_version=unbroken", "--trainer.max_steps=-1"]) == 0
+    run = tmp_path / "quickstart"
+    unbroken = _state(run / "unbroken" / "checkpoints" / "last.ckpt")
+    per_epoch = unbroken["global_step"] // 4
+    stops = (per_epoch, 2 * per_epoch, 2 * per_epoch + 1, 3 * per_epoch, -1)
+    for resume, num_steps in zip((False, True, True, True, True), stops, strict=True):
+        where = ["fit", f"--resume={run / 'stopped'}"] if resume else [*args, "--run_version=stopped"]
+        assert main([*where, f"--trainer.max_steps={num_steps}"]) == 0
+    resumed = _state(run / "stopped" / "checkpoints" / "last.ckpt")
+    for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
+        _assert_equal(resumed[key], unbroken[key])
+    assert _rows(run / "stopped") == _rows(run / "unbroken")
+
+
 AT_EPOCH_ENDS = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=1.0"]
 EVERY_SECOND = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=2"]
 
@@ -209,7 +226,7 @@ def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path
     args = ["fit", f"--resume={run}", "--trainer.max_steps=9"]
     assert finished(start(args, tmp_path / "log", interrupt)) == 130
     said = (tmp_path / "log").read_text()
-    assert "stopped by SIGINT after step 3; saved" in said
+    assert said.index("again to stop at once") < said.index("stopped by SIGINT after step 3; saved")
     assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in said
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from refusion_lit.sandbox import LAYERS, Limits, Outcome, Sandbox
+from refusion_lit.sandbox.runner import LAYERS, Outcome, ResourceLimits, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
-QUICK = Limits(seconds=1.0, cpu_seconds=1, memory_mb=128, file_mb=1)
+QUICK = ResourceLimits(seconds=1.0, cpu_seconds=1, memory_mb=128, file_mb=1)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_too_weak_isolation_is_refused_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="minimum_isolation: expected one of limits, full, got 'most'"):
         Sandbox(minimum="most")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"limits\.memory_mb: expected an integer of at least 64"):
-        Limits(memory_mb=1)
+        ResourceLimits(memory_mb=1)
 
 
 def test_each_layer_alone_is_less_than_full() -> None:

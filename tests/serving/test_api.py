@@ -29,7 +29,6 @@ from refusion_lit.serving.app import Server, build_app
 from refusion_lit.serving.service import Service
 from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
-from refusion_lit.traces.document import piece_of
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from support.servers import MODEL, NAME, address, raw, serving, slow, wait_for
 from support.tiny import make_bytes_base
@@ -118,7 +117,7 @@ def test_every_forward_is_told_as_it_happens(model: TextModel) -> None:
     for told, entry in zip(rounds, row.trace, strict=True):
         assert told["phase"] == entry.phase
         assert told["drafted"] == [position - start for position in entry.positions]
-        assert told["texts"] == [piece_of(model, token) for token in entry.tokens]
+        assert told["texts"] == [model.token_text(token) for token in entry.tokens]
         assert told["committed"] == [position - start for position in entry.accepted]
     drafted: set[int] = set()
     for told, entry in zip(rounds, row.trace, strict=True):

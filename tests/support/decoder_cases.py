@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -52,6 +53,8 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     ],
     BlockDiffusion: [
         {"sampling_rule": "first_hitting"},
+        {"sampling_rule": "sequential", "block_size": 4, "num_steps": 2},
+        {"sampling_rule": "entropy_bounded", "block_size": 4, "entropy_bound": 1.0, "confidence": "filtered"},
         {"block_size": 4, "num_steps": 2, "threshold": 0.85, "confidence": "filtered", "fused": False},
         {"shifted": True, "sub_block_size": 4},
         {"shifted": True, "sub_block_size": 4, "sub_block_cache": True},
@@ -79,7 +82,11 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
         {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1},
     ],
-    WeDLM: [{"window_size": 3, "entropy_threshold": 0.8}, {"window_size": 6}],
+    WeDLM: [
+        {"window_size": 3, "entropy_threshold": 0.8},
+        {"window_size": 6},
+        {"selection": "confidence", "window_size": 4, "confidence_threshold": 0.5},
+    ],
 }
 """Options to start from that are drawn too seldom; a decoder needs none of its own."""
 
@@ -105,6 +112,14 @@ def is_accepted(make: Callable[..., Any], **options: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def fill_until_accepted(decoder: Decoder, prompt: Prompt) -> Prompt:
+    """Fill in holes of a template from the left until the decoder sees all given text."""
+    while decoder.refusal(prompt) is not None:
+        first = prompt.given.index(None)
+        prompt = replace(prompt, given=(*prompt.given[:first], 3, *prompt.given[first + 1 :]))
+    return prompt
 
 
 @st.composite

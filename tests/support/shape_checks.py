@@ -7,6 +7,7 @@ of a function in a test are checked: checking all of them takes as long as all t
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
@@ -56,9 +57,9 @@ def only_with_shapes(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
         check = jaxtyped(typechecker=typechecker)
 
         def decorate(given: Any) -> Any:
-            # The annotations of these modules are strings, and a shape is a string in quotes within one.
+            # The annotations of these modules are strings, and a shape is a string in quotes after the type of array.
             annotations = " ".join(inspect.get_annotations(given).values())
-            if not {"'", '"'} & set(annotations):
+            if not re.search(r"(?:Tensor|ndarray), *['\"]", annotations):
                 return given
             if not inspect.isclass(given):
                 return first_calls(check(given), given) if inspect.isfunction(given) else check(given)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from refusion_lit.sandbox import Sandbox
+from refusion_lit.sandbox.runner import Sandbox
 from refusion_lit.tasks import SPLITS, CodeTask, HumanEval, Mbpp
 from refusion_lit.tasks.code import extract_code
 from support.benchmark_data import benchmark_file

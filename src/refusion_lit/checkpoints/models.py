@@ -25,7 +25,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, load_drafter
 from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_dtype, default_device
-from refusion_lit.modeling.lora import merged
+from refusion_lit.modeling.lora import merged, untie
 from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import AddBos, set_add_bos
@@ -263,6 +263,8 @@ def restore_metadata(
         adapted = _rebuild(metadata, stored, None)
         _load_weights(adapted, checkpoint["state_dict"])
         adapted.model = merged(adapted.model)
+        if not adapted.config.tie_word_embeddings:
+            untie(backbone.model)
         checkpoint["state_dict"] = {_WEIGHTS_PREFIX + name: value for name, value in adapted.state_dict().items()}
 
 

@@ -13,7 +13,7 @@ from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.text_model import TextModel
 from refusion_lit.traces.display import round_style
-from refusion_lit.traces.document import Trace, piece_of, traced, visible, visible_lines
+from refusion_lit.traces.document import Trace, record_trace, visible, visible_lines
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.require import require
 
@@ -40,7 +40,7 @@ def run(args: list[str]) -> int:
     """Run the loop.
 
     Raises:
-        ValueError: If an option or the model is wrong; a wrong line of the conversation is only reported.
+        ValueError: If an option or the model is wrong. An error in a line of the conversation is only printed.
     """
     options = build_parser().parse(args)
     setup = load_setup(options)
@@ -101,7 +101,7 @@ class Chat:
         self._kept = KeptCache()
 
     def take(self, line: str) -> bool:
-        """Run one line of input, a command or a question; return whether the conversation continues.
+        """Run a line of input, a command or a question; return whether the conversation continues.
 
         Raises:
             ValueError: If the command or question fails; the conversation is unchanged.
@@ -119,7 +119,7 @@ class Chat:
         return True
 
     def messages(self, question: str, num_turns: int) -> list[dict[str, str]]:
-        """Return what the model is shown: system message, a number of the last turns, the question."""
+        """Return the messages for the model: system message, last turns, question."""
         turns = self.turns[len(self.turns) - num_turns :]
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for asked, answered in turns:
@@ -135,7 +135,7 @@ class Chat:
         ids = self._encode(question)
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
             callbacks = [_Watch(live, self.model)] if self.console.is_terminal else []
-            row, trace = traced(
+            row, trace = record_trace(
                 self.model, question, self.setup.decoder, self.setup.sampling, token_ids=ids,
                 prompt_id=str(len(self.turns)), callbacks=callbacks, kept=self._kept, **vars(self.setup.decoding),
             )  # fmt: skip
@@ -148,7 +148,7 @@ class Chat:
         return answer
 
     def _encode(self, question: str) -> list[int]:
-        """Return the prompt with as many of the last turns as the context has room for; say how many are left out."""
+        """Return a prompt with as many last turns as fit the context; print how many turns are left out."""
         context = self.model.model_for(self.setup.decoder).max_positions
         room = self.setup.sampling.max_new_tokens
         num_turns = len(self.turns) if self.model.tokenizer.chat_template else 0
@@ -166,7 +166,7 @@ class Chat:
 
 
 class _Watch(GenerationCallback):
-    """Shows the canvas as it fills: text by the forward that decoded it, dots where nothing is final."""
+    """Shows the canvas as it fills: final text in the colour of its forward pass, dots elsewhere."""
 
     def __init__(self, live: Live, model: TextModel) -> None:
         self._live = live
@@ -180,12 +180,12 @@ class _Watch(GenerationCallback):
                 text.append("·", "dim")
             else:
                 style = round_style(state.commit_rounds[place], state.num_forwards)
-                text.append(visible(piece_of(self._model, state.tokens[place])), style)
+                text.append(visible(self._model.token_text(state.tokens[place])), style)
         self._live.update(text, refresh=True)
 
 
 def order_line(trace: Trace) -> Text:
-    """Return an answer's tokens with the number of the forward that decoded them, each run of one forward together."""
+    """Return an answer's text, with the number of the forward pass before tokens that it decoded."""
     text = Text("order: ", "dim")
     before = -1
     for token, number in zip(trace.token_ids, timeline(trace).final_forwards(), strict=False):

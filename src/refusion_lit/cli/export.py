@@ -56,10 +56,10 @@ def run(args: list[str]) -> int:
         is_run = (Path(results) / RESULTS).is_file()
         require(is_run, "results", f"the directory of a test run, with {RESULTS}", results, "correct the path")
     kind = type(options.decoder)
-    holds = options.decoder is None or kind in NAMEABLE.values()
-    expected = f"one of {', '.join(NAMEABLE)}, which all who load the directory have"
+    is_nameable = options.decoder is None or kind in NAMEABLE.values()
+    expected = f"a decoder of this package: {', '.join(NAMEABLE)}"
     fix = "leave it out here, and give it to the commands that decode"
-    require(holds, "decoder", expected, f"{kind.__module__}.{kind.__name__}", fix)
+    require(is_nameable, "decoder", expected, f"{kind.__module__}.{kind.__name__}", fix)
 
     from refusion_lit.checkpoints.files import model_source
     from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model
@@ -87,7 +87,7 @@ def run(args: list[str]) -> int:
 
 
 def _load(options: Namespace) -> TextModel:
-    """Load what is exported: the merged model, or with ``--adapter_only`` one that holds its adapters apart."""
+    """Load the model to export, with adapters merged; with ``--adapter_only``, keep the adapters separate."""
     from refusion_lit.checkpoints.files import is_checkpoint_file
     from refusion_lit.checkpoints.models import load, load_checkpoint
 
@@ -102,26 +102,26 @@ def _load(options: Namespace) -> TextModel:
 
 
 def name_decoder(model: TextModel, decoder: Decoder) -> None:
-    """Make a decoder the model's default, in the config that an export writes.
+    """Make a decoder the model's default in the exported config.
 
     Raises:
-        ValueError: If it does not fit the model.
+        ValueError: If the decoder does not fit the model.
     """
     from refusion_lit.reports.model_card import changed_options
 
     backbone = model.backbone
     name = type(decoder).__name__
-    check_model(backbone, decoder, fix="Name one that does, or leave --decoder out.")
+    check_model(backbone, decoder, fix="Name another decoder, or leave --decoder out.")
     fits = backbone.drafter is None or isinstance(decoder, SelfSpeculative)
     expected = "SelfSpeculative for a model with a drafter"
     require(fits, "decoder", expected, name, "name it, or leave the drafter out")
     stored = getattr(backbone.config, "refusion_lit", None) or {}
-    own = {"class_path": name, "init_args": changed_options(decoder)}
-    backbone.config.refusion_lit = {**stored, "decoder": own}
+    entry = {"class_path": name, "init_args": changed_options(decoder)}
+    backbone.config.refusion_lit = {**stored, "decoder": entry}
 
 
 def _card(options: Namespace, model: TextModel) -> str:
-    """Return the model card; with ``--results``, only if they are of these weights."""
+    """Return the model card; refuse ``--results`` of other weights."""
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.saving import prompt_code
     from refusion_lit.modeling.weights import weights_digest
@@ -130,7 +130,7 @@ def _card(options: Namespace, model: TextModel) -> str:
     backbone = model.backbone
     prompt = prompt_code(model.tokenizer, model.prompt_template)
     name = options.push_to_hub or options.output
-    run = Path(options.ckpt_path).absolute().parent.parent  # unless the checkpoint was moved out of it
+    run = Path(options.ckpt_path).absolute().parent.parent  # if the checkpoint was not moved
     is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
     if options.adapter_only and backbone.drafter is not None:
         return drafter_card(name, backbone.drafter.origin, prompt)
@@ -153,7 +153,7 @@ def _upload(directory: str, repository: str, *, private: bool) -> None:
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=directory, commit_message="Upload from refusion-lit")
-    except Exception as error:  # errors of the hub, of the library's client, of the network
+    except Exception as error:  # errors of the hub, its client library or the network
         raise ValueError(
             f"push_to_hub: the upload to {repository!r} failed ({error_reason(error)}); {directory} is complete. "
             "Log in with `hf auth login`, check the name and the network, and upload it with `hf upload`."
@@ -162,15 +162,15 @@ def _upload(directory: str, repository: str, *, private: bool) -> None:
 
 @contextmanager
 def atomic_directory(path: str | Path) -> Iterator[Path]:
-    """Yield a directory to fill, which gets its name when the block ends without an error.
+    """Yield a hidden directory to fill. It gets its name when the block ends without an error.
 
-    Otherwise it is removed with everything in it, and so are the parent directories that were created for it.
+    After an error, the directory and the parent directories that were created for it are removed.
 
     Args:
-        path: The directory to create, which the option ``output`` names; it may exist if it is empty.
+        path: The directory to create, named by the option ``output``; it may exist if it is empty.
 
     Raises:
-        ValueError: If it cannot be written, for lack of space or permission.
+        ValueError: If the directory cannot be written, for lack of space or permission.
     """
     target = Path(path).resolve()
     unfinished = target.with_name(f".{target.name}.unfinished")
@@ -179,12 +179,12 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        mask = os.umask(0)  # which only setting it returns
+        mask = os.umask(0)  # only setting the mask returns it
         os.umask(mask)
         for file in unfinished.rglob("*"):
             if file.is_file():
-                file.chmod(0o666 & ~mask)  # some libraries write for the owner alone
-        if target.is_dir():  # perhaps somebody's working directory, or a mounted one
+                file.chmod(0o666 & ~mask)  # some libraries write files that only the owner can read
+        if target.is_dir():  # it may be mounted or a process's working directory, so keep it
             for file in unfinished.iterdir():
                 shutil.move(file, target)
             unfinished.rmdir()

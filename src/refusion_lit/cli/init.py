@@ -24,24 +24,23 @@ def configs_directory() -> Path:
 
 
 def run(args: list[str]) -> int:
-    """Copy the configs; those that are there already, as in a clone, are kept.
+    """Copy the configs. Equal files, as in a clone, are kept.
 
     Raises:
-        ValueError: If there is no directory, or it holds other configs under their names.
+        ValueError: If there is no directory, or a file in it differs from a config of the same name.
     """
     parser = ArgumentParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
     parser.add_argument("directory", metavar="DIR", help="where to put them; made if missing")
-    is_one = len(args) == 1 and (args[0] == "--help" or not args[0].startswith("-"))
-    require(is_one, "DIR", "one directory", " ".join(args), "write one, as in `refusion-lit init .`")
+    is_single = len(args) == 1 and (args[0] in ("-h", "--help") or not args[0].startswith("-"))
+    require(is_single, "DIR", "one directory", " ".join(args), "write one, as in `refusion-lit init .`")
     target = Path(parser.parse_args(args).directory) / "configs"
-    holds = not target.parent.is_file()
-    require(holds, "DIR", "a directory", f"the file {target.parent}", "choose another place")
+    require(not target.parent.is_file(), "DIR", "a directory", f"the file {target.parent}", "choose another place")
     source = configs_directory()
     configs = sorted(source.rglob("*.yaml"))
     for path in configs:
         copy = target / path.relative_to(source)
         is_free = not copy.exists() or copy.read_bytes() == path.read_bytes()
-        require(is_free, "DIR", "a place without configs", f"{copy}, which was changed", "choose another one")
+        require(is_free, "DIR", "a place without configs", f"{copy}, which was changed", "choose another place")
     if source.resolve() != target.resolve():
         shutil.copytree(source, target, dirs_exist_ok=True)
     sys.stdout.write(f"{len(configs)} configs in {target}\n")

@@ -28,11 +28,13 @@ from refusion_lit.cli import resume, run_directory
 from refusion_lit.cli.parser import PARSER_ERRORS, OneLineParser, allow_bare_flags, explain_error, locate
 from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.modeling.load import default_device
 from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.plugins import load_plugins
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
 from refusion_lit.training.module import SlotDiffusionModule
+from refusion_lit.training.optimizer import is_slow_precision
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require, require_at_least
 
@@ -63,8 +65,8 @@ class RefusionCLI(LightningCLI):
     """LightningCLI with runs in ``runs/NAME/VERSION``, one-line errors, and checkpoints that override no option.
 
     Attributes:
-        run_directory: Where this process's run lands, as soon as it is chosen; ``None`` with loggers of the user's own.
-            It belongs to the class, as the constructor does the whole work and may raise.
+        run_directory: Where this process's run lands; ``None`` until the directory is chosen. The attribute belongs to
+            the class, because the constructor does the whole work and may raise.
         claim: The right to write that directory; ``None`` on processes that do not write to it.
 
     Args:
@@ -156,23 +158,23 @@ class RefusionCLI(LightningCLI):
         return config
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: what a checkpoint stores must not override the config and the command line."""
+        """Do nothing, because options stored in a checkpoint must not override the config and the command line."""
 
     def _add_instantiators(self) -> None:
-        """Do nothing: Lightning's write the whole config out for hyperparameters, which ours do not save."""
+        """Do nothing. Lightning's instantiators copy the config for hyperparameters, which our modules do not save."""
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         """Create the trainer: with our progress bar, loggers of the run's directory, and atomic checkpoints."""
         if self.run_directory is not None:
             config["default_root_dir"] = str(self.run_directory)  # where results land without a logger
-            if config["logger"] is not False:
-                config["logger"] = run_directory.loggers(self.run_directory, self._first_step, self.claim)
-        own = config["callbacks"] or []
-        own = own if isinstance(own, list) else [own]
-        if config["enable_progress_bar"] is not False and not any(isinstance(each, ProgressBar) for each in own):
+            if config["logger"] is not False:  # the run's loggers first: trainer.log_dir is the directory of the first
+                loggers = run_directory.create_loggers(self.run_directory, self._first_step, self.claim)
+                config["logger"] = [*loggers, *(_as_list(config["logger"]) if config["logger"] is not True else ())]
+        user_callbacks = _as_list(config["callbacks"])
+        if config["enable_progress_bar"] is not False and not _has(user_callbacks, ProgressBar):
             callbacks = [*callbacks, TrainerProgress()]
         if self.subcommand == "fit" and config["enable_checkpointing"] is not False:
-            if not any(isinstance(each, ModelCheckpoint) for each in own):
+            if not _has(user_callbacks, ModelCheckpoint):
                 # Lightning's default, after each validation, with a last.ckpt.
                 callbacks = [*callbacks, ModelCheckpoint(save_last=True)]
             callbacks = [*callbacks, SaveLastStep()]
@@ -205,12 +207,14 @@ class RefusionCLI(LightningCLI):
             if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(config.num_threads)
         _check_trainer(config.trainer)
+        if "--trainer.precision" not in self._named:
+            _choose_precision(config.trainer)
         limit = {"validate": "limit_val_batches"}.get(str(self.subcommand), f"limit_{self.subcommand}_batches")
         has_batches = config.trainer.get(limit) != 0  # a fit has another limit, and says so if no step is done
         require(has_batches, f"trainer.{limit}", "some batches", 0, "leave it out for all")
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
-            path = resume.last_checkpoint(config, str(self.subcommand))
+            path = resume.find_last_checkpoint(config, str(self.subcommand))
             if path is None:
                 sys.stderr.write(f"no checkpoint of {config.run_name} yet: training starts at the beginning\n")
             config.ckpt_path = None if path is None else str(path)
@@ -227,18 +231,21 @@ class RefusionCLI(LightningCLI):
                 _check_backbone(config.model.backbone, self.subcommand)
 
     def _choose_directory(self, config: Namespace) -> None:
-        if config.trainer.logger not in (None, True, False):
-            return
+        """Choose and lock the run's directory; refuse a directory whose results would mix with the run's.
+
+        Raises:
+            ValueError: If the directory holds results that the run does not continue, or cannot be written.
+        """
         folder = Path(config.runs_dir) / config.run_name
         directory = folder / (config.run_version or run_directory.next_version(folder))
         goes_on = self.subcommand == "fit" and run_directory.continues(config, directory)
         resumes = {"checkpoints": goes_on}
         resumes["predictions"] = goes_on or (self.subcommand in ("test", "predict") and config.model.resume)
         for results, pattern in (("checkpoints", "*.ckpt"), ("predictions", "predictions*.jsonl")):
-            holds = resumes[results] or not any(directory.rglob(pattern))
+            is_free = resumes[results] or not any(directory.rglob(pattern))
             is_own = self.subcommand != "validate" and (results == "checkpoints") == (self.subcommand == "fit")
             fix = "add --resume to continue it, or choose another name" if is_own else "choose another name"
-            require(holds, "run_version", "a new run", f"{directory}, which holds {results}", fix)
+            require(is_free, "run_version", "a new run", f"{directory}, which holds {results}", fix)
         if not goes_on:
             self._first_step = 0
         RefusionCLI.claim = run_directory.claim(directory)
@@ -332,12 +339,27 @@ def _check_trainer(trainer: Namespace) -> None:
     require(limit is None or limit > 0, "trainer.gradient_clip_val", "a number above 0, or null", limit, fix)
     interval = trainer.val_check_interval
     expected = "a number of batches of at least 1, a fraction of an epoch above 0, or a time"
-    holds = not isinstance(interval, int | float) or interval > 0
-    require(holds, "trainer.val_check_interval", expected, interval, "leave it out for once an epoch")
+    is_positive = not isinstance(interval, int | float) or interval > 0
+    require(is_positive, "trainer.val_check_interval", expected, interval, "leave it out for once an epoch")
+
+
+def _choose_precision(trainer: Namespace) -> None:
+    """Replace a 16-bit precision of a config file by 32-true where the processor has no instructions for it.
+
+    Config files are recipes for several machines. A precision on the command line stays.
+    """
+    uses_cpu = trainer.accelerator == "cpu" or (trainer.accelerator == "auto" and default_device() == "cpu")
+    if uses_cpu and is_slow_precision(str(trainer.precision), torch.device("cpu")):
+        text = f"trainer.precision: 32-true, as this processor has no instructions for {trainer.precision}"
+        sys.stderr.write(f"{text}; give --trainer.precision={trainer.precision} to keep it\n")
+        trainer.precision = "32-true"
 
 
 def _use_source(config: Namespace, source: str) -> None:
-    """Let a checkpoint or directory decide what the model is; all other options stay as given.
+    """Take architecture and tokenizer from a checkpoint or directory; all other options stay as given.
+
+    Lightning loads the weights of a checkpoint from ``config.ckpt_path``. A directory becomes the backbone's source, so
+    ``config.ckpt_path`` is set to ``None``.
 
     Raises:
         ValueError: If it cannot be read, or not with the strategy of the config.
@@ -358,8 +380,8 @@ def _use_source(config: Namespace, source: str) -> None:
         stored = metadata.backbone_config()
         # The module merges adapters when it loads a checkpoint; a sharded one is loaded in place, so it cannot.
         parts = {"lora": stored.lora if is_sharded_checkpoint(source) else None, "drafter": stored.drafter}
-        own = {name: part and Namespace(**asdict(part)) for name, part in parts.items()}
-        backbone.update(Namespace(source=None, config=stored.config, draft=None, **own))
+        parts = {name: part and Namespace(**asdict(part)) for name, part in parts.items()}
+        backbone.update(Namespace(source=None, config=stored.config, draft=None, **parts))
         return
     names = ("revision", "checkpoint_format", "trust_remote_code")
     config.data.tokenizer = Namespace(
@@ -372,11 +394,11 @@ def _use_source(config: Namespace, source: str) -> None:
     _use_template(config, stored.get("prompt_template", "{query}"))
     if backbone.draft is None and stored.get(HAS_DRAFTER):
         backbone.draft = own_draft(source, backbone.revision)
-    config.ckpt_path = None
+    config.ckpt_path = None  # Lightning reads checkpoints only; the backbone loads the directory
 
 
 def _use_template(config: Namespace, template: str) -> None:
-    """Let a model's own prompt template stand for one that is not given."""
+    """Use the model's prompt template unless the options have a prompt template."""
     if config.data.prompt_template is None:
         config.data.prompt_template = config.model.prompt_template = template
 
@@ -394,6 +416,15 @@ def _check_backbone(backbone: Namespace, command: str) -> None:
         )
     if backbone.source is None:
         rank_zero_warn("ckpt_path: none given, so that the model has random weights; give --ckpt_path to use others")
+
+
+def _as_list(value: Any) -> list[Any]:  # noqa: ANN401 - loggers or callbacks
+    """Return the values of an option of the Trainer that takes an object, a list or null."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks)
 
 
 class _ParseOnly(RefusionCLI):

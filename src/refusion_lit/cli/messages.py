@@ -1,4 +1,4 @@
-"""Warnings and errors on the terminal: one line each, without advertisements and without tracebacks."""
+"""Print warnings and errors on a single line, without tracebacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INSTALLED = (Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix)
 
 
 def show_warnings() -> None:
-    """Print each warning of this process once, as one line."""
+    """Print warnings on a single line, and equal warnings once."""
     shown: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:

@@ -87,6 +87,7 @@ def as_list(value: str | list[str]) -> list[str]:
 # Errors. jsonargparse refuses wrong options; the functions below make its message one line.
 
 _MIN_SIMILARITY = 0.75
+_MAX_LISTED = 20
 _UNKNOWN = re.compile(
     r"Option '(.+?)' is not accepted|(?:Subcommand '\w+'|Group '(.+?)') does not accept option '(.+?)'"
     r"|unrecognized arguments: --([^ =]+)"
@@ -127,11 +128,12 @@ def explain(parser: ArgumentParser, message: str) -> str:
     lines = [re.sub(r'Parser key ".+?": ?', "", line.strip(" -")) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)]
     types = [line for line in lines if _TYPE.match(line)]
-    if match := _CLASS.search(message):
+    numbers = [line for line in types if "'int'" in line or "'float'" in line]
+    if (match := _CLASS.search(message)) and not numbers:  # a learning rate may also be a class, torch's Tensor
         name = match[1] or match[2] or ""
         known = re.findall(r"\.(\w+)(?:,|$)", getattr(action, "extra_help", str)())  # text of the help: the subclasses
         reason = f"expected the name or import path of a class, got {name!r}{suggest(name, known)}"
-    elif types and types == lines:
+    elif types and (types == lines or match):
         names = [
             (match["choices"] or match["name"]).replace(", ", " or ") for match in map(_TYPE.match, types) if match
         ]
@@ -141,6 +143,8 @@ def explain(parser: ArgumentParser, message: str) -> str:
         reason = " ".join(line for line in lines if line not in types)
         fix = "name the class before its options, and define all abstract methods"
         reason = re.sub(r"Expected an instantiatable class.*", f"expected a class that is not abstract; {fix}", reason)
+        fix = "run in the module's directory with PYTHONPATH=. set, or correct the name"
+        reason = re.sub(r"(No module named '.+?').*", rf"\1; {fix}", reason)
         reason = re.sub(r"Import path.* does not correspond to (a subclass of \w+)", r"expected \1", reason)
     inner = re.match(r"([\w.]+): ", reason)
     if option and inner:
@@ -174,7 +178,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     last_parts = {name.lower().rpartition(".")[2]: name for name in names}
     if close := get_close_matches(word.rpartition(".")[2], last_parts, n=1, cutoff=_MIN_SIMILARITY):
         return f"; did you mean {last_parts[close[0]]!r}?"
-    if not 0 < len(names) <= 30:
+    if not 0 < len(names) <= _MAX_LISTED:
         return "; --help lists them"
     return f"; choose one of {', '.join(sorted(names))}"
 

@@ -12,12 +12,13 @@ from jsonargparse import Namespace
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.run_directory import PLACE
 from refusion_lit.reports.results import CONFIG
+from refusion_lit.training.resume import count_finished_epochs
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import read_text, read_yaml
 from refusion_lit.utils.require import require
 
 
-def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
+def expand_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     """Return the arguments of a command that resumes a run.
 
     Args:
@@ -32,23 +33,24 @@ def with_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     resume_options = ["--ckpt_path=last"] if command == "fit" else ["--model.resume=true"]
     directory = Path(resume)
     if resume and (directory / CONFIG).is_file():
-        found = _command_of(directory / CONFIG)
+        run_command = _read_command(directory / CONFIG)
         instead = f"{command} with --config {directory / CONFIG} --ckpt_path {directory}"
-        fix = instead if found == "fit" else f"name a run of {command}"
-        require(found == command, "resume", f"a run of {command}", f"{directory}, which is one of {found}", fix)
-        directory = Path(os.path.abspath(directory))  # its name and its parents' are needed, of . or .. too
+        fix = instead if run_command == "fit" else f"name a run of {command}"
+        got = f"{directory}, a run of {run_command}"
+        require(run_command == command, "resume", f"a run of {command}", got, fix)
+        directory = Path(os.path.abspath(directory))  # . and .. have no names
         config = [] if any(arg.partition("=")[0] in ("--config", "-c") for arg in args) else [directory / CONFIG]
         values = (directory.parent.parent, directory.parent.name, directory.name)
         place = [f"--{option}={value}" for option, value in zip(PLACE, values, strict=True)]
         return [*(f"--config={path}" for path in config), *args, *place, *resume_options]
-    fix = "give one of them, as in fit --resume runs/NAME/VERSION"
+    fix = "name a run, as in fit --resume runs/NAME/VERSION"
     require(bool(resume or args), "resume", "a run's directory, or --config FILE", "neither", fix)
     place = _read_place(args)
     folder = Path(place["runs_dir"] or "runs") / (place["run_name"] or "default")
     version = resume or place["run_version"]
     is_version = not resume or (directory.name == resume and (folder / resume).is_dir())
     newest = None if version and is_version else _newest_run(folder if is_version else directory, command)
-    fix = f"give its newest one, {newest}" if newest else "give one that exists"
+    fix = f"give the newest run, {newest}" if newest else "give a run that exists"
     require(is_version, "resume", f"a run's directory (with {CONFIG}) or a version in {folder}", resume, fix)
     version = newest.name if newest else version
     return [*args, *([] if version is None else [f"--run_version={version}"]), *resume_options]
@@ -70,11 +72,14 @@ def _read_place(args: Sequence[str]) -> dict[str, str | None]:
 def _newest_run(folder: Path, command: str) -> Path | None:
     """Return the directory of the newest run of a command in a folder of runs."""
     runs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
-    return next((path.parent for path in runs if _command_of(path) == command), None)
+    return next((path.parent for path in runs if _read_command(path) == command), None)
 
 
-def _command_of(config: Path) -> str:
-    """Return the command that wrote a run's config: a validation's is as a test's, which logs no validation loss."""
+def _read_command(config: Path) -> str:
+    """Return the command that wrote a run's config.
+
+    The configs of ``validate`` and ``test`` are alike. A validation logs a validation loss; a test logs none.
+    """
     values = read_yaml(config, "resume")
     if "return_predictions" in values:
         return "predict"
@@ -84,7 +89,7 @@ def _command_of(config: Path) -> str:
     return "validate" if metrics.is_file() and ",val/" in read_text(metrics, "resume") else "test"
 
 
-def last_checkpoint(config: Namespace, command: str) -> Path | None:
+def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
     """Return the newest checkpoint of the run's name; for ``fit``, of the run's version if one is named.
 
     Raises:
@@ -101,7 +106,9 @@ def last_checkpoint(config: Namespace, command: str) -> Path | None:
     if path is None and config.run_version:
         left = next(folders[0].rglob("*.ckpt"), None)
         fix = "remove it to start at the beginning, or name another run"
-        require(left is None, "resume", "a whole checkpoint, with the optimizer's state", f"{left}, which is none", fix)
+        require(
+            left is None, "resume", "a whole checkpoint, with the optimizer's state", f"{left}, which is damaged", fix
+        )
     return path
 
 
@@ -112,8 +119,7 @@ def check_unfinished(path: Path, trainer: Namespace) -> int:
         NothingToDoError: If all steps or epochs are done.
     """
     checkpoint = read_checkpoint(path, mmap=True)
-    loop = checkpoint["loops"]["fit_loop"]
-    num_epochs = loop["epoch_progress"]["current"]["ready"] - (not loop["epoch_loop.batch_progress"]["is_last_batch"])
+    num_epochs = count_finished_epochs(checkpoint["loops"]["fit_loop"])
     for unit, number in (("steps", checkpoint["global_step"]), ("epochs", num_epochs)):
         limit = trainer[f"max_{unit}"]
         if limit is not None and 0 <= limit <= number:

@@ -1,4 +1,4 @@
-"""Where a run of the Trainer lands: RUNS_DIR/RUN_NAME/VERSION, which holds one run; what is written there."""
+"""The directory of a run, RUNS_DIR/RUN_NAME/VERSION: its name, its lock, its config and its loggers."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def check_names(run_name: str, run_version: str | None) -> None:
 
 
 def next_version(folder: Path) -> str:
-    """Return the first free ``version_N``; other processes of the same run read it from the environment."""
+    """Return the first free ``version_N``, which other processes of the run read from the environment."""
     shared = os.environ.get("REFUSION_LIT_RUN_VERSION")
     if shared:
         return shared
-    taken = [int(p.name[8:]) for p in folder.glob("version_*") if p.name[8:].isdigit()]
+    taken = [int(path.name[8:]) for path in folder.glob("version_*") if path.name[8:].isdigit()]
     version = f"version_{max(taken, default=-1) + 1}"
     if "RANK" not in os.environ:
         os.environ["REFUSION_LIT_RUN_VERSION"] = version
@@ -73,8 +73,8 @@ class Claim:
 
     Attributes:
         directory: The directory.
-        created: What this run has created of it and the directories above it, from below; empty if it was there.
-        lock: What keeps other processes out.
+        created: Directories that this run created, the deepest first; empty if the run's directory existed.
+        lock: Lock against other processes.
     """
 
     directory: Path
@@ -82,11 +82,11 @@ class Claim:
     lock: Lock
 
     def release(self, *, failed: bool) -> None:
-        """Give the right up; remove what was created for a run that has failed and left no result."""
+        """Unlock the directory; remove the directories of a run that failed without a result."""
         release_lock(self.lock)
         if failed and self.created and all(map(_is_beginning, self.directory.rglob("*"))):
             shutil.rmtree(self.directory, ignore_errors=True)
-            with suppress(OSError):  # one that another run uses is not empty
+            with suppress(OSError):  # a directory that another run uses is not empty
                 for parent in self.created[1:]:
                     parent.rmdir()
 
@@ -100,7 +100,7 @@ def claim(directory: Path) -> Claim | None:
     Raises:
         ValueError: If nothing can be written there, or another run is writing there.
     """
-    # Lightning reads them once, on import: a forked process would have its parent's.
+    # Not Lightning's rank: Lightning reads it once on import, so that a forked process has the rank of its parent.
     rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
     if int(rank) > 0:
         return None
@@ -117,7 +117,7 @@ def claim(directory: Path) -> Claim | None:
 
 
 def _is_beginning(path: Path) -> bool:
-    """Return whether a run writes this before its first result: config, environment, headers, or an empty file."""
+    """Return whether a run writes this file before its first result."""
     names = (CONFIG, ENVIRONMENT, "events.out.tfevents.*", "*.meta.json")
     return path.is_dir() or path.stat().st_size == 0 or any(path.match(name) for name in names)
 
@@ -132,14 +132,24 @@ class SaveRun(SaveConfigCallback):
     """Saves the resolved config and the environment into the run's directory, which is ``directory``."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Note the run's directory on all processes: asking for it waits for all of them."""
+        """Note the run's directory. All processes must do so, because Lightning synchronizes them for it."""
         self.directory = Path(trainer.log_dir or trainer.default_root_dir)
         # A resumed run keeps the config that it was started with.
         resumed = self.config.model.resume or continues(self.config, self.directory)
         self._is_resumed = resumed and (self.directory / CONFIG).is_file()
-        self.save_to_log_dir = False  # save_config does
-        # Where this run landed is no part of what it did: the config of a training is given to a test, too.
+        self.save_to_log_dir = False  # save_config writes the files
+        # The config of a training is also given to a test, which must not land in the directory of the training.
         self.config.run_version = None
+        self._changed: dict[str, object] = {}
+        self._unwritten: dict[str, object] | None = None
+        if self._is_resumed:
+            before = read_yaml(self.directory / CONFIG, "resume")
+            now = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            changes = [item for item in differences(before, now) if item[0].rpartition(".")[2] not in _UNCOMPARED]
+            self._changed = {name: after for name, _, after in changes}
+            for name, old, new in changes if stage == "fit" else ():
+                fix = "leave it out, or start a new run"
+                require(name not in _RESTORED, name, f"{old}, whose weights the checkpoint has replaced", new, fix)
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -147,31 +157,41 @@ class SaveRun(SaveConfigCallback):
         assert isinstance(pl_module, SlotDiffusionModule)
         described = environment(self.config.get("seed_everything"))
         text = self.parser.dump(self.config, skip_none=False)
-        if self._is_resumed:  # by another command; the one that started the run stays
+        if self._is_resumed:  # keep the command that started the run, and record the command that resumes it
             before = read_object(self.directory / ENVIRONMENT) or described
-            found = differences(read_yaml(self.directory / CONFIG, "resume"), yaml.safe_load(text))
-            changed = {name: now for name, _, now in found if name.rpartition(".")[2] not in _UNCOMPARED}
-            resumed = {"command": described["command"], "changed": changed}
+            resumed = {"command": described["command"], "changed": self._changed}
             described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
-            names = sorted(changed.keys() - _LENGTHS)
-            if names and stage == "fit":  # the others refuse what would change their predictions
-                kept = f"{CONFIG} keeps those of its start, {ENVIRONMENT} has the change"
-                rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
-        write_json_atomically(self.directory / ENVIRONMENT, described)
+        if self._is_resumed and stage == "fit":
+            self._unwritten = described  # until training has taken the options
+        else:
+            write_json_atomically(self.directory / ENVIRONMENT, described)
         if not self._is_resumed:
             write_atomically(self.directory / CONFIG, text)
         pl_module.evaluation.config = read_config(self.directory)
         pl_module.evaluation.environment = described
 
+    def on_train_batch_start(self, *_: object) -> None:
+        """Record that a run is resumed, after all options were accepted."""
+        if self._unwritten is None:
+            return
+        write_json_atomically(self.directory / ENVIRONMENT, self._unwritten)
+        self._unwritten = None
+        names = sorted(self._changed.keys() - _LENGTHS)
+        if names:
+            kept = f"{CONFIG} keeps the options of the start, {ENVIRONMENT} records the change"
+            rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
 
+
+_RESTORED = {f"model.backbone.{name}" for name in ("source", "revision", "draft")}
+"""Options that a checkpoint's weights replace."""
 _UNCOMPARED = {"ckpt_path", "resume", *PLACE}
-"""Where a run lands and what it resumes from; no part of what it does."""
+"""Options that do not change results: the run's place and the checkpoint to resume from."""
 _LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
-"""Options that a resumed run may change without a word."""
+"""Options that a resumed run may change without a warning."""
 
 
-def loggers(directory: Path, first_step: int, held: Claim | None) -> list[Logger]:
-    """Return the loggers of a run: TensorBoard's, and that of ``metrics.csv``, which keeps rows before a step."""
+def create_loggers(directory: Path, first_step: int, held: Claim | None) -> list[Logger]:
+    """Return a run's loggers: TensorBoard if installed, and ``metrics.csv``, which keeps rows before ``first_step``."""
     place = {"save_dir": directory.parent.parent, "name": directory.parent.name, "version": directory.name}
     losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
     if held is not None:
@@ -180,17 +200,17 @@ def loggers(directory: Path, first_step: int, held: Claim | None) -> list[Logger
 
 
 class _MetricsWriter(ExperimentWriter):
-    """Writes ``metrics.csv``, and continues that of an interrupted run: rows of steps before ``first_step`` stay."""
+    """Writes ``metrics.csv``. A resumed run keeps the rows of steps before ``first_step``."""
 
     def __init__(self, log_dir: str, first_step: int | None) -> None:
         super().__init__(log_dir)
         self._first_step = first_step if Path(self.metrics_file_path).is_file() else None
 
     def _check_log_dir_exists(self) -> None:
-        """Keep the file, which Lightning would remove."""
+        """Keep the file; Lightning would remove it."""
 
     def save(self) -> None:
-        """Append what was logged; at first, drop the rows of steps that are logged again."""
+        """Append new rows. The first call drops the rows of steps that are logged again."""
         path = Path(self.metrics_file_path)
         with _writing(str(path)):
             if self.metrics and self._first_step is not None:
@@ -207,12 +227,12 @@ class _MetricsWriter(ExperimentWriter):
 
 
 class _Events(TensorBoardLogger):
-    """Writes TensorBoard's events, without an empty ``hparams.yaml``."""
+    """Writes TensorBoard's events, without an empty ``hparams.yaml`` and with file names in errors."""
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:  # noqa: ANN401 - importing its type takes long
-        """TensorBoard's writer, whose thread writes the first event at once."""
+        """Return TensorBoard's writer."""
         with self._writing():
             return super().experiment
 
@@ -224,7 +244,7 @@ class _Events(TensorBoardLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what waits in memory."""
+        """Write buffered events."""
         with self._writing():
             super().save() if self.hparams else self.experiment.flush()
 
@@ -234,11 +254,11 @@ class _Events(TensorBoardLogger):
 
 @contextmanager
 def _writing(path: str) -> Iterator[None]:
-    """Name the file of a failed write, as on a full disk."""
+    """Add the file's name to the error of a failed write, as on a full disk."""
     try:
         yield
     except (OSError, ValueError) as error:
-        failure = error if isinstance(error, OSError) else error.__cause__  # TensorBoardLogger calls any a ValueError
+        failure = error if isinstance(error, OSError) else error.__cause__  # TensorBoardLogger wraps it
         if not isinstance(failure, OSError):
             raise
         failure.filename = failure.filename or path
@@ -247,10 +267,10 @@ def _writing(path: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_writers() -> Iterator[None]:
-    """Print no traceback of TensorBoard's thread where it cannot write: :class:`_Events` raises its error."""
+    """Print no traceback of TensorBoard's thread for a failed write, because :class:`_Events` raises the error."""
     before = threading.excepthook
 
-    def hook(args: Any) -> None:  # noqa: ANN401 - threading's type of it is private
+    def hook(args: Any) -> None:  # noqa: ANN401 - threading's type is private
         if not isinstance(args.exc_value, OSError) or not type(args.thread).__module__.startswith("tensorboard"):
             before(args)
 

@@ -1,4 +1,4 @@
-"""``fit``, ``validate``, ``test`` and ``predict``: runs the Trainer, and says where its results are."""
+"""``fit``, ``validate``, ``test`` and ``predict``: run the Trainer, report its errors, and print where results are."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.multiprocessing import ProcessRaisedException
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.messages import print_warning
-from refusion_lit.cli.resume import with_resume
+from refusion_lit.cli.resume import expand_resume
 from refusion_lit.training.callbacks import last_checkpoint
 from refusion_lit.utils.errors import NothingToDoError
 
 _PACKAGE = str(Path(__file__).parents[1])
 
-# True, but nothing a user could act on.
-_EXPECTED = (
+# True warnings that a user cannot act on.
+_IGNORED_WARNINGS = (
     "Experiment logs directory .* exists and is not empty",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     "The dirpath has changed from",
@@ -35,8 +35,8 @@ _EXPECTED = (
     "It is recommended to use .*sync_dist",  # our metrics are summed over processes already
 )
 
-# A checkpoint names the callbacks of its training; the other subcommands do not need them.
-_EXPECTED_WITHOUT_TRAINING = ("Be aware that when using `ckpt_path`, callbacks used to create",)
+# A checkpoint names the callbacks of its training, which the other subcommands do not need.
+_IGNORED_WITHOUT_TRAINING = ("Be aware that when using `ckpt_path`, callbacks used to create",)
 
 
 def run(command: str, args: list[str]) -> int:
@@ -51,13 +51,13 @@ def run(command: str, args: list[str]) -> int:
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", nargs="?", const="")
-    found, args = parser.parse_known_args(args)
-    options = ""  # of a command that resumes: the run's config does not have them
-    if found.resume is not None:
+    parsed, args = parser.parse_known_args(args)
+    options = ""
+    if parsed.resume is not None:  # the run's config does not have the options of the command that resumes it
         options = "".join(f" {shlex.quote(arg)}" for arg in args)
-        args = with_resume(command, args, found.resume)
+        args = expand_resume(command, args, parsed.resume)
     show_own_logs()
-    for pattern in _EXPECTED if command == "fit" else (*_EXPECTED, *_EXPECTED_WITHOUT_TRAINING):
+    for pattern in (*_IGNORED_WARNINGS, *(() if command == "fit" else _IGNORED_WITHOUT_TRAINING)):
         warnings.filterwarnings("ignore", message=pattern)
     if "LOCAL_RANK" not in os.environ:
         os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
@@ -72,7 +72,7 @@ def run(command: str, args: list[str]) -> int:
         message = getattr(stopped, "message", "stopped by SIGTERM; finished work is on disk")
         return _fail(message + _how_to_resume(command, options), int(stopped.code or 143))
     except (MisconfigurationException, RuntimeError, ProcessRaisedException) as error:
-        return _tell(error)
+        return _report_error(error)
     except SystemExit as stopped:
         if not isinstance(stopped.__context__, KeyboardInterrupt):
             raise
@@ -81,17 +81,17 @@ def run(command: str, args: list[str]) -> int:
     finally:
         if RefusionCLI.claim is not None:
             RefusionCLI.claim.release(failed=failed)
-    _say_what_next(cli)
+    _print_results(cli)
     return 0
 
 
-def _tell(error: Exception) -> int:
-    """Print a user's error that is no ``ValueError``, and return the exit code; raise any other error."""
-    name, _, message = str(error).rstrip().rpartition("\n")[2].partition(": ")  # of a forked process's traceback
+def _report_error(error: Exception) -> int:
+    """Print an error of Lightning that the user caused, and return the exit code; raise any other error."""
+    name, _, message = str(error).rstrip().rpartition("\n")[2].partition(": ")  # end of a forked process's traceback
     kinds = {"ValueError": ValueError, f"{NothingToDoError.__module__}.NothingToDoError": NothingToDoError}
     if name in kinds:
         raise kinds[name](message) from None
-    # Lightning's word for such errors, which it does not use for all.
+    # Lightning's class for errors of the user; it raises some of them as RuntimeError.
     if isinstance(error, MisconfigurationException) or str(error).startswith("Early stopping conditioned on metric"):
         return _fail(f"trainer: {' '.join(str(error).split())}", 2)
     if "closed by peer" not in str(error) and "reset by peer" not in str(error):
@@ -100,7 +100,7 @@ def _tell(error: Exception) -> int:
 
 
 def show_own_logs() -> None:
-    """Let through what this package logs with Lightning's loggers, and of Lightning's own lines only warnings."""
+    """Print what this package logs with Lightning's loggers, and of Lightning's own records the warnings."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.handlers = [_Lines()]
@@ -108,7 +108,7 @@ def show_own_logs() -> None:
 
 
 class _Lines(logging.Handler):
-    """Prints one line a record."""
+    """Prints a line per record."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())
@@ -129,7 +129,7 @@ def _how_to_resume(command: str, options: str) -> str:
     return "" if directory is None else f"; resume with: refusion-lit {command} --resume {_quoted(directory)}{options}"
 
 
-def _say_what_next(cli: RefusionCLI) -> None:
+def _print_results(cli: RefusionCLI) -> None:
     """Print where the results are, and after a training the command that tests them."""
     if not cli.trainer.is_global_zero:
         return
@@ -139,22 +139,22 @@ def _say_what_next(cli: RefusionCLI) -> None:
     directory = RefusionCLI.run_directory
     if cli.subcommand == "predict" and directory is not None:
         decoder, *_ = cli.model.evaluation.decoders(cli.model.text_model()).values()
-        print(f"{type(decoder).__name__}: {_shown(directory / 'predictions.jsonl')}")
+        print(f"{type(decoder).__name__}: {_relative(directory / 'predictions.jsonl')}")
     if cli.subcommand == "fit":
         path = last_checkpoint(cli.trainer)
         if path is not None:
             callbacks = cli.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-            saved = next(each for each in callbacks if isinstance(each, run_directory.SaveRun))
-            own = saved.directory / run_directory.CONFIG  # which has the options of the command line, too
-            print(f"checkpoint: {_shown(Path(path))}")
-            print(f"next: refusion-lit test --config {_quoted(own)} --ckpt_path {_quoted(Path(path))}")
+            run = next(callback for callback in callbacks if isinstance(callback, run_directory.SaveRun))
+            config = run.directory / run_directory.CONFIG  # with the options of the command line
+            print(f"checkpoint: {_relative(Path(path))}")
+            print(f"next: refusion-lit test --config {_quoted(config)} --ckpt_path {_quoted(Path(path))}")
 
 
 def _quoted(path: Path) -> str:
-    """Return a path as one word of a command."""
-    return shlex.quote(_shown(path))
+    """Return a path quoted for the shell."""
+    return shlex.quote(_relative(path))
 
 
-def _shown(path: Path) -> str:
+def _relative(path: Path) -> str:
     """Return a path relative to the working directory if it is inside."""
     return str(path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path)

@@ -113,7 +113,7 @@ class TrainerProgress(ProgressBar):
 
 
 def _losses(trainer: L.Trainer, validated_step: int | None = None) -> str:
-    """Return the logged losses; those of a validation with their step if training went on after it."""
+    """Return the logged losses. A validation loss has its step if training went on after the validation."""
     earlier = f" (step {validated_step})" if validated_step not in (None, trainer.global_step) else ""
     shown = trainer.progress_bar_metrics.items()
     return ", ".join(f"{name} {float(value):.4g}{earlier * name.startswith('val/')}" for name, value in shown)

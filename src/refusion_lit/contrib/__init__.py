@@ -1,4 +1,4 @@
-"""Research extras; see README.md in this folder. The core never imports them: they are a plugin of it."""
+"""Research extras, a plugin that the core never imports; see README.md in this folder."""
 
 from refusion_lit.contrib.apd import APD
 from refusion_lit.contrib.card import CARD, SoftTail
@@ -12,13 +12,18 @@ from refusion_lit.types import ModelTraits
 
 
 def _fits_card(traits: ModelTraits) -> bool:
-    """Return whether masks predict the next token, and nothing else, under causal attention."""
+    """Return whether attention is causal and masks predict only the next token."""
     predictions = {*(traits.predictions or ())}
     others = {"mask", "isolated_mask", "next_token_in_slot"}
     return traits.attention == "causal" and "mask_shifted" in predictions and not predictions & others
 
 
-register_decoder(D2F, lambda traits: D2F(block_size=traits.block_size) if traits.prompt_is_block else None)
+def _default_d2f(traits: ModelTraits) -> D2F | None:
+    """Return the decoder for block-causal models whose prompt is one block."""
+    return D2F(block_size=traits.block_size) if traits.prompt_is_block and traits.block_size is not None else None
+
+
+register_decoder(D2F, _default_d2f)
 register_decoder(SetDiffusion, lambda traits: SetDiffusion() if "isolated_mask" in (traits.predictions or ()) else None)
 register_decoder(CARD, lambda traits: CARD() if _fits_card(traits) else None)
 

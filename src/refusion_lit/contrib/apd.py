@@ -1,4 +1,4 @@
-"""APD, adaptive parallel decoding: a masked model drafts, a second, autoregressive model verifies from the left."""
+"""APD, adaptive parallel decoding: a masked model drafts, and a small autoregressive model verifies."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.utils.require import require
 
 _UNKNOWN = -1e4
-"""Logit of an id that one of the models lacks: never probable, but finite, so that products of models are defined."""
+"""Logit of an id that the verifier lacks: never probable, but finite, so that the product of both models is defined."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class APD(Decoder):
-    """Adaptive parallel decoding: accepts drafts from the left while the product of two models draws the same tokens.
+    """Accepts a masked model's drafts as long as the product of two models draws the same tokens.
 
-    A round is two forwards. The masked model sees prompt, known tokens and the next ``max_lookahead`` masks, in both
-    directions, and drafts all masks. The verifier, a small autoregressive model with the same tokenizer, reads the
+    A round takes two forwards. The masked model sees the prompt, known tokens and the next ``max_lookahead`` masks, in
+    both directions, and drafts all masks. The verifier, a small autoregressive model with the same tokenizer, reads the
     drafts over its cache. The target at a position is drawn from the normalised product p_masked^R p_verifier^(1 - R),
-    with the noise that drew the draft. The first draft is always accepted, and those after it up to the first that is
-    not its target. Text is committed from left to right. A round with one mask needs no verifier.
+    with the same noise as the draft. The first draft is always accepted; later drafts are accepted until a draft
+    differs from its target. Text is committed from left to right. A round with a single mask needs no verifier.
 
-    The masked model recomputes prompt and window in each round; the verifier's cache, which ``num_cached`` counts, is
-    exact.
+    The masked model recomputes prompt and window in every round. The verifier has an exact KV cache, whose entries
+    ``num_cached`` counts.
 
-    Source: APD (arXiv 2506.00413, algorithm 1) with ``kv_window`` off: its approximate cache of the masked model is not
-    implemented. As in the paper and unlike the released program, draft and target share their noise; the program takes
-    the most probable target, and applies the temperature twice. Deliberate differences: temperature, top-k and top-p
-    act on the product too; the token before the drafts is fed to the verifier again, where the program keeps its logits
-    (those of a wrong position once all drafts are accepted); a response ends at its first EOS token.
+    Source: APD (arXiv 2506.00413, algorithm 1) with ``kv_window`` off; the approximate cache of the masked model is not
+    implemented. Draft and target share their noise, as in the paper; the released program takes the most probable
+    target and applies the temperature twice. Deliberate differences: temperature, top-k and top-p also act on the
+    product; the verifier reads the token before the drafts again, where the program keeps old logits (from a wrong
+    position after all drafts were accepted); a response ends at its first EOS token.
 
     Attributes:
         mixture_weight: Weight R of the masked model in the product (``apd_mixture_weight``), in [0, 1]. 1 accepts every
-            draft; 0 accepts only the verifier's own tokens.
-        max_lookahead: Maximum number of masks drafted at once, M, at least 1; ``None``: all that are left.
+            draft; 0 accepts only tokens that the verifier draws.
+        max_lookahead: Maximum number of masks drafted at once, M, at least 1; ``None``: all remaining masks.
         shifted: The masked model predicts a mask at the position before it (Dream).
+
+    >>> APD(mixture_weight=0.5, max_lookahead=32).requirements().predictions
+    ('mask', 'verifier')
     """
 
     requires = ModelRequirements(attention="bidirectional", predictions=("mask", "verifier"))
@@ -57,11 +60,11 @@ class APD(Decoder):
     shifted: bool = False
 
     def pair(self, model: LanguageModel, verifier: LanguageModel) -> LanguageModel:
-        """Return the masked model and its verifier as one model."""
+        """Combine the masked model and its verifier into a single model."""
         return PairedModel(model, verifier)
 
     def step(self, state: RowState) -> Steps[None]:
-        """Draft masks, verify the drafts, and commit those that are accepted."""
+        """Draft masks, verify the drafts, and commit the accepted drafts."""
         place = state.num_committed
         start = state.prompt_length
         stop = min(place + (self.max_lookahead or len(state.tokens)), len(state.tokens))
@@ -83,42 +86,42 @@ class APD(Decoder):
         state.commit(range(place, place + len(final)), final)
 
     def _verification(self, state: RowState, drafts: list[int]) -> Branch:
-        """Return the committed tokens that are not cached yet and all drafts but the last; each predicts the next."""
+        """Return the branch that scores all drafts but the first: uncached text, then all drafts but the last."""
         start = state.num_cached
-        first = state.prompt_length + state.num_committed  # of the drafts
+        first = state.prompt_length + state.num_committed  # position of the first draft
         last = first + len(drafts) - 1
         branch = text_branch(state, start, last, range(first + 1, last + 1), shift=1)
         return replace(branch, tokens=[*branch.tokens[: first - start], *drafts[:-1]])
 
 
 class PairedModel(LanguageModel):
-    """Masked drafter and autoregressive verifier as one language model, for :class:`APD`.
+    """Combines a masked model and an autoregressive verifier into a single language model, for :class:`APD`.
 
-    The masked model runs the forwards without a cache, the verifier those with one. Hidden states of both are padded to
-    the larger model's size plus one element that identifies the model. Their type represents the values of both models
-    exactly.
+    The masked model runs forwards without a KV cache, the verifier forwards with a cache. Hidden states are padded to
+    the size of the larger model; a last element marks which model computed them. Their dtype represents the values of
+    both models exactly.
 
     Args:
         masked: The masked model, which drafts.
-        verifier: The model that verifies drafts: causal, predicts the next token, with the same tokenizer. The
-            predictions in its traits may be unknown.
+        verifier: Verifies drafts: a causal model that predicts the next token, with the same tokenizer. The predictions
+            in its traits may be unknown.
 
     Raises:
-        ValueError: If the verifier is not such a model, or the models do not fit each other.
+        ValueError: If the verifier does not predict the next token causally, or device or tokenizer differ.
     """
 
     def __init__(self, masked: LanguageModel, verifier: LanguageModel) -> None:
         known = verifier.traits.predictions
         attention = verifier.traits.attention
-        holds = attention == "causal" and (known is None or "next_token" in known)
+        is_causal = attention == "causal" and (known is None or "next_token" in known)
         expected = "a causal model that predicts the next token"
-        require(holds, "verifier", expected, f"a {attention} one that predicts {known}", "load another one")
-        holds = masked.device == verifier.device
-        require(holds, "verifier", f"a model on {masked.device}", verifier.device, "load both on one device")
-        own = masked.special_tokens.eos_token_ids
-        other = verifier.special_tokens.eos_token_ids
-        expected = f"the masked model's tokenizer, with the EOS tokens {own}"
-        require(own == other, "verifier", expected, other, "load two models with one tokenizer")
+        require(is_causal, "verifier", expected, f"a {attention} model that predicts {known}", "load another model")
+        is_on_device = masked.device == verifier.device
+        require(is_on_device, "verifier", f"a model on {masked.device}", verifier.device, "load both on one device")
+        eos = masked.special_tokens.eos_token_ids
+        verifier_eos = verifier.special_tokens.eos_token_ids
+        expected = f"the masked model's tokenizer, with the EOS tokens {eos}"
+        require(eos == verifier_eos, "verifier", expected, verifier_eos, "load two models with the same tokenizer")
         self._masked = masked
         self._verifier = verifier
         predictions = masked.traits.predictions
@@ -129,17 +132,17 @@ class PairedModel(LanguageModel):
         empty = torch.zeros(1, 1, dtype=torch.long, device=masked.device)
         with torch.no_grad():
             states = [model.hidden_states(empty, empty, None) for model in (masked, verifier)]
-            self._sizes = [each.shape[-1] for each in states]
-            self._dtypes = [each.dtype for each in states]
+            self._sizes = [hidden.shape[-1] for hidden in states]
+            self._dtypes = [hidden.dtype for hidden in states]
             self._num_rows = masked.logits(states[0]).shape[-1]
 
     @property
     def device(self) -> torch.device:
-        """Device of both models' weights."""
+        """Device of both models."""
         return self._masked.device
 
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return :meth:`hidden_states` with both models inspected once."""
+        """Return :meth:`hidden_states` as a function; both models are inspected only once."""
         drafting, verifying = self._masked.runner(), self._verifier.runner()
 
         def states(
@@ -153,18 +156,18 @@ class PairedModel(LanguageModel):
         return states
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
-        """Return the head of the model that computed the hidden states; all of a call must come from the same model."""
+        """Return a head that applies the LM head of the model that computed the states; a call must not mix models."""
         drafting, verifying = self._masked.head_runner(), self._verifier.head_runner()
 
         def logits(hidden: Tensor) -> Tensor:
             is_masked = bool(hidden.flatten(0, -2)[0, -1] > 0)
             if is_masked:
                 return drafting(hidden[..., : self._sizes[0]].to(self._dtypes[0]))
-            found = verifying(hidden[..., : self._sizes[1]].to(self._dtypes[1]))
-            return F.pad(found, (0, self._num_rows - found.shape[-1]), value=_UNKNOWN)
+            values = verifying(hidden[..., : self._sizes[1]].to(self._dtypes[1]))
+            return F.pad(values, (0, self._num_rows - values.shape[-1]), value=_UNKNOWN)
 
         return logits
 
     def make_cache(self, num_rows: int) -> KVCache:
-        """Return the verifier's cache; the masked model has none."""
+        """Return a KV cache of the verifier; the masked model has no cache."""
         return self._verifier.make_cache(num_rows)

@@ -1,6 +1,6 @@
-"""CARD: blocks of masks by confidence, on a causal model in which tokens and masks predict the next token.
+"""CARD (arXiv 2601.22031): causal models in which both tokens and masks predict the next token.
 
-The decoder ``CARD``, and the objective ``SoftTail``, soft-tailed masking.
+``CARD`` is the decoder, which fills blocks of masks by confidence. ``SoftTail`` is the objective.
 """
 
 from __future__ import annotations
@@ -26,21 +26,25 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 class CARD(Decoder):
     """Fills blocks of masks from left to right, several tokens per forward, with an exact cache of finished blocks.
 
-    A forward feeds the token before the block and the block's tokens and masks up to the last mask but one: the token
-    before a mask predicts it. Every mask more probable than ``threshold`` is filled, and always the best one. Filled
-    tokens never change. Attention is causal, so a token that is filled to the right of a mask does not help that mask.
-    The first forward of a block also computes the finished block before it, whose KV cache entries then are those of
-    ordinary causal decoding. With ``block_size: 1`` it equals :class:`Autoregressive`.
+    A mask is predicted at the position before it. So a forward feeds the token before the block, then the block up to
+    the position before its last mask. Every mask that is more probable than ``threshold`` is filled, and always the
+    most probable mask. Filled tokens never change. Attention is causal: a token that is filled to the right of a mask
+    does not help the mask. The first forward of a block also computes the previous block again; the KV cache entries
+    then equal ordinary causal decoding. With ``block_size: 1`` the decoder equals :class:`Autoregressive`.
 
     Source: CARD (arXiv 2601.22031), after third-party notes and re-implementations: neither the paper nor the authors'
-    code was available, and their settings are unknown. Deliberate differences: the best mask is always filled,
-    so that each forward commits a token; the token that the last mask predicts, beyond the block, is not used.
+    code was available, and their settings are unknown. Deliberate differences: the most probable mask is always filled,
+    so that every forward commits a token; the prediction at the last mask, for a token beyond the block, is not used.
 
     Attributes:
-        block_size: Masks of a block, K, at least 1.
-        threshold: Fill every mask whose token has a higher probability (tau), in [0, 1].
-        max_rounds: Maximum number of forwards of a block (T_max); the last one fills all remaining masks. ``None``: no
-            bound.
+        block_size: Masks in a block, K, at least 1.
+        threshold: Fill every mask whose token is more probable (tau), in [0, 1].
+        max_rounds: Maximum number of forwards per block (T_max); the last forward fills all remaining masks. ``None``:
+            no limit.
+
+    >>> from refusion_lit.decoding import default_decoder
+    >>> default_decoder(SoftTail().traits)
+    CARD(block_size=16, threshold=0.9, max_rounds=8)
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask_shifted", "next_token"))
@@ -71,22 +75,33 @@ class CARD(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftTail(Objective):
-    """Masks tokens near the end of a response, and predicts every token from those before it, masks or not.
+    """Masks tokens near the end of a response, and predicts every token from the tokens and masks before it.
 
     With t uniform in [0, 1) and R response tokens, N = max(1, floor(R t)) of the last W = min(R, floor(tail N)) tokens
-    are masked, drawn uniformly. Attention is causal, and the state at a position predicts the token after it. A target
-    n weighs 1 / (beta + S_n), with S_n the sum over earlier inputs i of C_i (1 - decay)^(n - 1 - i), where C_i is 0 for
-    a clean token, 1 for a mask, and 2 for a mask after a mask: what follows masks closely is hard to know. The only
-    term is ``next_token``.
+    are masked, drawn uniformly. Attention is causal, and the state at a position predicts the next token. Targets that
+    closely follow masks are hard to predict, so target n has the weight 1 / (beta + S_n). S_n is the sum over earlier
+    inputs i of C_i (1 - decay)^(n - 1 - i), where C_i is 0 for a clean token, 1 for a mask, and 2 for a mask after a
+    mask. The only term is ``next_token``; its denominator is the sum of the weights.
 
-    Source: CARD (arXiv 2601.22031), after notes and re-implementations of others: neither its paper nor code of its
-    authors was at hand. The values of ``tail``, ``beta``, ``decay`` and the denominator, the sum of
-    weights, are those of re-implementations. Deliberate difference: the prompt is never masked.
+    Source: CARD (arXiv 2601.22031), after third-party notes and re-implementations: neither the paper nor the authors'
+    code was available. ``tail``, ``beta``, ``decay`` and the denominator follow re-implementations. Deliberate
+    difference: the prompt is never masked.
 
     Attributes:
         tail: Width of the tail in masks (lambda), at least 1; 1 masks the whole tail.
-        beta: Weight of a target without masks before it is 1 / beta; above 0.
-        decay: How fast masks are forgotten (p), in (0, 1].
+        beta: A target without masks before it has the weight 1 / beta; above 0.
+        decay: How fast the influence of masks fades (p), in (0, 1].
+
+    >>> import torch
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> from refusion_lit.types import SpecialTokens
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([4])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> noise, half = KeyedNoise(batch.sample_keys), torch.tensor([0.5])
+    >>> SoftTail(tail=1.0).corrupt(batch, noise, special, mask_ratio=half).input_ids
+    tensor([[5, 6, 7, 2, 2]])
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask_shifted", "next_token"))
@@ -100,7 +115,7 @@ class SoftTail(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Mask part of the responses' tails; see :meth:`Objective.corrupt`."""
+        """Mask tokens in the tails of responses; see :meth:`Objective.corrupt`."""
         ratio = mask_probability(noise, 0.0, mask_ratio)
         num_masks = (batch.response_lengths * ratio).floor().long().clamp(min=1)
         width = (num_masks * self.tail).floor().long().minimum(batch.response_lengths)
@@ -122,11 +137,11 @@ class SoftTail(Objective):
 
 
 def mask_density(is_masked: Bool[Tensor, "batch token"], decay: float) -> Float[Tensor, "batch token"]:
-    """Return S of the target after each position, in float64.
+    """Return S for the target after every position, in float64.
 
     Args:
-        is_masked: Positions that hold a mask.
-        decay: p; a mask d positions before the last one counts (1 - p)^d.
+        is_masked: Whether a position holds a mask.
+        decay: p; a mask d positions before the last input counts (1 - p)^d.
     """
     masks = is_masked.double()
     density = masks * (1 + F.pad(masks, (1, 0))[:, :-1])

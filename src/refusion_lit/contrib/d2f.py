@@ -1,6 +1,6 @@
-"""D2F, discrete diffusion forcing (arXiv 2508.09192): several blocks at once, later ones with more masks.
+"""D2F, discrete diffusion forcing (arXiv 2508.09192): a pipeline of blocks that are decoded at once.
 
-The decoder ``D2F``, and the objective ``DiffusionForcing``: blocks that see earlier, less masked blocks.
+``D2F`` is the decoder. ``DiffusionForcing`` trains for it: a block sees earlier blocks, which have fewer masks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class PipelineState(RowState):
     """State of D2F.
 
     Attributes:
-        blocks: Positions of each block that was opened, from left to right.
+        blocks: Positions of the opened blocks, from left to right.
     """
 
     blocks: list[range] = field(default_factory=list)
 
     def share(self, number: int) -> float:
-        """Return the share of a block's tokens that are known, given ones too; 1 for the text before the blocks."""
+        """Return the share of known tokens in a block, given tokens included; 1 for the text before the blocks."""
         if number < 0:
             return 1.0
         block = self.blocks[number]
@@ -43,7 +43,7 @@ class PipelineState(RowState):
 
     @property
     def stop(self) -> int:
-        """Position after the last open block."""
+        """Position after the last opened block."""
         return self.blocks[-1].stop if self.blocks else self.prompt_length
 
     @property
@@ -54,28 +54,31 @@ class PipelineState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class D2F(BlockDecoder):
-    """Decodes several blocks at once: a block is opened as soon as enough of the one before it is known.
+    """Decodes several blocks at once; opens a block as soon as enough of the previous block is known.
 
-    A forward feeds the complete blocks that are not cached yet and all open ones. Attention is block-causal: a block
-    sees itself and all blocks before it, masks included. In each block it commits all masks more probable than
-    ``threshold``. If a block has no such mask, it commits its most probable one, provided that it is *fully activated*:
-    a share of at least ``activate_threshold`` of the block before it is known. At most one block with masks is opened
-    before each forward; blocks whose tokens are all given take no forward of their own. Once a block and all blocks
-    before it are complete, the next forward stores its KV cache entries, which are exact. The prompt is one block, and
-    blocks are counted from the response on, as D2F is trained.
+    A forward feeds all open blocks, and complete blocks that are not cached yet. Attention is block-causal: a block
+    sees itself and all earlier blocks, masks included. Every block commits its masks that are more probable than
+    ``threshold``. If no mask is, a *fully activated* block commits its most probable mask; a block is fully activated
+    once a share of at least ``activate_threshold`` of the previous block is known. At most one block with masks is
+    opened before a forward; blocks that are given as a whole need no forward. Once a block and all earlier blocks are
+    complete, the next forward stores their KV cache entries, which are exact. The prompt is one block, and blocks start
+    where the response starts, as in training.
 
-    Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and its released program, whose thresholds are
-    the defaults. Deliberate differences: no block is opened after any committed EOS token, not only after one in
-    the last block; blocks are decoded whole, and tokens beyond ``max_new_tokens`` are not returned.
+    Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and the released program, whose thresholds are
+    the defaults. Deliberate differences: after any committed EOS token no block is opened (in the program, only after
+    an EOS token in the last block); blocks are decoded whole, and tokens beyond ``max_new_tokens`` are not returned.
 
     Attributes:
-        block_size: Tokens per block, at least 1; need not be the trained one (the paper trains with 16 and decodes with
-            32).
+        block_size: Tokens per block, at least 1; may differ from training (the paper trains with 16, decodes with 32).
         threshold: Commit every mask whose token is more probable (tau_conf), in [0, 1]; the comparison is strict.
-        add_threshold: Open the next block once this share of the last one is known (tau_add), in [0, 1].
-        activate_threshold: A block always commits a token once this share of the block before it is known (tau_act), in
+        add_threshold: Open the next block once this share of the last block is known (tau_add), in [0, 1].
+        activate_threshold: A block always commits a token once this share of the previous block is known (tau_act), in
             [0, 1].
-        num_open_blocks: Maximum number of blocks from the first one with masks to the last one; ``None``: no bound.
+        num_open_blocks: Maximum number of blocks from the first block with masks to the last block; ``None``: no limit.
+
+    >>> from refusion_lit.decoding import default_decoder
+    >>> default_decoder(DiffusionForcing(block_size=16).traits) == D2F(block_size=16)
+    True
     """
 
     requires = ModelRequirements(attention="block_causal", predictions=("mask",), prompt_is_block=True)
@@ -93,7 +96,7 @@ class D2F(BlockDecoder):
     num_open_blocks: int | None = None
 
     def step(self, state: PipelineState) -> Steps[None]:  # type: ignore[override]
-        """Run one forward over all open blocks and commit tokens in each of them."""
+        """Run one forward over all open blocks and commit tokens in them."""
         self._open(state)
         first = state.first_open
         masked = {i: masked_in(state, block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
@@ -102,15 +105,15 @@ class D2F(BlockDecoder):
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(branch,), draw=draw))[0]
         state.num_cached = state.blocks[first].start
-        found = dict(zip(read, zip(reading.tokens, reading.probabilities, strict=True), strict=True))
+        drafts = dict(zip(read, zip(reading.tokens, reading.probabilities, strict=True), strict=True))
         activated = [state.share(i - 1) >= self.activate_threshold for i in masked]  # before anything is committed
         for positions, is_activated in zip(masked.values(), activated, strict=True):
-            confidences = [found[p][1] for p in positions]
+            confidences = [drafts[p][1] for p in positions]
             chosen = [positions[i] for i in above_or_best(confidences, self.threshold, int(is_activated))]
-            state.commit([p - state.prompt_length for p in chosen], [found[p][0] for p in chosen])
+            state.commit([p - state.prompt_length for p in chosen], [drafts[p][0] for p in chosen])
 
     def _open(self, state: PipelineState) -> None:
-        """Open the next block with masks and the fully given blocks before it, if :meth:`_is_due`."""
+        """Open the next block with masks, and completely given blocks before it, if :meth:`_is_due`."""
         while self._is_due(state):
             state.blocks.append(range(state.stop, state.stop + self.block_size))
             if state.share(len(state.blocks) - 1) < 1:
@@ -127,22 +130,33 @@ class D2F(BlockDecoder):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionForcing(Objective):
-    """Predicts the masks of a block from the whole block and from all earlier blocks, which hold fewer masks.
+    """Predicts masks from their block and all earlier blocks, which have fewer masks.
 
-    D2F (arXiv 2508.09192). The response is cut in N blocks of ``block_size`` from its start; its last block is filled
-    with end-of-sequence tokens. Mask probabilities rise from block to block: p_0 is uniform in [t_min, t_max), and
+    Source: D2F (arXiv 2508.09192). The response is cut into N blocks, and EOS tokens fill the last block. Mask
+    probabilities rise from block to block: p_0 is uniform in [t_min, t_max), and
     p_b = p_(b-1) + u_b (t_max - p_0) / (N - 1) with u_b uniform in [0, 1). Response tokens are masked independently
-    with their block's p. The prompt sees itself; a block sees the prompt, itself and all earlier blocks, masks
-    included. There is no clean copy, so a sample costs its own length. The term is ``mdm``, the mean over masked tokens
-    of the cross-entropy / p.
+    with the probability p of their block. The prompt sees itself; a block sees the prompt, itself and all earlier
+    blocks, masks included. No clean copy is fed, so a sample costs only its length. The term ``mdm`` is the mean over
+    masked tokens: cross-entropy / p.
 
-    Deliberate difference: the targets are the response's tokens, so that a model can be trained from any weights; D2F
-    trains adapters on the distributions that the model without them predicts with bidirectional attention.
+    Deliberate difference: the targets are the response tokens, so that training may start from any weights. D2F trains
+    adapters on the distributions that the base model predicts with bidirectional attention.
 
     Attributes:
-        block_size: Number of tokens in a block, at least 1; the decoder's may be another one.
-        t_min: Smallest mask probability, in (0, 1]; the paper's text has 0.3, the released program 0.2.
+        block_size: Tokens per block, at least 1; the decoder may use another size.
+        t_min: Smallest mask probability, in (0, 1]; 0.3 in the paper's text, 0.2 in the released program.
         t_max: Largest mask probability, in [t_min, 1].
+
+    >>> import torch
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> from refusion_lit.types import SpecialTokens
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> objective = DiffusionForcing(block_size=2, t_min=1.0, t_max=1.0)
+    >>> objective.corrupt(batch, KeyedNoise(batch.sample_keys), special).labels  # an EOS token fills the second block
+    tensor([[-100,    6,    7,    8,    1]])
     """
 
     term = "mdm"
@@ -157,7 +171,7 @@ class DiffusionForcing(Objective):
 
     @property
     def traits(self) -> ModelTraits:
-        """Block-causal attention after a prompt of one block; masks predict themselves."""
+        """Block-causal attention; the prompt is one block; masks predict themselves."""
         return ModelTraits(
             attention="block_causal", block_size=self.block_size, predictions=("mask",), prompt_is_block=True
         )
@@ -165,9 +179,9 @@ class DiffusionForcing(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Mask response tokens, later blocks more than earlier ones; see :meth:`Objective.corrupt`.
+        """Mask response tokens, more in later blocks; see :meth:`Objective.corrupt`.
 
-        With ``mask_ratio``, all blocks of a row have that probability.
+        ``mask_ratio`` sets the mask probability for all blocks in a row.
         """
         size = self.block_size
         batch = extend_to_multiple(batch, size, special_tokens)
@@ -193,12 +207,12 @@ class DiffusionForcing(Objective):
         )
 
     def _ratios(
-        self, num_blocks: Int[Tensor, " batch"], most: int, noise: KeyedNoise, mask_ratio: MaskRatio
+        self, num_blocks: Int[Tensor, " batch"], max_blocks: int, noise: KeyedNoise, mask_ratio: MaskRatio
     ) -> Float[Tensor, "batch block"]:
-        """Draw the mask probability of each of ``most`` blocks; those of a sample do not fall from left to right."""
+        """Draw mask probabilities for ``max_blocks`` blocks per sample; they never fall from left to right."""
         if mask_ratio is not None:
-            return repeat(mask_probability(noise, 0.0, mask_ratio), "sample -> sample block", block=most)
-        uniform = noise.uniform("block_ratio", most)
+            return repeat(mask_probability(noise, 0.0, mask_ratio), "sample -> sample block", block=max_blocks)
+        uniform = noise.uniform("block_ratio", max_blocks)
         first = self.t_min + (self.t_max - self.t_min) * uniform[:, :1]
         steps = torch.cat((torch.zeros_like(first), uniform[:, 1:]), 1)
         rise = (self.t_max - first) / (num_blocks[:, None] - 1).clamp(min=1)

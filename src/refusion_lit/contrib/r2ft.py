@@ -1,4 +1,7 @@
-"""Convolutional decoding and R2FT (arXiv 2509.15188), for masked models that are decoded without blocks."""
+"""Convolutional decoding (arXiv 2509.15188), for masked models that are decoded without blocks.
+
+``Convolutional`` is the decoder. ``R2FT`` is the objective, rule-based rejective fine-tuning.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,21 @@ from refusion_lit.utils.require import require, require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class Convolutional(LLaDA):
-    """:class:`~refusion_lit.decoding.LLaDA` that unmasks near known text first, without blocks.
+    """Decodes like :class:`~refusion_lit.decoding.LLaDA`, but prefers masks near known text.
 
     The confidence of a mask is multiplied by tanh(n), where n is the number of unmasked positions, prompt included, in
-    a window of ``kernel_size`` positions centred at the mask (one position more if ``kernel_size`` is even).
+    a window of ``kernel_size`` positions centred at the mask (one more position if ``kernel_size`` is even).
 
-    Source: convolutional decoding, arXiv 2509.15188.
+    Source: convolutional decoding (arXiv 2509.15188).
 
     Attributes:
         kernel_size: Number of positions in the window, at least 1.
 
-    Example:
-        >>> Convolutional(kernel_size=8, steps=16).order
-        'low_confidence'
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/published/models/llada-tiny")
+    >>> [answer] = model.generate(["12+34,56+78>"], decoder=Convolutional(kernel_size=8, steps=8), max_new_tokens=32)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=32;81+37=108;', 20, 8)
     """
 
     ranges = {"kernel_size": 1}
@@ -49,13 +54,13 @@ class Convolutional(LLaDA):
         require(fits, "kernel_size", "order 'low_confidence' without blocks", got, fix)
 
     def weigh(self, state: RowState, places: Sequence[int], confidences: Sequence[float]) -> Sequence[float]:
-        """Return the confidences, smaller where little text is near."""
+        """Return confidences, lowered where little text is near."""
         factors = [math.tanh(num_known_around(state, place, self.kernel_size)) for place in places]
         return [confidence * factor for confidence, factor in zip(confidences, factors, strict=True)]
 
 
 def num_known_around(state: RowState, place: int, kernel_size: int) -> int:
-    """Return the number of unmasked positions, prompt included, in the window centred at a place of the canvas."""
+    """Count unmasked positions, prompt included, in the window centred at a place of the canvas."""
     start = place - kernel_size // 2
     stop = place + kernel_size // 2 + 1
     num_prompt = min(max(-start, 0), state.prompt_length)
@@ -64,28 +69,38 @@ def num_known_around(state: RowState, place: int, kernel_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class R2FT(Objective):
-    """Masks the response from a random place on, and prefers what stood there to a repetition of the text before it.
+    """Masks the end of a response, and prefers the true text to a repetition of the text before it.
 
-    Rule-based rejective fine-tuning of convolutional decoding (arXiv 2509.15188), for models that were trained with
-    :class:`Masked` and repeat themselves where masks are far from known text. A cut c is uniform over the response;
-    everything from c on is masked. The rejected text repeats the last g tokens before c, g uniform in [1,
-    ``max_unit``], from a random one of them on, over a length uniform in [``min_span``, ``max_span``], at most to the
-    response's end; an EOS token stands at a random place of it. Both texts are scored by one forward of the
-    masked input. With w the mean of log p over the response, where known tokens count 0, and l the mean of log p of the
-    rejected text over its length, the terms are ``preference``, -log sigmoid(beta (w - l)), and ``likelihood``, -w,
-    both means over samples.
+    Source: R2FT, rule-based rejective fine-tuning (arXiv 2509.15188), for models that were trained with :class:`Masked`
+    and repeat themselves where masks are far from known text. A cut c is uniform over the response; all tokens from c
+    on are masked. The rejected text repeats the last g tokens before c, where g is uniform in [1, ``max_unit``]. It
+    starts with a random token among them. Its length is uniform in [``min_span``, ``max_span``], but it ends with the
+    response. An EOS token replaces a random token of the rejected text. A single forward of the masked input scores
+    both texts. With w the mean of log p over the response, where known tokens count 0, and l the mean of log p over the
+    rejected text, the terms are ``preference``, -log sigmoid(beta (w - l)), and ``likelihood``, -w, both means over
+    samples.
 
-    Deliberate differences: no margin, as in the released script (the paper's text has 0.1); means over samples, not
-    sums; an EOS token replaces a token of the rejected text and may stand at its end; the rejected text ends with
-    the response. Samples cannot be packed.
+    Deliberate differences: no margin, as in the released script (0.1 in the paper's text); means over samples, not
+    sums; the EOS token replaces a token, also the last token; the rejected text ends with the response. Samples cannot
+    be packed.
 
     Attributes:
-        max_unit: Maximum number of tokens that are repeated, at least 1.
+        max_unit: Maximum number of repeated tokens, at least 1.
         min_span: Minimum length of the rejected text, at least 1.
-        max_span: Maximum length, at least ``min_span``.
+        max_span: Maximum length of the rejected text, at least ``min_span``.
         beta: Sharpness of the preference, above 0.
         likelihood_weight: Coefficient of ``likelihood``, at least 0.
-        pad_responses_to: Lengthen responses with end-of-sequence tokens, as for :class:`Masked`.
+        pad_responses_to: Lengthen responses with EOS tokens, as for :class:`Masked`.
+
+    >>> import torch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([4])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> noise, half = KeyedNoise(batch.sample_keys), torch.tensor([0.5])
+    >>> corrupted = R2FT(max_unit=1).corrupt(batch, noise, special, mask_ratio=half)
+    >>> corrupted.input_ids, corrupted.rejected  # repeats token 7; the EOS token replaces the last repetition
+    (tensor([[5, 6, 7, 2, 2]]), tensor([[-100, -100, -100,    7,    1]]))
     """
 
     trained = ModelTraits(attention="bidirectional", predictions=("mask",))
@@ -111,15 +126,15 @@ class R2FT(Objective):
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """The preference and the likelihood of the text."""
+        """Coefficients of the terms ``preference`` and ``likelihood``."""
         return {"preference": 1.0, "likelihood": self.likelihood_weight}
 
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Mask responses from a cut on and make the rejected texts; see :meth:`Objective.corrupt`.
+        """Mask responses after a cut and make the rejected texts; see :meth:`Objective.corrupt`.
 
-        With ``mask_ratio``, that share of a response is masked, rounded up.
+        ``mask_ratio`` sets the masked share of a response, rounded up.
         """
         if self.pad_responses_to is not None:
             batch = extend_to_multiple(batch, self.pad_responses_to, special_tokens)
@@ -129,8 +144,8 @@ class R2FT(Objective):
         else:
             cut = batch.ends - (mask_probability(noise, 0.0, mask_ratio) * lengths).ceil().long()
         is_masked = batch.in_response & (batch.positions >= cut[:, None])
-        rejected = self._rejected(batch, cut, noise, special_tokens.eos_token_ids[0])
-        num_valid = (cut > 0).sum()  # a sample without any text before the cut has nothing to repeat
+        rejected = self._make_rejected(batch, cut, noise, special_tokens.eos_token_ids[0])
+        num_valid = (cut > 0).sum()  # without text before the cut there is nothing to repeat
         return CorruptedBatch(
             input_ids=batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
             position_ids=batch.positions.expand_as(batch.input_ids),
@@ -143,10 +158,10 @@ class R2FT(Objective):
             rejected=rejected,
         )
 
-    def _rejected(
+    def _make_rejected(
         self, batch: ResponseBatch, cut: Int[Tensor, " batch"], noise: KeyedNoise, eos: int
     ) -> Int[Tensor, "batch token"]:
-        """Return the rejected token of each position, or ``IGNORE_INDEX``."""
+        """Return the rejected tokens by position; ``IGNORE_INDEX`` outside the rejected text."""
         chances = noise.uniform("rejected", 4).unbind(1)
         unit = (1 + (chances[0] * self.max_unit).long()).minimum(cut).clamp(min=1)
         phase = (chances[1] * unit).long()
@@ -172,9 +187,9 @@ class R2FT(Objective):
         def losses(logits: Tensor, pairs: Tensor) -> Tensor:
             return torch.stack([F.cross_entropy(logits, targets, reduction="none") for targets in pairs.unbind(1)])
 
-        found = torch.cat(map_chunks(losses, head, states, pairs, chunk_size=self.chunk_size), 1)
-        spread = found.new_zeros(2, *labels.shape)
-        spread[:, rows, columns] = found  # what is not rejected has no loss there
+        values = torch.cat(map_chunks(losses, head, states, pairs, chunk_size=self.chunk_size), 1)
+        spread = values.new_zeros(2, *labels.shape)
+        spread[:, rows, columns] = values  # positions outside the rejected text have no second loss
         is_rejected = rejected != IGNORE_INDEX
         text = -(spread[0] * corrupted.weights).sum(1)
         repetition = -spread[1].sum(1) / is_rejected.sum(1).clamp(min=1)

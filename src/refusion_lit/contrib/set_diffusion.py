@@ -1,7 +1,7 @@
-"""Set diffusion: causal attention, masks that do not see each other, tokens cached one by one.
+"""Set diffusion (arXiv 2607.01775): causal attention over decoded tokens; masks do not see other masks.
 
-The decoder ``SetDiffusion`` decodes a sliding window of masks. The objective ``StaggeredSets`` trains on tokens in a
-random order near left to right, each predicted by a mask of its own.
+``SetDiffusion`` is the decoder: it reads a sliding window of masks. ``StaggeredSets`` is the objective: it orders the
+response at random, roughly from left to right, and predicts every token from a separate mask.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ class SetDiffusion(Decoder):
     """Decodes a set of tokens per forward, chosen by confidence among the first masks of the text.
 
     A forward feeds the tokens that the last forward decoded, causally after the cache and in text order, and the masks
-    within ``window_size`` positions of the first mask. Each mask sees the cache, the new tokens and itself, but no
-    other mask. The new tokens stay in the cache: their entries are exact and final, since they do not depend on
-    tokens decoded later. A forward commits the masks at least as probable as ``threshold`` and always the ``quota``
-    most probable ones; then the window moves to the first mask that is left.
+    within ``window_size`` positions from the first mask. A mask sees the cache, the new tokens and itself, but no other
+    mask. The cache entries of the new tokens are exact and final, because they do not depend on tokens decoded later. A
+    forward commits every mask that is at least as probable as ``threshold``, and always the ``quota`` most probable
+    masks. Then the window moves to the first remaining mask.
 
-    Source: SetDLM (arXiv 2607.01775) and its released program: ``predict_and_noise`` with the leftmost window.
-    Deliberate differences: prompt and first window share a forward; the quota is given, not a number of steps; a
-    probability is that of the unfiltered softmax, not after top-p; a response ends as soon as everything up to an end
-    of sequence is decoded, not every ``window_size`` forwards. Not implemented: orders drawn before decoding, and
+    Source: SetDLM (arXiv 2607.01775) and the released program, ``predict_and_noise`` with the leftmost window.
+    Deliberate differences: prompt and first window share a forward; the option is a quota, not a number of steps;
+    probabilities come from the unfiltered softmax, not after top-p; a response ends as soon as all tokens up to an EOS
+    token are decoded, not every ``window_size`` forwards. Not implemented: orders drawn before decoding, and
     ``posterior`` sampling.
 
     Attributes:
-        window_size: Maximum number of masks that are read, W (``max_window_size``), at least 1.
-        threshold: Commit every mask whose token is at least this probable, in [0, 1]; ``None``: the quota alone.
+        window_size: Maximum number of masks in a forward, W (``max_window_size``), at least 1.
+        threshold: Commit every mask whose token is at least this probable, in [0, 1]; ``None``: only the quota.
         quota: Minimum number of tokens that a forward commits, at least 1 (response length / ``num_steps``).
+
+    >>> from refusion_lit.decoding import default_decoder
+    >>> default_decoder(StaggeredSets().traits)
+    SetDiffusion(window_size=16, threshold=0.9, quota=1)
     """
 
     requires = ModelRequirements(attention="causal", predictions=("isolated_mask",))
@@ -56,7 +60,7 @@ class SetDiffusion(Decoder):
     quota: int = 1
 
     def step(self, state: RowState) -> Steps[None]:
-        """Run one forward over the new tokens and the window's masks, and commit some of the masks."""
+        """Run one forward over new tokens and the masks in the window, and commit some masks."""
         first = state.is_masked.index(True)
         window = range(first, min(first + self.window_size, len(state.tokens)))
         active = [place for place in window if state.is_masked[place]]
@@ -72,7 +76,7 @@ class SetDiffusion(Decoder):
         state.commit([active[i] for i in chosen], [read[i].tokens[0] for i in chosen])
 
     def _branches(self, state: RowState, active: list[int]) -> tuple[Branch, ...]:
-        """Return the tokens that are not cached yet, if there are any, and a branch for each mask."""
+        """Return a branch of the tokens that are not cached, if there are any, and a branch per mask."""
         start = state.num_cached
         new = uncached(state)
         tokens, positions = [token for token, _ in new], [position for _, position in new]
@@ -93,29 +97,40 @@ class SetDiffusion(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class StaggeredSets(Objective):
-    """Predicts each response token from the prompt and the tokens before it in a random order near left to right.
+    """Predicts response tokens in a random order, roughly from left to right; every token is a target.
 
-    SetDLM (arXiv 2607.01775), its training in one forward. Each sample draws an order of its response by staggered
-    noise (:func:`staggered_times`): tokens that stand ``reach`` or more apart are in text order. A row holds the
-    prompt, the response in that order, and a mask for each response token in the same order, all with their position
-    ids. A clean token sees the clean tokens before it and itself; a mask sees the clean tokens before its own and
-    itself, and no other mask. The one term, ``nll``, is the mean cross-entropy of a sample's masks, then the mean over
-    samples: the exact negative log-likelihood of the text in that order, in which every token is a target.
+    Source: SetDLM (arXiv 2607.01775), training in a single forward. Staggered noise orders the response
+    (:func:`staggered_times`); tokens that are ``reach`` or more apart keep their text order. A row holds the prompt,
+    the response in the drawn order, and a mask per response token in the same order; position ids give the positions in
+    the text. A clean token sees earlier clean tokens and itself. A mask sees itself and the clean tokens before its
+    target, but no other mask. The only term, ``nll``, is the mean cross-entropy over the masks in a sample, then the
+    mean over samples: the exact negative log-likelihood per token in the drawn order.
 
-    Deliberate differences: the shape of the noise follows from ``set_size`` and ``reach`` alone, as by default in the
-    released program; N is the sample's response length and not that of the context; ``pad_responses_to`` takes the
-    place of padding to the context's length.
+    Deliberate differences: only ``set_size`` and ``reach`` determine the shape of the noise, as by default in the
+    released program; N is the length of the response, not of the context; ``pad_responses_to`` replaces padding to the
+    context length.
 
     Attributes:
         set_size: Size of sets that the noise imitates, d, at least 1; 1 is left to right.
-        reach: Tokens this far apart keep their order, D (``max_block_size``), at least ``set_size``. Equal to
-            ``set_size`` and at least the response's length: a uniform order.
-        pad_responses_to: Lengthen responses with end-of-sequence tokens to a multiple of this, so that the decoder's
+        reach: Tokens this far apart keep their order, D (``max_block_size``), at least ``set_size``. The order is
+            uniform if ``reach`` equals ``set_size`` and is at least the response length.
+        pad_responses_to: Lengthen responses with EOS tokens to a multiple of this number, so that the decoding
             window may reach beyond the answer; ``None``: no lengthening.
+
+    >>> import torch
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> from refusion_lit.types import SpecialTokens
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> corrupted = StaggeredSets(set_size=1).corrupt(batch, KeyedNoise(batch.sample_keys), special)
+    >>> corrupted.input_ids, corrupted.position_ids
+    (tensor([[5, 6, 7, 8, 2, 2, 2]]), tensor([[0, 1, 2, 3, 1, 2, 3]]))
     """
 
     trained = ModelTraits(attention="causal", predictions=("isolated_mask",))
-    """Causal attention in sequence order; a mask that sees no other mask predicts itself."""
+    """Causal attention in sequence order; masks predict themselves and see no other mask."""
 
     term = "nll"
     ranges = {"set_size": 1, "pad_responses_to": 1}
@@ -130,13 +145,13 @@ class StaggeredSets(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Order the responses and append their masks; see :meth:`Objective.corrupt`. A ``mask_ratio`` has no effect."""
+        """Order the responses and append masks; see :meth:`Objective.corrupt`. A ``mask_ratio`` has no effect."""
         mask_token_id = required_mask_id(self, special_tokens)
-        mask_probability(noise, 0.0, mask_ratio)  # refuses what no objective takes
+        mask_probability(noise, 0.0, mask_ratio)  # refuses impossible ratios, as all objectives do
         multiple = self.pad_responses_to or 1
         lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
         sizes = torch.stack(((batch.prompt_lengths + lengths).max(), lengths.max()))
-        width, num_masks = sizes.cpu().tolist()  # in one transfer
+        width, num_masks = sizes.cpu().tolist()  # a single transfer
         batch = extend_responses(batch, lengths, special_tokens, width=width)
         positions = batch.positions
         num_tokens = len(positions)
@@ -147,7 +162,7 @@ class StaggeredSets(Objective):
         order = times.argsort(dim=1, descending=True, stable=True)
         clean = batch.input_ids.gather(1, order)
 
-        # The mask of the response token of rank r stands at r of the second part.
+        # The mask for the response token with rank r stands at index r after the clean tokens.
         rank = torch.arange(num_masks, device=clean.device).expand(len(clean), -1)
         is_mask = rank < lengths[:, None]
         source = (starts + rank).clamp(max=num_tokens - 1)
@@ -175,25 +190,25 @@ def staggered_times(
     set_size: int,
     reach: int,
 ) -> Float[Tensor, "batch token"]:
-    """Return the time at which each token is masked, in [0, 1]; text is decoded from the latest to the earliest.
+    """Draw the times at which tokens are masked, in [0, 1]; the decoding order is from latest to earliest.
 
-    SetDLM's law (arXiv 2607.01775): token i of N is masked at T = o + b (1 - (1 - u)^(1 / k)) with offset
+    SetDLM (arXiv 2607.01775): token i among N is masked at T = o + b (1 - (1 - u)^(1 / k)) with the offset
     o = (1 - b) (N - 1 - i) / (N - 1), so that T lies in [o, o + b]. With set size d and reach D, at most N,
     b = D / (N + D - 1) and k = A / (b - A) where A = d / (2 N); if d is 1 or D, k = 1 and b = 2 A.
 
     Args:
-        place: i, the token's place in the response; values outside [0, N) give times of no use.
-        length: N, the response's length.
+        place: i, the place in the response; times at places outside [0, N) are meaningless.
+        length: N, the response length.
         uniform: u, in [0, 1).
         set_size: d.
         reach: D.
     """
     number = length.double()
     size = number.clamp(max=set_size)
-    most = number.clamp(max=reach)
+    span = number.clamp(max=reach)
     area = size / (2 * number)
-    is_plain = (size == 1) | (size == most)
-    width = torch.where(is_plain, 2 * area, most / (number + most - 1))
+    is_plain = (size == 1) | (size == span)
+    width = torch.where(is_plain, 2 * area, span / (number + span - 1))
     power = (width - area) / area  # 1 / k
     offset = (1 - width) * (number - 1 - place) / (number - 1).clamp(min=1)
     return offset + width * -torch.expm1(power * torch.log1p(-uniform))

@@ -1,9 +1,9 @@
-"""SlotSearch: searches for the best decoding order of a response's slots by tree search or beam search.
+"""SlotSearch: finds the best order in which to decode slots, by tree search or beam search.
 
-Source: McDiffuSE (arXiv 2602.12586), after secondary descriptions, since the paper was not available: slots are
-actions, filling is deterministic, confidence is prior and reward, rollouts look ahead. Choices that these descriptions
-leave open: an unvisited slot has its parent's mean value; ties go to the higher prior and then to the left; the search
-restarts after each committed slot.
+Source: McDiffuSE (arXiv 2602.12586), after secondary descriptions, because the paper was not available. In the tree
+search, actions are slots, filling a slot is deterministic, confidence is both prior and reward, and rollouts look
+ahead. The descriptions leave some choices open. Here an unvisited slot has the mean value of its parent, ties go to the
+higher prior and then to the left, and the search restarts after every committed slot.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ PRIOR_TEMPERATURE = 0.5
 """Temperature of the prior, the softmax of the first tokens' log-probabilities."""
 
 IMMEDIATE_WEIGHT = 0.5
-"""Weight of the first slot's confidence in a simulation's value, lambda; the rest is that of the slots after it."""
+"""Weight lambda of the first slot's confidence in the value of a simulation; later slots share the rest."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Node of the search tree: a slot decoded after those on its path; the root holds text that is not cached yet.
+    """A slot in the search tree, decoded after the slots on its path; the root holds text that is not cached.
 
     Attributes:
-        parent: The node before it; ``None`` at the root.
-        slot: Its slot; -1 at the root.
-        positions: Positions of its tokens, including those of a slot that are not filled yet.
-        tokens: Its tokens.
-        write_at: Cache index of its first token; the other tokens follow.
+        parent: The previous node; ``None`` at the root.
+        slot: Index of the slot; -1 at the root.
+        positions: Positions of the slot, filled or not.
+        tokens: Tokens decoded so far.
+        write_at: Cache index of the first token; the other tokens follow.
         remaining: Slots that may be decoded next, in text order.
-        probabilities: Probabilities of its tokens when they were drawn.
-        ends: Whether its last token is an EOS token.
+        probabilities: Probabilities of the tokens when they were drawn.
+        ends: Whether the last token is an EOS token.
         num_fed: Number of leading tokens in the KV cache.
-        drafts: First token of each remaining slot and its probability, by slot; ``None`` before the plan.
-        children: Decoded slots, by slot.
+        drafts: First token and its probability, by remaining slot; ``None`` before the plan.
+        children: Child nodes, by slot.
         num_visits: Number of simulations through this node.
         value: Sum of the values of these simulations.
     """
@@ -65,7 +65,7 @@ class Node:
 
     @property
     def path(self) -> Iterator[Node]:
-        """This node and those before it, the root last."""
+        """This node and its ancestors, the root last."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -73,28 +73,28 @@ class Node:
 
     @property
     def visible(self) -> tuple[tuple[int, int], ...]:
-        """Cache entries of the context and of all tokens on the path that are stored."""
+        """Cache ranges of the context and of the stored tokens on the path."""
         nodes = list(self.path)
         ranges = [(node.write_at, node.write_at + node.num_fed) for node in reversed(nodes)]
         return ((0, nodes[-1].write_at), *ranges)
 
     @property
     def slots(self) -> list[int]:
-        """Slots on the path in the order they were decoded in."""
+        """Slots on the path, in decoding order."""
         return [node.slot for node in self.path if node.parent is not None][::-1]
 
     @property
     def mean_value(self) -> float:
-        """Mean value of its simulations; 0 before the first."""
+        """Mean value of the simulations; 0 before the first simulation."""
         return self.value / self.num_visits if self.num_visits else 0.0
 
     @property
     def confidence(self) -> float:
-        """Mean probability of its slot's tokens; those after an EOS token do not count."""
+        """Mean probability of the tokens up to an EOS token."""
         return fsum(self.probabilities) / len(self.probabilities)
 
     def score(self) -> float:
-        """Return the mean log-probability of all tokens on the path, in nats."""
+        """Return the mean log-probability over all tokens on the path, in nats."""
         probabilities = [p for node in self.path for p in node.probabilities] or [1.0]
         # 0 counts as the smallest positive number.
         return fsum(log(max(p, float_info.min)) for p in probabilities) / len(probabilities)
@@ -105,9 +105,9 @@ class SearchState(SlotState):
     """State of a search.
 
     Attributes:
-        root: Root of the search tree: the committed text and the remaining slots of the current serial block.
+        root: Root of the search tree: the committed text, and the remaining slots in the current serial block.
         top: First free cache index after the context and the tree.
-        keep: Pending compaction of the cache by the next forward.
+        keep: Compaction of the cache that the next forward will do.
     """
 
     root: Node = field(default_factory=lambda: Node(None, -1, [], [], 0, []))
@@ -115,13 +115,13 @@ class SearchState(SlotState):
     keep: Compaction | None = None
 
     def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
-        """Return a forward of branches in one row, after the pending compaction."""
+        """Return a forward over branches in one row, after the pending compaction."""
         keep = self.keep
         self.keep = None
         return replace(super().forward(phase, branches, draw), keep=keep)
 
     def begin_block(self) -> None:
-        """Give the root the slots of the next serial block and, before the first one, the text that is not cached."""
+        """Give the root the slots of the next serial block, and before the first block the uncached text."""
         root = self.root
         root.remaining = self.blocks.pop(0)
         root.drafts = None
@@ -141,7 +141,7 @@ class SearchState(SlotState):
         num_leading = path[0].write_at
         if self.keep is None:
             self.keep = Compaction(num_leading, stored)
-        assert not stored or self.keep.indices == stored, "the compaction before has not been made yet"
+        assert not stored or self.keep.indices == stored, "the previous compaction is still pending"
         length = num_leading + len(stored)
         unfed = leaf.tokens[leaf.num_fed :]
         positions = leaf.positions[leaf.num_fed :]
@@ -151,26 +151,33 @@ class SearchState(SlotState):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSearch(Decoder):
-    """Decodes slots one after the other in the best order found by a search; for ReFusion's models.
+    """Decodes slots one by one in the best order that a search finds; for ReFusion models.
 
-    A slot is filled from left to right: its first token is predicted by its mask, the others as next tokens. Slots that
-    the search tries and discards cost forwards, which count like all others. With ``temperature > 0`` first tokens are
-    sampled.
+    A slot is filled from left to right: a mask predicts the first token, and next-token prediction the other tokens.
+    Slots that the search tries and discards cost forwards, which count like all other forwards. With
+    ``temperature > 0`` first tokens are sampled.
 
     Attributes:
         slot_size: Tokens per slot, K in the paper.
-        num_serial_blocks: Number of blocks into which the response is cut; they are decoded strictly left to right.
+        num_serial_blocks: Number of blocks into which the response is cut; blocks are decoded strictly left to right.
             Spans before given tokens are cut into the same number of blocks, which are decoded first, as in
             :class:`ReFusion`.
-        selection: ``tree_search`` commits one slot per step, the most visited of ``num_simulations``. ``beam`` orders
-            a serial block at once: it keeps the ``beam_size`` partial orders with the highest mean log-probability,
-            those with different slots first.
+        selection: ``tree_search`` commits a slot per step, the most visited slot after ``num_simulations``. ``beam``
+            orders a whole serial block: it keeps the ``beam_size`` partial orders with the highest mean
+            log-probability, and prefers partial orders of different slots.
         num_simulations: Simulations per committed slot; 1 decodes in the order of confidence, without search.
-        horizon: Number of slots that a simulation decodes, at least 1; those after the first one follow in the order of
+        horizon: Number of slots that a simulation decodes, at least 1; slots after the first follow in the order of
             confidence.
-        beam_size: Number of partial orders that are kept.
-        max_candidates: Number of slots that are tried after a node: the most confident ones, and for ``tree_search``
-            also the leftmost.
+        beam_size: Number of partial orders that the beam keeps.
+        max_candidates: Number of slots that are tried after a node: the most confident slots; ``tree_search`` adds the
+            leftmost slot.
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> decoder = SlotSearch(slot_size=4, num_simulations=1, horizon=1)  # no search
+    >>> [answer] = model.generate(["12+34,56+78>"], decoder=decoder, max_new_tokens=24)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=46;56+78=134;', 20, 21)
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
@@ -198,7 +205,7 @@ class SlotSearch(Decoder):
         return SearchState.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks)
 
     def step(self, state: SearchState) -> Steps[None]:  # type: ignore[override]
-        """Search and commit: one slot, or with a beam the whole serial block."""
+        """Search, then commit a slot, or with a beam the whole serial block."""
         if not state.root.remaining:
             state.begin_block()
         search = self._tree_search if self.selection == "tree_search" else self._beam_search
@@ -206,7 +213,7 @@ class SlotSearch(Decoder):
         state.finished = not state.root.remaining and (not state.blocks or state.prefix_ends)
 
     def _tree_search(self, state: SearchState) -> Steps[Node]:
-        """Return the most visited child of the root after all simulations."""
+        """Run all simulations, and return the most visited child of the root."""
         root = state.root
         for _ in range(self.num_simulations):
             yield from self._simulate(state, root)
@@ -214,7 +221,7 @@ class SlotSearch(Decoder):
         return max(visited, key=lambda child: (child.num_visits, child.mean_value, -child.slot))
 
     def _simulate(self, state: SearchState, root: Node) -> Steps[None]:
-        """Run one simulation: select down to an unvisited slot, roll out from there, and back up the value."""
+        """Run a simulation: descend to an unvisited slot, roll out, and back up the value."""
         node = root
         while node is root or (node.num_visits and node.remaining):
             yield from self._plan(state, [node])
@@ -228,12 +235,12 @@ class SlotSearch(Decoder):
             ahead.append(last.confidence)
         if ahead:
             value = IMMEDIATE_WEIGHT * value + (1 - IMMEDIATE_WEIGHT) * sum(ahead) / len(ahead)
-        for passed in node.path:
-            passed.num_visits += 1
-            passed.value += value
+        for ancestor in node.path:
+            ancestor.num_visits += 1
+            ancestor.value += value
 
     def _select(self, node: Node) -> int:
-        """Return the slot to try next: the highest value plus PUCT's bonus for probable and rarely tried ones."""
+        """Return the slot with the highest PUCT score: its value, and a bonus if it is probable and rarely tried."""
         assert node.drafts is not None
         candidates = sorted({*self._candidates(node)[: self.max_candidates], node.remaining[0]})
         logs = [log(max(node.drafts[slot][1], float_info.min)) / PRIOR_TEMPERATURE for slot in candidates]
@@ -250,7 +257,7 @@ class SlotSearch(Decoder):
         return candidates[max(range(len(candidates)), key=rank)]
 
     def _beam_search(self, state: SearchState) -> Steps[Node]:
-        """Return the best order of all remaining slots that a beam finds."""
+        """Search for the best order of all remaining slots with a beam; return its last node."""
         beams = [state.root]
         while growing := [node for node in beams if node.remaining]:
             yield from self._plan(state, growing)
@@ -268,13 +275,13 @@ class SlotSearch(Decoder):
         return max(beams, key=lambda node: node.score())
 
     def _candidates(self, node: Node) -> list[int]:
-        """Return the remaining slots, those with the most confident first token first."""
+        """Return the remaining slots by falling confidence of their first tokens."""
         drafts = node.drafts
         assert drafts is not None
         return sorted(node.remaining, key=lambda slot: (-drafts[slot][1], slot))
 
     def _plan(self, state: SearchState, nodes: Sequence[Node]) -> Steps[None]:
-        """Draft the first token of each remaining slot after each of the nodes, in one forward."""
+        """Draft the first tokens of all remaining slots after the nodes, in one forward."""
         nodes = [node for node in nodes if node.drafts is None]
         branches = []
         at = state.top
@@ -301,20 +308,20 @@ class SlotSearch(Decoder):
             node.drafts = dict(zip(node.remaining, drafts, strict=True))
 
     def _child(self, state: SearchState, node: Node, slot: int) -> Steps[Node]:
-        """Return the child node of a slot; fill the slot on the first visit."""
+        """Return the child node for a slot; fill the slot on the first visit."""
         if slot not in node.children:
             yield from self._fill(state, [(node, slot)])
         return node.children[slot]
 
     def _fill(self, state: SearchState, pairs: Sequence[tuple[Node, int]]) -> Steps[list[Node]]:
-        """Fill slots after nodes token by token, all at once: each child sees its own path."""
+        """Fill slots after nodes token by token, in shared forwards; a child sees only its path."""
         draw = Draw(sampling=state.sampling.greedy())
         children = []
         for node, slot in pairs:
             assert node.drafts is not None
             token, probability = node.drafts[slot]
-            left = [other for other in node.remaining if other != slot]
-            child = Node(node, slot, state.positions([slot]), [token], state.top, left, [probability])
+            remaining = [other for other in node.remaining if other != slot]
+            child = Node(node, slot, state.positions([slot]), [token], state.top, remaining, [probability])
             node.children[slot] = child
             children.append(child)
             state.top += len(child.positions)
@@ -334,7 +341,7 @@ class SlotSearch(Decoder):
         return children
 
     def _is_complete(self, state: SearchState, child: Node) -> bool:
-        """Whether a slot is full or has an EOS token; after an end, only slots before it may follow."""
+        """Whether a slot is full or has an EOS token. After an EOS token, only slots on its left may follow."""
         if not child.ends and state.first_eos(child.tokens) is not None:
             child.ends = True
             child.remaining = [slot for slot in child.remaining if slot < child.slot]

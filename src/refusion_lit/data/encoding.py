@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,14 +21,14 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     query: str,
     prompt_template: str = "{query}",
-    messages: Sequence[Mapping[str, str]] = (),
+    messages: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Encode a query as a prompt.
 
     With a chat template, the query is a user turn (or ``messages`` are the turns), followed by the opening of the
     assistant's turn. Without a chat template, ``prompt_template`` is filled in. The name of a special token becomes the
-    token if the template contains it, and plain text if the query does. A query without names of special tokens is
-    encoded together with the template around it.
+    token if the template contains it, and plain text if the query does. The text is encoded as a whole.
 
     The prompt begins with the BOS token if the tokenizer's policy says so
     (:func:`~refusion_lit.modeling.vocabulary.set_add_bos`) and the template does not write it. With ``add_bos: auto``,
@@ -39,29 +39,198 @@ def encode_prompt(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
+        tools: Descriptions of tools for the chat template.
 
     Raises:
         ValueError: If a character is unknown, the chat template refuses the turns, or the prompt is empty.
     """
     turns = list(messages) or [{"role": "user", "content": query}]
-    roles = ", ".join(turn["role"] for turn in turns)
-    guard = _Guard(tokenizer, (text for turn in turns for text in (query, *turn.values())))
-    if tokenizer.chat_template:
-        marked = [{name: guard.mark(text) for name, text in turn.items()} for turn in turns]
-        try:
-            rendered = str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template may raise any error
-            message = f"messages: the chat template refuses turns of {roles} ({error}); reorder them."
-            raise ValueError(message) from error
-    else:
-        expected = "one turn, as the tokenizer has no chat template"
-        require(len(turns) == 1, "messages", expected, f"turns of {roles}", "leave out the other turns")
-        rendered = prompt_template.replace("{query}", guard.mark(query))
-    ids = [token for text, special in guard.split(rendered) for token in encode_text(tokenizer, text, special=special)]
+    guard = _Guard(tokenizer, [query, *_texts_in([turns, tools])])
+    rendered = _render(tokenizer, guard, turns, prompt_template, query, tools)
+    ids = _encode_rendered(tokenizer, guard, rendered)
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
-    is_complete = bool(tokenizer.chat_template) and get_add_bos(tokenizer) == "auto"
+    return ids
+
+
+def encode_response(
+    tokenizer: PreTrainedTokenizerBase,
+    response: str,
+    prompt_ids: Sequence[int],
+    query: str,
+    prompt_template: str = "{query}",
+    messages: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Encode a response as a part of the whole text, including its end.
+
+    Prompt and response together are the tokens of the rendered conversation, up to the special token that ends the
+    assistant's turn. Without a chat template, they are the tokens of the whole text, followed by EOS. If the whole text
+    is split within the prompt's last token, the response is encoded as text within a text.
+
+    Args:
+        tokenizer: The tokenizer.
+        response: The response.
+        prompt_ids: The prompt, from :func:`encode_prompt` with the following arguments.
+        query: The query.
+        prompt_template: Text with ``{query}`` in it.
+        messages: Chat turns, instead of the query.
+        tools: Descriptions of tools for the chat template.
+
+    Raises:
+        ValueError: If a character is unknown.
+    """
+    turns = list(messages) or [{"role": "user", "content": query}]
+    guard = _Guard(tokenizer, [query, response, *_texts_in([turns, tools])])
+    opened = _render(tokenizer, guard, turns, prompt_template, query, tools)
+    eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    if not tokenizer.chat_template:
+        rest = guard.mark(response)
+        try:
+            whole = _encode_rendered(tokenizer, guard, opened + rest)
+        except ValueError:  # the border joins two words to an unknown word
+            whole = []
+        is_split = whole[: len(prompt_ids)] != [*prompt_ids]
+        ids = _encode_parts(tokenizer, guard.split(rest), within=True) if is_split else whole[len(prompt_ids) :]
+        return [*ids, eos]
+    try:
+        rendered = _render(
+            tokenizer, guard, [*turns, {"role": "assistant", "content": response}], prompt_template, query, tools,
+            is_open=False,
+        )  # fmt: skip
+    except ValueError:  # a template may refuse what the prompt's template does not
+        rendered = ""
+    ids = []
+    if rendered.startswith(opened):
+        whole = _encode_rendered(tokenizer, guard, rendered)
+        if whole[: len(prompt_ids)] == [*prompt_ids]:
+            ids = whole[len(prompt_ids) :]
+        else:
+            ids = _encode_parts(tokenizer, guard.split(rendered[len(opened) :]), within=True)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    for place, token in enumerate(ids):
+        if token in special and response.strip() in str(tokenizer.decode(ids[:place])):
+            return ids[: place + 1]
+    return [*_encode_parts(tokenizer, guard.split(guard.mark(response)), within=True), eos]
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token with which the chat template ends the assistant's turn; ``None`` if unknown."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return encode_response(tokenizer, "a", encode_prompt(tokenizer, "a"), "a")[-1]
+    except ValueError:
+        return None
+
+
+def encode_within(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode text that does not begin a text: SentencePiece then puts no space before it.
+
+    Raises:
+        ValueError: If a character is not in the tokenizer's alphabet.
+    """
+    ids = encode_text(tokenizer, text)
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    if not _MARKS_BEGINNING.search(f"{backend.normalizer} {backend.pre_tokenizer}"):
+        return ids
+    for anchor in ("\n", "a", "0"):
+        try:
+            before = encode_text(tokenizer, anchor)
+            whole = encode_text(tokenizer, anchor + text)
+        except ValueError:
+            continue
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+    return ids
+
+
+_MARKS_BEGINNING = re.compile("prepend_scheme|Prepend|add_prefix_space=True")
+"""In the description of a tokenizer that encodes a text's beginning differently."""
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    guard: _Guard,
+    turns: Sequence[Mapping[str, Any]],
+    prompt_template: str,
+    query: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    is_open: bool = True,
+) -> str:
+    """Return the text of turns, with users' names of special tokens marked."""
+    roles = ", ".join(str(turn["role"]) for turn in turns)
+    if not tokenizer.chat_template:
+        expected = "one turn, as the tokenizer has no chat template"
+        require(len(turns) == 1, "messages", expected, f"turns of {roles}", "leave out the other turns")
+        return prompt_template.replace("{query}", guard.mark(query))
+    marked: Any = _map_texts(guard.mark, list(turns))
+    options: dict[str, Any] = {"tools": _map_texts(guard.mark, list(tools))} if tools else {}
+    try:
+        return str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=is_open, **options))
+    except Exception as error:  # a template may raise any error
+        message = f"messages: the chat template refuses turns of {roles} ({error}); reorder them."
+        raise ValueError(message) from error
+
+
+def _encode_rendered(tokenizer: PreTrainedTokenizerBase, guard: _Guard, rendered: str) -> list[int]:
+    """Encode rendered text from its beginning, with BOS if the tokenizer's policy says so."""
+    ids = _encode_parts(tokenizer, guard.split(rendered))
+    is_complete = not ids or (bool(tokenizer.chat_template) and get_add_bos(tokenizer) == "auto")
     return ids if is_complete or starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]
+
+
+def _encode_parts(
+    tokenizer: PreTrainedTokenizerBase, parts: Sequence[tuple[str, bool]], *, within: bool = False
+) -> list[int]:
+    """Encode texts that follow each other, of which some name special tokens and others are plain.
+
+    Args:
+        tokenizer: The tokenizer.
+        parts: Pairs of a text and whether names in it mean special tokens.
+        within: Whether the first text does not begin the whole text.
+    """
+    if len(parts) == 1 and parts[0][1] and not within:
+        return encode_text(tokenizer, parts[0][0], special=True)
+    names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
+    pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
+    pieces: list[tuple[str, bool]] = []  # text, and whether it is a special token
+    for text, is_template in parts:
+        found = pattern.split(text) if is_template else [text]
+        for index, piece in enumerate(found):
+            is_name = is_template and index % 2 == 1
+            if pieces and not is_name and not pieces[-1][1]:
+                pieces[-1] = (pieces[-1][0] + piece, False)
+            elif piece:
+                pieces.append((piece, is_name))
+    ids: list[int] = []
+    for piece, is_name in pieces:
+        if is_name:
+            ids.append(int(tokenizer.convert_tokens_to_ids(piece)))  # type: ignore[arg-type]
+        else:
+            ids += encode_within(tokenizer, piece) if ids or within else encode_text(tokenizer, piece)
+    return ids
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield the texts in nested lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in([*value, *value.values()])
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from _texts_in(item)
+
+
+def _map_texts(function: Callable[[str], str], value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return nested lists and mappings with a function applied to their texts."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: _map_texts(function, item) for name, item in value.items()}
+    return [_map_texts(function, item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import BatchDataset
-from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.data.encoding import encode_prompt, encode_within
 from refusion_lit.data.examples import load_examples
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.types import Prompt
@@ -42,7 +42,8 @@ def encode_prompts(
     require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
     prompts: list[Prompt] = []
     for example in examples:
-        ids = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
+        tools = example.meta.get("tools", ())
+        ids = encode_prompt(tokenizer, example.query, prompt_template, example.messages, tools)
         prompts.append(Prompt(token_ids=tuple(ids), id=example.id, given=encode_given(tokenizer, example)))
     return list(zip(prompts, examples, strict=True))
 
@@ -62,8 +63,8 @@ def encode_given(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[
     tokens: list[int | None] = []
     end = 0
     for start, stop in (*example.spans, (len(example.response),) * 2):
-        tokens += encode_text(tokenizer, example.response[end:start])
-        tokens += [None] * len(encode_text(tokenizer, example.response[start:stop]))
+        tokens += encode_within(tokenizer, example.response[end:start])
+        tokens += [None] * len(encode_within(tokenizer, example.response[start:stop]))
         end = stop
     return (*tokens, int(tokenizer.eos_token_id))  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.data.encoding import encode_prompt, encode_response
 from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.utils.require import require
 
@@ -49,7 +49,7 @@ def load_examples(task: Task, split: Split) -> Sequence[Example]:
 def encode_example(
     tokenizer: PreTrainedTokenizerBase, example: Example, prompt_template: str = "{query}"
 ) -> EncodedExample:
-    """Encode an example as prompt and response; the response ends with the EOS token.
+    """Encode an example as prompt and response, which ends as in the chat template, or with the EOS token.
 
     Raises:
         ValueError: If the response is empty or the example cannot be encoded; the message names the example.
@@ -57,9 +57,9 @@ def encode_example(
     fix = "remove it, or set malformed: skip in the task"
     require(bool(example.response), f"example {example.id}", "a response", example.response, fix)
     try:
-        prompt = encode_prompt(tokenizer, example.query, prompt_template, example.messages)
-        response = encode_text(tokenizer, example.response)
+        context = (example.query, prompt_template, example.messages, example.meta.get("tools", ()))
+        prompt = encode_prompt(tokenizer, *context)
+        response = encode_response(tokenizer, example.response, prompt, *context)
     except ValueError as error:
         raise ValueError(f"example {example.id}: {error}") from error
-    eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
-    return EncodedExample(example.id, array("i", prompt), array("i", [*response, eos]))  # 4 bytes per token
+    return EncodedExample(example.id, array("i", prompt), array("i", response))  # 4 bytes per token

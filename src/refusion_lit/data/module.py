@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import BatchDataset, LengthGroupedBatches, TrainingLoader, collate_responses
 from refusion_lit.data.datasets import LazyDataset, collate_packed, pack_rows
+from refusion_lit.data.encoding import end_of_turn
 from refusion_lit.data.evaluation import PromptBatch, encode_prompts, evaluation_loader
 from refusion_lit.data.examples import EncodedExample, encode_example, load_examples
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
-from refusion_lit.modeling.vocabulary import AddBos, describe_bos, set_add_bos
+from refusion_lit.modeling.vocabulary import AddBos, add_eos_tokens, describe_bos, set_add_bos
 from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require, require_at_least
@@ -107,6 +108,9 @@ class InstructionDataModule(L.LightningDataModule):
         tokenizer = self.tokenizer_source.build(self.task, self.prompt_template)
         if self.add_bos is not None:
             set_add_bos(tokenizer, self.add_bos)
+        end = end_of_turn(tokenizer)  # what training examples end with
+        if end is not None:
+            add_eos_tokens(tokenizer, [end])
         if description := describe_bos(tokenizer):
             rank_zero_info(description)
         return tokenizer

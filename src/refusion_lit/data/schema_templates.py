@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_text
+from refusion_lit.data.encoding import encode_text, encode_within
 from refusion_lit.types import Constraint, ConstraintState
 from refusion_lit.utils.require import OptionError
 
@@ -225,7 +225,7 @@ class TemplateCompiler:
         return self._sets[texts]
 
     def _encode(self, text: str) -> list[int]:
-        ids = encode_text(self._tokenizer, text)
+        ids = encode_within(self._tokenizer, text)
         if "".join(self._texts[token] for token in ids) != text:
             message = f"json_schema: this tokenizer cannot write {text[:40]!r}; {_FIX}."
             raise OptionError(message, "json_schema")

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_text
+from refusion_lit.data.encoding import encode_within
 from refusion_lit.decoding import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.modeling.vocabulary import read_special_tokens
 from refusion_lit.types import Prompt, SamplingParams
@@ -88,7 +88,7 @@ class Template:
         """
         ends: list[int | None] = [] if self.is_open else [int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
         choices: list[list[list[int | None]]] = [
-            [[*encode_text(tokenizer, part)]]
+            [[*encode_within(tokenizer, part)]]
             if isinstance(part, str)
             else [[None] * length for length in range(part[0], part[1] + 1)]
             for part in self.parts

@@ -1,7 +1,7 @@
-"""One call of the model: the forwards of many prompts as one padded batch.
+"""A call of the model: many prompts' forwards in a padded batch.
 
-Coordinates (docs/architecture.md has a picture): a *place* counts tokens of the response, a *position* tokens of the
-text, an *offset* tokens of a branch, an *index* entries of the cache.
+Coordinates (docs/architecture.md has a picture): a *place* counts response tokens, a *position* text tokens, an
+*offset* a branch's tokens, an *index* cache entries.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def shape_of(forward: Forward) -> tuple[int, int]:
 
 
 class Batch:
-    """A padded batch of forwards.
+    """Forwards in a padded batch.
 
     Args:
         forwards: The forwards; all of them use the cache, or none does.
         cache_rows: The cache row of every forward.
-        device: Device of the model.
+        device: The model's device.
         cache: Gets the entries that the forwards write and read; ``None``: the forwards use no cache.
 
     Attributes:
         ids: Tokens.
         positions: Their positions in the text.
         visibility: Which cache entries every token sees or, without a cache, which tokens of its row.
-        shapes: Number of rows of every forward, and its length without padding.
+        shapes: Every forward's number of rows, and its length without padding.
         starts: First token of every branch, by forward, among the tokens of the forward's rows, padding included.
     """
 

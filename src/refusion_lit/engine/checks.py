@@ -1,4 +1,4 @@
-"""Checks before decoding: of arguments, of the model against the decoder, of prompts against model and cache."""
+"""Checks before decoding: arguments, the model for the decoder, prompts for model and cache."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def check_context(model: LanguageModel, lengths: Sequence[tuple[int, str]], max_
 
     Args:
         model: The model.
-        lengths: Pairs of a prompt's number of tokens and its id.
-        max_new_tokens: Maximum length of the response.
+        lengths: Pairs: a prompt's number of tokens, its id.
+        max_new_tokens: The response's maximum length.
 
     Raises:
         ValueError: Naming the longest prompt.
@@ -96,7 +96,7 @@ def check_prompts(
 ) -> None:
     """Refuse prompts that are empty or too long, and given tokens that cannot be kept in place.
 
-    The arguments are those of :func:`~refusion_lit.decoding.decode`.
+    For the arguments see :func:`~refusion_lit.decoding.decode`.
 
     Raises:
         ValueError: Naming the prompt and the reason.

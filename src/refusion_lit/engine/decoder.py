@@ -19,7 +19,7 @@ class ModelRequirements:
 
     Attributes:
         attention: Attention pattern of the decoder's forwards.
-        predictions: Meanings of logits that the decoder relies on.
+        predictions: What the decoder needs the logits to mean.
         drafter: Whether the decoder needs a drafter attached to the model.
         block_size: Tokens per block, for block-causal attention; ``None``: any size.
         prompt_is_block: For block-causal attention: the prompt is one block, and blocks are counted from the response.
@@ -54,28 +54,28 @@ class ModelRequirements:
 
 @dataclass
 class RowState:
-    """Decoding state of one prompt: its canvas and counters. Created for each call, never shared.
+    """Decoding state: a prompt's canvas and counters. Every call creates new states.
 
     Attributes:
         prompt: The prompt.
         sampling: Length limit and sampling options.
         special_tokens: The model's special ids.
-        length: Tokens of the canvas, by default :func:`max_length`.
+        length: The canvas's number of tokens, by default :func:`max_length`.
         tokens: The canvas: response tokens in text order; values at masked places are undefined.
-        is_masked: Which places of the canvas are not final. Never derived from token ids. Given tokens are final from
+        is_masked: Which places are not final. Never derived from token ids. Given tokens are final from
             the start, and never committed.
-        committed: Places of the canvas in the order in which they were committed.
-        commit_rounds: Number of the forward that committed a place; 0 while masked, and for given tokens.
+        committed: Places, in the order in which they were committed.
+        commit_rounds: Which forward committed a place, from 1; 0 while masked, and for given tokens.
         finished: Set by the decoder when nothing is left to do.
         num_forwards: Forwards in which the prompt took part; counted by the engine.
-        schedule_length: Maximum number of forwards of a decoder whose steps may commit nothing; 0 for others.
+        schedule_length: Maximum number of forwards, for decoders whose steps may commit nothing; 0 for others.
         forward_cost: Fixed cost of a forward on the model's device, in positions. Set by the engine.
         num_rows: Number of prompts that share the cost of a forward. Set by the engine.
         num_shared: Number of leading prompt tokens that are in the KV cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
-        num_cached: Number of cache entries with final text, for decoders that count them; ``num_shared`` at first.
-        max_length: Maximum length of the response; its actual length once the final prefix has an EOS.
-        prompt_length: Tokens of the prompt; the canvas starts at this position.
+        num_cached: Cache entries with final text, for decoders that count them; ``num_shared`` at first.
+        max_length: The response's maximum length; its actual length once the final prefix has an EOS.
+        prompt_length: The prompt's number of tokens; the canvas starts at this position.
         num_final: Leading final places that :meth:`final_prefix` has counted so far.
     """
 
@@ -117,7 +117,7 @@ class RowState:
 
     @property
     def num_committed(self) -> int:
-        """Committed places of the canvas."""
+        """How many places are committed."""
         return len(self.committed)
 
     @property
@@ -131,7 +131,7 @@ class RowState:
         """Make tokens final.
 
         Args:
-            places: Places of the canvas (position minus prompt length), all masked.
+            places: Where (position minus prompt length); all must be masked.
             tokens: Their tokens.
         """
         known = self.special_tokens
@@ -151,7 +151,7 @@ class RowState:
             self.commit_rounds[place] = self.num_forwards
 
     def first_eos(self, tokens: Sequence[int]) -> int | None:
-        """Return the index of the first EOS token among tokens, if there is one."""
+        """Return the first EOS token's index, or ``None``."""
         return next((i for i, token in enumerate(tokens) if token in self.special_tokens.eos_token_ids), None)
 
     def final_prefix(self) -> list[int]:
@@ -172,7 +172,7 @@ class RowState:
 
 
 def max_length(prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> int:
-    """Return the maximum length of a response: ``max_new_tokens`` and the given tokens, or up to a given EOS."""
+    """Return a response's maximum length: ``max_new_tokens`` and the given tokens, or up to a given EOS."""
     given = prompt.given
     if given and given[-1] in special_tokens.eos_token_ids:
         return len(given)
@@ -188,12 +188,12 @@ class Decoder(ABC):
 
     Class attributes:
         requires: What the decoder needs of a model; override :meth:`requirements` if that depends on options.
-        ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
+        ranges: Numeric options' minimum or interval, checked on construction; see ``utils.require.check_options``.
         shares: Which common tokens of prompts may be copied; see :meth:`num_shareable`. ``all`` where the first forward
             reads masks after the prompt, ``all_but_last`` where it reads the logits at the prompt's last token.
         refuses: Why the decoder cannot keep given tokens in place, ``None`` if it can; override :meth:`refusal` if that
             depends on options.
-        state: Class of a prompt's state.
+        state: The states' class.
         stop_at_eos: Whether the engine finishes a response, after a step, once its final prefix has an EOS or is the
             whole response. If not, the decoder sets ``finished``.
         shifted: Whether the position before a mask predicts the mask.
@@ -253,7 +253,7 @@ class Decoder(ABC):
         return self
 
     def refusal(self, prompt: Prompt) -> str | None:  # noqa: ARG002
-        """Return why the decoder cannot keep the given tokens of a response in place; ``None`` if it can.
+        """Return why the decoder cannot keep a response's given tokens in place; ``None`` if it can.
 
         Decoders that neither set ``refuses`` nor override this method refuse all templates. A decoder that keeps given
         tokens creates a canvas of :func:`max_length`, leaves ``is_masked`` of the new state unchanged, and commits
@@ -262,7 +262,7 @@ class Decoder(ABC):
         return self.refuses
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return how many leading prompt tokens may be copied from the cache of another prompt.
+        """Return how many leading prompt tokens may be copied from another prompt's cache.
 
         A decoder may return more than 0 under three conditions. From the first forward to the last, the prompt's tokens
         are in the cache at indices equal to their positions. Their KV cache entries depend on the tokens before them
@@ -270,29 +270,29 @@ class Decoder(ABC):
         sharing. Bidirectional decoders share nothing, because KV cache entries depend on the whole text.
 
         Args:
-            prompt_length: Tokens of the prompt.
+            prompt_length: The prompt's number of tokens.
             num_common: Leading tokens that both prompts have.
         """
         return {"nothing": 0, "all": num_common, "all_but_last": min(num_common, prompt_length - 1)}[self.shares]
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create the ``state`` of one prompt; by default with a canvas of :func:`max_length`."""
+        """Create a prompt's ``state``; by default with :func:`max_length` places."""
         return self.state(prompt, sampling, special_tokens)
 
     @abstractmethod
     def step(self, state: RowState) -> Steps[None]:
-        """Commit at least one token, or run one of the ``schedule_length`` forwards.
+        """Commit a token or more, or run a scheduled forward (see ``schedule_length``).
 
         The engine calls it until the response is complete (see ``stop_at_eos``), or ``finished`` is set.
         """
 
 
 def most_certain(confidences: Sequence[float], count: int | None = None) -> list[int]:
-    """Return the indices of the ``count`` highest confidences (all by default), best first, ties to the lower index."""
+    """Return the ``count`` highest confidences' indices (all by default), best first, ties to the lower index."""
     return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]
 
 
 def above_or_best(confidences: Sequence[float], threshold: float, quota: int = 1) -> list[int]:
-    """Return the indices of confidences above a threshold, at least the ``quota`` highest, in ascending order."""
+    """Return, in ascending order, where confidences exceed a threshold; at least the ``quota`` highest."""
     above = [i for i, confidence in enumerate(confidences) if confidence > threshold]
     return above if len(above) >= quota else sorted(most_certain(confidences, quota))

@@ -1,4 +1,4 @@
-"""Helpers of several decoders: branches of the text so far, and the acceptance rate of recent drafts."""
+"""Helpers for decoders: branches that feed text, and the acceptance rate of recent drafts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Acceptance:
     Attributes:
         num_tested: Drafts compared with the model's own token.
         num_accepted: Drafts that were equal to the model's own token.
-        num_assumed: Additional drafts, of which half count as accepted: a prior.
-        half_life: After this number of tokens a draft counts half: a text is easy to draft here and hard there.
+        num_assumed: A prior: additional drafts, half accepted.
+        half_life: After so many tokens a draft counts half: a text is easy to draft here and hard there.
     """
 
     num_tested: float = 0.0
@@ -35,7 +35,7 @@ class Acceptance:
         return (self.num_accepted + self.num_assumed / 2) / (self.num_tested + self.num_assumed)
 
     def count(self, num_tokens: int, num_tested: int = 0, num_accepted: int = 0) -> None:
-        """Count the drafts of a forward. Earlier drafts count less and less, so that drafting is tried again."""
+        """Count a forward's drafts. Earlier drafts count less and less, so that drafting is tried again."""
         decay = 0.5 ** (num_tokens / self.half_life)
         self.num_tested = decay * (self.num_tested + num_tested)
         self.num_accepted = decay * (self.num_accepted + num_accepted)
@@ -53,7 +53,7 @@ def text_branch(
         stop: Position after the last.
         predicted: Positions whose tokens are drawn.
         order: As in :class:`~refusion_lit.engine.requests.Branch`.
-        shift: Predicted position minus the position of the logits.
+        shift: Predicted position minus the logits' position.
     """
     return Branch(
         tokens=text_between(state, start, stop),
@@ -93,5 +93,5 @@ def up_to_eos(state: RowState, tokens: Sequence[int]) -> Sequence[int]:
 
 
 def rounds_since(state: RowState, stop: int) -> int:
-    """Return the number of forwards since the last commit at a place before ``stop``."""
+    """Return how many forwards ran since the last commit at a place before ``stop``."""
     return state.num_forwards - max(state.commit_rounds[:stop], default=0)

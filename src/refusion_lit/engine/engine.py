@@ -60,11 +60,11 @@ def decode(
         decoder: The strategy.
         prompts: Any number of prompts of any lengths.
         sampling: Length limit and sampling options.
-        named: Fields of :class:`~refusion_lit.types.DecodingOptions`: how prompts are batched; they change no token.
+        named: Fields in :class:`~refusion_lit.types.DecodingOptions`: how prompts are batched; they change no token.
         callbacks: Notified when tokens are committed and prompts finish.
-        detokenize: Turns the tokens of a response into text; also takes ``after``, the tokens of the prompt, and
+        detokenize: Turns a response's tokens into text; also takes ``after``, the prompt's tokens, and
             ``stop``, the stop strings. ``None``: generations have no text, and stop strings are refused.
-        trace: Record a trace of every forward.
+        trace: Record every forward.
         kept: Keeps the cache for the next call with the same model, whose prompts then share prefixes with the prompts
             of this call.
         checked: Whether the caller has run :func:`~refusion_lit.engine.checks.check_model` and ``check_prompts``.
@@ -140,8 +140,8 @@ class Engine:
         decoder: The strategy.
         num_rows: Maximum number of prompts in flight.
         options: How prompts are batched; the caller has checked that model and prompts fit.
-        output: Receives the counts of calls, positions, shared tokens and memory.
-        waiting: Submitted prompts without a row of the cache.
+        output: Counts calls, positions, shared tokens and memory.
+        waiting: Submitted prompts without a cache row.
         running: Prompts in flight.
     """
 
@@ -157,7 +157,7 @@ class Engine:
     output: DecodingOutput = field(default_factory=DecodingOutput)
 
     def __post_init__(self) -> None:
-        """Start without prompts, with the cache of an earlier engine if that was kept."""
+        """Start without prompts, with an earlier engine's cache if that was kept."""
         model = self.model
         kept = None if self.kept is None else self.kept.take(self.decoder, self.num_rows)
         self.cache, self.cached_prompts = kept or (model.make_cache(self.num_rows), {})
@@ -175,14 +175,14 @@ class Engine:
             index: Number under which :meth:`step` returns the prompt's generation.
             prompt: The prompt.
             sampling: Length limit and sampling options.
-            trace: Record every forward of the prompt; with probabilities only if the engine records all traces.
+            trace: Record the prompt's forwards; with probabilities only if the engine records all traces.
         """
         self.waiting.append(PromptSequence(index, prompt, sampling, trace or self.trace))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
 
-        An unknown number, or the number of a finished prompt, changes nothing.
+        An unknown or finished prompt's number changes nothing.
         """
         self.waiting = [sequence for sequence in self.waiting if sequence.index != index]
         self.running = [sequence for sequence in self.running if sequence.index != index]
@@ -248,7 +248,7 @@ class Engine:
                 require(num_forwards < state.num_forwards <= bound, "decoder", expected, state.num_forwards, fix)
 
     def _schedule(self) -> list[list[PromptSequence]]:
-        """Return the groups of prompts that are served next; a group shares a call of the model.
+        """Return the groups to serve next; a group's prompts share a call of the model.
 
         Requests for further drafts need no call and come first, then forwards within the budget.
         """
@@ -262,9 +262,9 @@ class Engine:
         return [group for group in groups if group]
 
     def _run(self, group: Sequence[PromptSequence]) -> Tensor:
-        """Run the forwards of a group in one call; return the hidden states of all prompts, in order.
+        """Run a group's forwards in one call; return all prompts' hidden states, in order.
 
-        For further drafts, return the hidden states of the last forward.
+        For further drafts, return the last forward's hidden states.
         """
         if isinstance(group[0].request, MoreDrafts):
             return torch.cat([sequence.hidden for sequence in group]) if len(group) > 1 else group[0].hidden
@@ -325,6 +325,6 @@ class Engine:
         return result
 
     def _detokenize(self, sequence: PromptSequence, tokens: list[int]) -> str:
-        """Return the text of response tokens, which continues the prompt."""
+        """Return response tokens as text that continues the prompt."""
         assert self.detokenize is not None  # decode and the server refuse stop strings without it
         return self.detokenize(tokens, after=sequence.prompt.token_ids, stop=sequence.sampling.stop)

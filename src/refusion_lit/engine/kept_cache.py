@@ -12,9 +12,9 @@ from refusion_lit.modeling.kv_cache import KVCache
 
 @dataclass
 class KeptCache:
-    """Keeps the cache of one call for the next: every turn of a conversation shares its prefix with the turns before.
+    """Keeps the cache for the next call, so that a conversation's turns share prefixes with the turns before.
 
-    The next call must use the same model with the same weights. The memory of the last call's cache stays allocated.
+    The next call must use the same model with the same weights. The cache's memory stays allocated.
     """
 
     _content: tuple[KVCache, Decoder, dict[int, tuple[int, ...]], object] | None = None
@@ -37,6 +37,6 @@ class KeptCache:
 
 
 def _autocast() -> object:
-    """Return the types of autocast, which a cache's tensors depend on."""
+    """Return autocast's types, which a cache's tensors depend on."""
     kinds = ("cpu", "cuda")
     return [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]

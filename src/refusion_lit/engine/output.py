@@ -1,4 +1,4 @@
-"""Results of decoding: a record per prompt, totals of the call, and callbacks during the call."""
+"""Decoding results: a record per prompt, a call's totals, and callbacks during the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GenerationCallback:
-    """Observes a generation; override the events of interest."""
+    """Observes a generation; override the methods that you need."""
 
     def on_commit(self, index: int, state: RowState) -> None:
         """Receive a prompt's state after it has committed tokens."""
@@ -23,16 +23,16 @@ class GenerationCallback:
 
 @dataclass(kw_only=True)
 class TraceRound:
-    """One forward of one prompt, as shown in a trace.
+    """A prompt's forward, as shown in a trace.
 
     Attributes:
-        phase: Purpose of the forward.
-        shape: Rows and length of the prompt's share of the call.
-        positions: Text positions of the drafted tokens.
+        phase: The forward's purpose.
+        shape: Rows and length that the prompt takes in the call.
+        positions: The drafts' text positions.
         tokens: The drafts.
         probabilities: Their probabilities.
-        scored: Text positions of verified tokens.
-        scores: Probabilities of the verified tokens.
+        scored: The verified tokens' text positions.
+        scores: The verified tokens' probabilities.
         accepted: Positions committed before the next forward.
     """
 
@@ -66,14 +66,14 @@ class Generation:
         text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
         finish_reason: ``eos``, ``length``, ``stop`` (a stop string), or ``unfinished`` (masked places remain before the
             end, which no correct decoder leaves).
-        num_tokens: Number of generated tokens: the tokens in ``token_ids`` that were not given.
+        num_tokens: How many tokens were generated: the tokens in ``token_ids`` that were not given.
         num_forwards: Forwards in which the prompt took part. Decoders that weigh a forward's cost (``SelfSpeculative``
             and ``infill: bonus`` of ``ReFusion``) take more or fewer forwards beside other prompts, for the same text.
         num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
             count too.
         seconds: Time from the prompt's admission to its end.
         round_ratios: Committed tokens per forward in the rounds that committed any; only for the paper's TPF figure.
-        forward_shapes: Rows and length of the prompt's share of its forwards.
+        forward_shapes: Rows and length that the prompt takes in its forwards.
         trace: One entry per forward; empty unless a trace was requested.
     """
 
@@ -91,22 +91,22 @@ class Generation:
 
     @property
     def num_given(self) -> int:
-        """Number of given tokens in ``token_ids``."""
+        """How many tokens in ``token_ids`` were given."""
         return len(self.token_ids) - self.num_tokens
 
 
 @dataclass(kw_only=True)
 class DecodingOutput:
-    """Result of one call of :func:`~refusion_lit.decoding.decode`.
+    """What :func:`~refusion_lit.decoding.decode` returns.
 
     Attributes:
         rows: The prompts' generations, in the prompts' order.
-        num_calls: Calls of the model, of any batch size.
+        num_calls: Calls to the model, whatever their batch size.
         num_positions: Token positions computed, padding included.
         num_shared: Prompt tokens whose KV cache entries were copied from other prompts instead of computed.
-        cache_bytes: Peak memory of the KV cache.
-        cache_bytes_per_token: Memory of one cache entry; 0 if nothing was cached.
-        seconds: Wall-clock seconds of the whole call, device synchronised.
+        cache_bytes: The KV cache's peak memory.
+        cache_bytes_per_token: Memory per cache entry; 0 if nothing was cached.
+        seconds: The call's wall-clock seconds, device synchronised.
         mismatches: Why the model does not fit the decoder (only with ``allow_mismatch``).
     """
 

@@ -1,7 +1,7 @@
 """Requests that a decoder yields for one prompt (forwards, further drafts), and the readings that answer them.
 
-The engine batches the requests of many prompts into shared calls of the model. Readings are plain numbers, so one
-device-to-host transfer per call is enough; the distributions of proposals stay on the device.
+The engine batches many prompts' requests into shared calls of the model. Readings are plain numbers, so one
+device-to-host transfer per call is enough; proposals' distributions stay on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from refusion_lit.types import ConstraintState, Prompt, SamplingParams
 
 T = TypeVar("T")
-ConfidenceDtype = Literal["float32", "float64", "bfloat16", "float16"]
 Statistic = Literal["margin", "negative_entropy", "filtered", "entropy"]
 
 
@@ -34,11 +33,11 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A segment of tokens in a forward. Branches of a forward share the cached context and do not see each other.
+    """A token segment in a forward. A forward's branches share the cached context and do not see each other.
 
     Attributes:
         tokens: Token ids in sequence order.
-        positions: Positions of the tokens in the text, counted from the start of the prompt.
+        positions: The tokens' positions in the text, counted from the prompt's start.
         order: Non-decreasing numbers; a token sees the branch's tokens with the same or a lower number. ``None``:
             causal; zeros: bidirectional.
         visible: Ranges ``(start, stop)`` of cache indices that all tokens of the branch also see. A range may cover
@@ -68,18 +67,16 @@ class Draw:
 
     Attributes:
         sampling: Temperature, top-p, top-k and seed.
-        round: Number of the draw within its prompt; keys the noise together with the position.
+        round: The draw's number within its prompt; keys the noise together with the position.
         forbidden: Ids that are never drawn, besides the ids that no decoder draws.
         guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
             conditional logits l_c, its second branch the unconditional logits l_u. ``None``: no guidance.
-        confidence_forbidden: Ids left out of the softmax that gives the probabilities (LLaDA's EOS options).
+        confidence_forbidden: Ids that the softmax for the probabilities leaves out (LLaDA's EOS options).
         statistic: Extra figure per draft: ``margin`` (difference of the two highest filtered probabilities),
             ``negative_entropy`` (filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
             draws stay in these distributions, ``forbidden`` ids do not; temperature 0 filters like temperature 1.
-        top_p_first: Apply top-p before top-k (Dream), instead of top-k before top-p (transformers).
-        confidence_dtype: Type in which probabilities and statistic are computed, as torch names it; ``None``: float32
-            or the type of the logits if it is wider, and float64 for the statistic.
+        top_p_first: Apply top-p before top-k (Dream); by default top-k comes first (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
         proposes: Whether readings hand out the drafts as proposals. Their noise is independent of other draws' noise
             at the same position. Needs a temperature above 0.
@@ -92,18 +89,17 @@ class Draw:
     confidence_forbidden: tuple[int, ...] = ()
     statistic: Statistic | None = None
     top_p_first: bool = False
-    confidence_dtype: str | None = None
     with_probability: bool = True
     proposes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """Cache entries of a prompt that are kept when its row is compacted; all others are discarded.
+    """A prompt's cache entries that survive a compaction of its row.
 
     Attributes:
-        num_leading: Number of leading entries that stay in place.
-        indices: Indices of the entries that move behind the leading entries, in this order.
+        num_leading: How many leading entries stay in place.
+        indices: Which entries move behind the leading entries, in this order.
     """
 
     num_leading: int
@@ -137,10 +133,10 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreDrafts:
-    """Request for further drafts from the hidden states of the prompt's last forward; runs the head, but not the body.
+    """Request for further drafts from the last forward's hidden states; runs the head, but not the body.
 
     Attributes:
-        draft_at: Offsets for every branch of the last forward.
+        draft_at: Offsets for all branches in the last forward.
         draw: How they are drawn.
     """
 
@@ -173,13 +169,13 @@ class Reading:
 
 @dataclass(slots=True)
 class SamplingJob:
-    """What the engine samples and scores at a branch: drafts at some offsets, probabilities of given tokens at others.
+    """What the engine samples and scores at a branch: drafts at some offsets, given tokens at others.
 
     Attributes:
         draw: How tokens are drawn.
         branch: The branch.
-        start: Index of its first hidden state among the hidden states of the whole call.
-        prompt: The prompt, whose id keys the noise. No EOS is drawn before the last given token of a template.
+        start: Index of its first hidden state among the call's hidden states.
+        prompt: The prompt, whose id keys the noise. No EOS is drawn before a template's last given token.
         canvas: The response so far; values at masked places are undefined.
         constraint: Which tokens may be drawn; ``None``: all tokens.
         guide: Distance from a hidden state to the hidden state of its unconditional logits, for classifier-free

@@ -34,13 +34,13 @@ _MAX_SOFTMAX = 1 << 20
 
 @dataclass(slots=True)
 class GroupResults:
-    """Results of a group on the device, chunk by chunk.
+    """A group's results on the device, chunk by chunk.
 
     Attributes:
         tokens: The drafts.
-        values: The probability of every draft and every given token; empty if no job needs probabilities.
-        statistics: The requested statistic of every draft.
-        distributions: Distribution of every draft, if the group proposes drafts.
+        values: Drafts' and given tokens' probabilities; empty if no job needs probabilities.
+        statistics: The drafts' requested statistic.
+        distributions: The drafts' distributions, if the group proposes drafts.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
@@ -50,11 +50,11 @@ class GroupResults:
 
 
 class Sampler:
-    """Fills the readings of sampling jobs from hidden states.
+    """Fills sampling jobs' readings from hidden states.
 
     Args:
         model: The model, whose head computes the logits.
-        all_probabilities: Return the probabilities of all drafts, requested or not (for traces).
+        all_probabilities: Return all drafts' probabilities, requested or not (for traces).
     """
 
     def __init__(self, model: LanguageModel, *, all_probabilities: bool = False) -> None:
@@ -66,7 +66,7 @@ class Sampler:
         self._banned = cache(lambda forbidden, device: to_device(sorted({*ids, *forbidden}), device))
 
     def sample(self, hidden: Shaped[Tensor, "position hidden"], jobs: Sequence[SamplingJob]) -> None:
-        """Fill the readings of ``jobs``; the only point of a forward where the host waits for the device."""
+        """Fill the jobs' readings; only here does the host wait for the device."""
         groups: dict[object, list[SamplingJob]] = {}
         for job in jobs:
             if job.branch.draft_at or job.branch.score_at:
@@ -82,7 +82,7 @@ class Sampler:
             self._fill(group, result, numbers)
 
     def _sample_group(self, hidden: Shaped[Tensor, "position hidden"], group: Sequence[SamplingJob]) -> GroupResults:
-        """Queue all work of a group: drafts first, then given tokens, in chunks."""
+        """Queue a group's work: drafts first, then given tokens, in chunks."""
         index = [job.start + offset for job in group for offset in job.branch.draft_at]
         num_drafts = len(index)
         index += [job.start + offset for job in group for offset, _ in job.branch.score_at]
@@ -114,7 +114,7 @@ class Sampler:
         return results
 
     def _fill(self, group: Sequence[SamplingJob], results: GroupResults, numbers: Iterator[float]) -> None:
-        """Fill the readings of a group with the next of the transferred numbers, in the order of the results."""
+        """Fill a group's readings with the next transferred numbers, in the results' order."""
         for job in group:
             job.reading.tokens = [*map(int, islice(numbers, len(job.branch.draft_at)))]
         if results.values:
@@ -159,7 +159,7 @@ class GreedySampler:
 
     Args:
         special: The model's special ids.
-        banned: Ids below the vocabulary's size that are not drawn, on the device of the logits.
+        banned: Ids below the vocabulary's size that are not drawn, on the logits' device.
         restore: Whether the logits are used afterwards, so that banned ids get their logits back.
     """
 
@@ -169,7 +169,7 @@ class GreedySampler:
         self._restore = restore
 
     def draw(self, logits: Float[Tensor, "draft vocab"], first: int, results: GroupResults) -> Int[Tensor, " draft"]:  # noqa: ARG002
-        """Return the most probable token of every row."""
+        """Return every row's most probable token."""
         kept = logits.index_select(-1, self._banned) if self._restore else None
         tokens = first_argmax(logits.index_fill_(-1, self._banned, -math.inf).narrow(-1, 0, self._vocab_size))
         if kept is not None:  # probabilities are over all ids
@@ -177,7 +177,7 @@ class GreedySampler:
         return tokens
 
     def probabilities(self, logits: Float[Tensor, "position vocab"]) -> Float[Tensor, "position vocab"]:
-        """Return the probabilities of all ids."""
+        """Return all ids' probabilities."""
         return logits.softmax(-1)
 
 
@@ -187,7 +187,7 @@ class GroupSampler:
     Args:
         group: The jobs.
         special: The model's special ids.
-        banned: Ids below the vocabulary's size that are not drawn, on the device of the logits.
+        banned: Ids below the vocabulary's size that are not drawn, on the logits' device.
     """
 
     def __init__(self, group: Sequence[SamplingJob], special: SpecialTokens, banned: Int[Tensor, " id"]) -> None:
@@ -207,8 +207,8 @@ class GroupSampler:
         """Draw a token from every row; append statistics and distributions.
 
         Args:
-            logits: Logits of some of the group's drafts, not changed.
-            first: Number of the first draft among all drafts of the group.
+            logits: Some drafts' logits, not changed.
+            first: The first draft's number among the group's drafts.
             results: Receives statistics and distributions.
         """
         draw = self._draw
@@ -229,15 +229,14 @@ class GroupSampler:
             seen = logits.index_fill(-1, to_device(draw.forbidden, logits.device), -math.inf)
             self._forbid_eos(seen, in_span)
             filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
-            statistic = draft_statistic(draw.statistic, seen, filtered, tokens, draw.confidence_dtype)
-            results.statistics.append(statistic.double())  # ids are transferred beside it
+            results.statistics.append(draft_statistic(draw.statistic, seen, filtered, tokens))
         return tokens
 
     def probabilities(self, logits: Float[Tensor, "position vocab"]) -> Float[Tensor, "position vocab"]:
-        """Return the probabilities of all ids; changes ``logits``."""
+        """Return all ids' probabilities; changes ``logits``."""
         if self._draw.confidence_forbidden:
             logits.index_fill_(-1, to_device(self._draw.confidence_forbidden, logits.device), -math.inf)
-        return convert_logits(logits, self._draw.confidence_dtype).softmax(-1).to(logits.dtype)
+        return logits.softmax(-1)
 
     def _forbid_eos(self, logits: Tensor, rows: Sequence[int]) -> None:
         if rows:
@@ -247,7 +246,7 @@ class GroupSampler:
 def _is_greedy(job: SamplingJob) -> bool:
     """Whether a job is a greedy choice without guidance, extra figures, template and constraint: the fast path."""
     draw = job.draw
-    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic or draw.confidence_dtype)
+    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic)
     is_free = job.constraint is None and None not in job.prompt.given
     return is_bare and is_free and draw.sampling.temperature == 0
 
@@ -260,7 +259,7 @@ def _group_key(job: SamplingJob) -> tuple[object, ...]:
     sampling = draw.sampling
     return (draw.forbidden, job.guide, bool(job.branch.proposals), sampling.temperature, sampling.top_p,
             sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.statistic, draw.top_p_first,
-            draw.confidence_dtype, draw.proposes)  # fmt: skip
+            draw.proposes)  # fmt: skip
 
 
 def _make_finite(logits: Tensor) -> Tensor:
@@ -281,7 +280,7 @@ def _allowed_ids(job: SamplingJob) -> list[Tensor | None]:
 
 
 def _contexts(job: SamplingJob) -> Iterator[tuple[int, list[int]]]:
-    """Yield the place of every draft and the response before it, as decoders from left to right feed it."""
+    """Yield every draft's place and the response before it, as decoders from left to right feed it."""
     branch = job.branch
     prompt_length = len(job.prompt.token_ids)
     first = branch.positions[0] - prompt_length
@@ -358,7 +357,7 @@ def noise_keys(branch: Branch, draw: Draw, prompt_id: str) -> list[int]:
     Args:
         branch: The branch whose drafts are drawn.
         draw: How they are drawn; greedy draws have no noise and get no keys.
-        prompt_id: Id of the prompt.
+        prompt_id: The prompt's id.
     """
     if draw.sampling.temperature == 0:
         return []
@@ -414,7 +413,7 @@ def keep_or_draw(
         probabilities: The distributions p, after temperature and filters.
         noise_keys: Noise key per position; must differ from the draft's key.
         drafts: A draft per position; any id where there is no draft.
-        proposed: The distributions q of the drafts; zeros where there is no draft.
+        proposed: The drafts' distributions q; zeros where there is no draft.
     """
     residual = (probabilities - proposed).clamp_(min=0)
     # Where p and q are equal but for rounding, nothing may be left to draw from.
@@ -431,22 +430,20 @@ def draft_statistic(
     logits: Float[Tensor, "position vocab"],
     filtered: Float[Tensor, "position vocab"],
     tokens: Int[Tensor, " position"],
-    dtype: str | None = None,
 ) -> Float[Tensor, " position"]:
-    """Compute a figure of the drafts' distributions; for its name see :class:`~refusion_lit.decoding.Draw`.
+    """Compute a figure of the drafts' distributions, in float64; for its name see :class:`~refusion_lit.decoding.Draw`.
 
     Args:
         name: A ``Statistic``.
         logits: The logits before temperature and filters.
         filtered: The filtered logits.
         tokens: The drawn tokens.
-        dtype: Type to compute in; float64 by default.
 
     Raises:
         ValueError: If the name is unknown.
     """
     require_choice("statistic", name, get_args(Statistic))
-    probability = convert_logits(filtered, dtype or "float64").softmax(-1)
+    probability = filtered.double().softmax(-1)
     if name == "margin":
         top = probability.topk(2).values
         return top[:, 0] - top[:, 1]
@@ -454,15 +451,4 @@ def draft_statistic(
         return (probability * (probability + 1e-10).log()).sum(-1)
     if name == "filtered":
         return probability.gather(-1, tokens[:, None])[:, 0]
-    return torch.special.entr(convert_logits(logits, dtype or "float64").softmax(-1)).sum(-1)
-
-
-def convert_logits(logits: Float[Tensor, "*shape vocab"], dtype: str | None) -> Float[Tensor, "*shape vocab"]:
-    """Convert logits to another type; finite values beyond its range are clamped, banned ids stay at -inf."""
-    if dtype is None:
-        return logits
-    target = getattr(torch, dtype)
-    limits = torch.finfo(target)
-    if limits.max < torch.finfo(logits.dtype).max:
-        logits = logits.clamp(limits.min, limits.max).where(logits > -math.inf, logits)
-    return logits.to(target)
+    return torch.special.entr(logits.double().softmax(-1)).sum(-1)

@@ -1,7 +1,7 @@
 """Scheduling: which prompts get a row of the cache, whose prefixes they share, and which forwards run together.
 
 Few-shot examples, system messages and instructions repeat. The common prefix of two prompts is computed for one prompt,
-and its KV cache entries are copied for the other. Rows of prompts in flight and rows of finished prompts serve as the
+and its KV cache entries are copied for the other. The rows of running and finished prompts serve as the
 store, so sharing takes no extra memory.
 """
 
@@ -29,7 +29,7 @@ def admit(
     num_rows: int,
     decoder: Decoder | None,
 ) -> Iterator[tuple[PromptSequence, int, int]]:
-    """Assign free rows of the cache to waiting prompts.
+    """Assign free cache rows to waiting prompts.
 
     A prompt may wait for a prefix that another prompt computes, see :func:`find_prefix`. Later prompts then go first;
     at most ``num_rows`` prompts are held back.
@@ -37,10 +37,10 @@ def admit(
     Args:
         waiting: Prompts without a row, in their order; admitted prompts are removed.
         running: Prompts in flight.
-        cached_prompts: Prompts whose entries are computed, by row. Entries of a finished prompt stay until its row is
+        cached_prompts: Prompts whose entries are computed, by row. A finished prompt's entries stay until its row is
             reused.
-        num_rows: Rows of the cache.
-        decoder: Determines how much of a common prefix may be shared; ``None``: nothing is shared.
+        num_rows: The cache's number of rows.
+        decoder: Determines how many common tokens may be shared; ``None``: nothing is shared.
 
     Yields:
         A prompt, the number of its first entries that are copied, and the row of the cache to copy them from, possibly
@@ -72,13 +72,13 @@ def admit(
 def find_prefix(
     tokens: Tokens, cached_prompts: Mapping[int, Tokens], pending: Mapping[int, Tokens], decoder: Decoder
 ) -> tuple[int, int] | None:
-    """Find the longest prefix of a prompt that other prompts have in the cache.
+    """Find a prompt's longest prefix that other prompts have in the cache.
 
     Args:
         tokens: The prompt.
-        cached_prompts: Prompts whose entries are computed, by row of the cache.
+        cached_prompts: Prompts whose entries are computed, by cache row.
         pending: Prompts whose entries the next forward computes, by row.
-        decoder: Determines how much of a common prefix may be shared.
+        decoder: Determines how many common tokens may be shared.
 
     Returns:
         Number of tokens to share, and the row that has them; 0 and -1 if they are too few. ``None`` to wait, because a
@@ -90,7 +90,7 @@ def find_prefix(
 
 
 def _find_longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decoder) -> tuple[int, int]:
-    """Return the largest number of tokens to share with a prompt, and the prompt's row; 0 and -1 if too few."""
+    """Return how many tokens can be shared at most, and with which row; 0 and -1 if too few."""
     head = tokens[:MIN_SHARED]
     candidates = [
         (decoder.num_shareable(len(tokens), len(commonprefix([tokens, other]))), row)  # noqa: RUF071 - no paths
@@ -106,7 +106,7 @@ def fit_into_forward(sequences: Sequence[PromptSequence], max_tokens: int) -> li
 
     Args:
         sequences: Prompts whose pending requests are forwards.
-        max_tokens: Maximum number of positions of a call of the model, padding included.
+        max_tokens: Maximum number of positions in a call of the model, padding included.
     """
     chosen: set[int] = set()
     shapes: dict[bool, tuple[int, int]] = {}
@@ -123,9 +123,9 @@ def fit_into_forward(sequences: Sequence[PromptSequence], max_tokens: int) -> li
 def group_by_cache_size(
     prompts: Sequence[Prompt], max_new_tokens: int, num_rows: int, max_cache_tokens: int
 ) -> list[tuple[int, list[tuple[int, Prompt]]]]:
-    """Group prompts by the number of rows that fit into a bounded cache.
+    """Group prompts by how many rows fit into a bounded cache.
 
-    All rows of a cache have the length of the longest row. Long prompts therefore form separate groups with fewer rows.
+    All cache rows are as long as the longest row. Long prompts therefore form separate groups with fewer rows.
 
     Args:
         prompts: The prompts.
@@ -134,7 +134,7 @@ def group_by_cache_size(
         max_cache_tokens: Maximum number of entries of all rows together; at least the longest prompt and its response.
 
     Returns:
-        Pairs of a number of rows, in descending order, and the prompts (with their indices) that run with it.
+        Pairs: a number of rows, in descending order, and the prompts (with their indices) that run with it.
     """
     groups: dict[int, list[tuple[int, Prompt]]] = {}
     for index, prompt in enumerate(prompts):

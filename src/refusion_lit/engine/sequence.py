@@ -27,18 +27,18 @@ class PromptSequence:
         prompt: The prompt.
         sampling: Length limit and sampling options.
         trace: Whether every forward is recorded.
-        cache_row: Its row of the cache; -1 while it waits.
+        cache_row: Its row in the cache; -1 while it waits.
         started: When it was admitted, in seconds.
-        last_call: Number of the last call that it took part in.
+        last_call: The last call that it took part in.
         state: The decoder's state. :meth:`begin` sets it and the attributes below.
-        steps: The decoder's generator of requests.
+        steps: The decoder's generator.
         request: The pending request; ``None`` once the decoder is finished.
         result: The generation so far, with its counts.
         constraint: Which tokens may be drawn; ``None``: all tokens.
         stop_finder: Finds stop strings; ``None`` if there are none.
         branches: What the pending request reads: the last forward's branches, with other offsets for further drafts.
-        hidden: Hidden states of the last forward [position, hidden], padding included, for further drafts. With
-            guidance by an earlier forward, the hidden states of that forward follow.
+        hidden: The last forward's hidden states [position, hidden], padding included, for further drafts. With
+            guidance by an earlier forward, that forward's hidden states follow.
         starts: First position of every branch in ``hidden``; then, with an earlier forward, where its states start.
     """
 
@@ -75,13 +75,13 @@ class PromptSequence:
         return self.request
 
     def record_forward(self, hidden: Tensor, shape: tuple[int, int], starts: Sequence[int]) -> None:
-        """Take the hidden states of the pending forward, and count the forward.
+        """Take the pending forward's hidden states, and count the forward.
 
         Shared tokens count as if they were fed: a prompt's figures do not depend on other prompts.
 
         Args:
             hidden: The hidden states.
-            shape: Rows and length of the forward.
+            shape: Its rows and length.
             starts: First position of every branch.
         """
         forward = self.forward
@@ -102,7 +102,7 @@ class PromptSequence:
         """Return what to sample and score for the pending request, branch by branch.
 
         Args:
-            first: Index of this prompt's first hidden state among the hidden states of the whole call.
+            first: Index of this prompt's first hidden state among the call's hidden states.
         """
         assert self.request is not None
         draw = self.request.draw

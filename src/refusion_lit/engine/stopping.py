@@ -1,4 +1,4 @@
-"""Stop strings: where they end a response, and text that streams without showing the start of a stop string."""
+"""Stop strings: where they end a response, and text that streams without showing their beginnings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StopFinder:
         detokenize: Turns tokens into text.
 
     Attributes:
-        end: Number of tokens of a response that a stop string ends; ``None`` until a stop string appears.
+        end: Number of response tokens that remain; ``None`` until a stop string appears.
     """
 
     end: int | None = None
@@ -62,7 +62,7 @@ class StopFinder:
 class TextStream:
     """Turns a growing response into pieces of text that stay.
 
-    The stream holds back text that may turn out to be the beginning of a stop string, and parts of a character. Some
+    The stream holds back text that may begin a stop string, and incomplete characters. Some
     tokenizers change earlier text, for example by removing spaces before punctuation. Text that was sent cannot be
     changed: the stream goes on after the common prefix.
 

@@ -1,1 +1,1 @@
-"""Systems other than ReFusion, one folder or file each: decoder, objective and published checkpoints side by side."""
+"""Model families besides ReFusion: a folder or file holds decoder, objective and checkpoint formats of a family."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.autoregressive.decoder import Autoregressive
-from refusion_lit.families.block_diffusion.decoder import BlockDiffusion, TokenEditing
+from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
+from refusion_lit.families.block_diffusion.token_editing import TokenEditing
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
@@ -22,7 +23,7 @@ NAMEABLE: dict[str, type[Decoder]] = {
     cls.__name__: cls
     for cls in (Autoregressive, BlockDiffusion, FastDLLM, LLaDA, ReFusion, SelfSpeculative, TokenEditing, WeDLM)
 }
-"""Decoders that a model's config may name; a name in a file never makes the program import anything."""
+"""Decoders that a model's config may name. Only these: a name in a config never causes an import."""
 
 GUESSED = (
     "the model's config does not say what it was trained for; ReFusion is assumed. Name another decoder (--decoder), "
@@ -31,15 +32,18 @@ GUESSED = (
 
 
 def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
-    """Return the default decoder of a model, and warn if nothing says what the model was trained for.
+    """Return a model's default decoder; warn if the model's training is unknown.
 
     Args:
         traits: What the model was trained to do.
-        entry: The entry ``refusion_lit`` of the model's config, which may name a decoder.
+        entry: The entry ``refusion_lit`` in the model's config, which may name a decoder.
         has_drafter: Whether the model has a drafter.
 
     Raises:
-        ValueError: If the decoder that the entry names is no class with its options.
+        ValueError: If the entry names an unknown decoder or wrong options.
+
+    >>> named_decoder(ModelTraits(predictions=("next_token",)), {})
+    Autoregressive()
     """
     decoder = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
     if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
@@ -51,41 +55,50 @@ _REGISTERED: list[Callable[[ModelTraits], Decoder | None]] = []
 
 
 def register_decoder(cls: type[Decoder], make_default: Callable[[ModelTraits], Decoder | None]) -> None:
-    """Make a plugin's decoder the default of some models, and a decoder that a model's config may name.
+    """Let models' configs name a decoder, and make it the default for some models; for plugins.
 
     Args:
-        cls: The decoder.
-        make_default: Returns the decoder if it is the default for a model with these traits, else ``None``.
+        cls: The decoder class.
+        make_default: Takes a model's traits. Returns a decoder if the class is the default for these traits, else
+            ``None``.
+
+    >>> from refusion_lit.contrib import CARD  # registers CARD, for models in which masks predict the next token
+    >>> default_decoder(ModelTraits(predictions=("mask_shifted", "next_token"))) == CARD()
+    True
     """
     NAMEABLE[cls.__name__] = cls
     _REGISTERED.append(make_default)
 
 
 def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None, *, drafts: bool = False) -> Decoder:
-    """Return the default decoder of a model: the decoder that its authors name, if it fits, else by its traits.
+    """Return a model's default decoder: the named decoder if it fits, otherwise a decoder chosen by traits.
 
-    A model with a drafter gets :class:`SelfSpeculative`. Otherwise attention pattern and meaning of the logits decide:
+    A model with a drafter gets :class:`SelfSpeculative`. Otherwise the attention pattern and the meaning of the logits
+    decide:
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if masks predict nothing; :class:`WeDLM` if masks predict
       themselves and clean tokens predict the next token everywhere;
     - bidirectional: :class:`LLaDA`;
-    - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict their own place.
+    - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict themselves.
 
-    Plugins may register decoders for further traits (:func:`register_decoder`); they are asked first.
+    Rules of plugins (:func:`register_decoder`) come first.
 
     Args:
-        traits: What the model was trained to do, including fine-tuning after its publication.
-        named: Class and options (``class_path``, ``init_args``) that the model's format or config declares.
+        traits: What the model was trained to do, fine-tuning included.
+        named: ``class_path`` and ``init_args`` from the model's checkpoint format or config.
         drafts: Whether the model has a drafter.
 
     Raises:
-        ValueError: If ``named`` is no nameable decoder with its options.
+        ValueError: If ``named`` has an unknown class or wrong options.
+
+    >>> default_decoder(ModelTraits(attention="bidirectional", predictions=("mask",)))
+    LLaDA(...)
     """
     load_plugins()
     if named is not None:
         decoder = _build(named)
-        is_own = isinstance(decoder, SelfSpeculative) or not drafts
-        if is_own and not decoder.requirements().mismatches(traits):
+        uses_drafter = isinstance(decoder, SelfSpeculative) or not drafts
+        if uses_drafter and not decoder.requirements().mismatches(traits):
             return decoder
     if drafts:
         return SelfSpeculative()
@@ -108,10 +121,11 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
 
 
 def _build(named: Mapping[str, Any]) -> Decoder:
-    """Build the decoder that a model's config names, with its package or without."""
+    """Build the decoder that a model's config names; the class path may omit the package."""
     try:
         package, _, name = named["class_path"].rpartition(".")
-        is_nameable = name in NAMEABLE and package.partition(".")[0] in ("", "refusion_lit")
+        root = package.partition(".")[0]
+        is_nameable = name in NAMEABLE and root in ("", "refusion_lit", NAMEABLE[name].__module__.partition(".")[0])
         require(is_nameable, "class_path", f"one of {', '.join(NAMEABLE)}", named["class_path"], "name one of them")
         return NAMEABLE[name](**named.get("init_args") or {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:

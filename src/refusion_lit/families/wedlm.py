@@ -1,7 +1,7 @@
-"""WeDLM (arXiv 2512.22737): causal attention, masks that predict themselves, a sliding window.
+"""WeDLM (arXiv 2512.22737): causal attention, masks that predict their own tokens, and a window of masks.
 
-The decoder ``WeDLM``, the objective ``DualStream``, a clean stream and a masked one, and the published checkpoints, a
-Qwen2.5 (7B) and a Qwen3 (8B).
+The decoder ``WeDLM``, the objective ``DualStream`` with a clean and a masked stream, and the format of the published
+checkpoints, which are a Qwen2.5 (7B) and a Qwen3 (8B).
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
+from refusion_lit.engine.decoder import (
+    Decoder,
+    ModelRequirements,
+    RowState,
+    above_or_best,
+    max_length,
+    most_certain,
+)
 from refusion_lit.engine.drafting import text_between
-from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
@@ -33,7 +40,7 @@ _MIN_RATIO = 1e-8
 @dataclass(frozen=True, kw_only=True)
 class _WeDLMFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Name Qwen3 for a config with normalised queries and keys, else Qwen2."""
+        """Convert a config: Qwen3 if queries and keys are normalised, else Qwen2."""
         return super().library_options(values) | {"model_type": "qwen3" if values.get("qk_norm", False) else "qwen2"}
 
 
@@ -53,78 +60,116 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class WeDLM(Decoder):
-    """Fills the masks of a sliding window by entropy and caches the leading run of filled ones one forward later.
+    """Fills masks of a window in parallel, and caches the filled tokens at the window's start a forward later.
 
-    A forward feeds the window's filled tokens in text order and then its masks in text order, with their positions in
-    the text. Causal attention over that sequence shows each mask all filled tokens and the masks to its left. A filled
-    token never changes. The run of filled tokens at the window's start follows cached text directly. Its keys and
-    values in this forward are therefore those of ordinary causal decoding: they stay in the cache, and the window moves
-    past them. Other filled tokens are computed again in each forward.
+    A forward feeds the window's filled tokens in text order, then its masks in text order, with their positions in the
+    text. Causal attention over this sequence shows a mask all filled tokens and the masks to its left. Filled tokens
+    never change. The filled tokens before the first mask directly follow cached text, so their keys and values equal
+    those of ordinary causal decoding: they stay in the cache, and the window moves past them. Other filled tokens are
+    computed again in the next forward.
 
-    Source: streaming parallel decoding of WeDLM (arXiv 2512.22737, algorithm 1) as in its released engine. Deliberate
-    differences: the first forward computes the prompt and the first window, where the engine computes the prompt alone;
-    no forward follows the one that completes the text; temperature acts before top-p, not after; the mask token is
-    never drawn. As in the engine, the window is refilled in the same forward that caches its leading tokens: there are
-    up to 2 W tokens, and always reaches W places from its first mask (the paper's algorithm refills it after that
-    forward). The window reaches beyond ``max_new_tokens``; what stands there is not returned.
+    The authors have two programs with different rules (``selection``):
+
+    - ``entropy``: the released engine (streaming parallel decoding, arXiv 2512.22737, algorithm 1). The window slides:
+      it reaches ``window_size`` places from its first mask, also beyond ``max_new_tokens``.
+    - ``confidence``: ``generate_wedlm`` of the model's Python class. Blocks of ``window_size`` tokens, the last block
+      shorter, are completed one after another.
+
+    Deliberate differences:
+
+    - The first forward computes the prompt and the first window, where the engine computes the prompt alone; no forward
+      follows the completion of the text. So an engine run has two forwards more.
+    - Decoding stops at the first EOS token, where ``generate_wedlm`` goes on. Its ``temperature``, which changes
+      confidences but draws nothing, has no counterpart.
+    - Temperature acts before top-p, not after; the mask token is never drawn.
+    - As in the engine, the forward that caches leading tokens also refills the window; in the paper's algorithm the
+      refill comes after it.
 
     Attributes:
-        window_size: Masks in the window, W (``wedlm_window_size``); the paper's tables have 6.
-        entropy_threshold: Fill every mask whose entropy in nats plus penalty is below this, and always the best one
-            (tau, ``wedlm_entropy_threshold``); the comparison is strict. ``None``: one token per forward, as in the
-            paper's tables.
-        position_penalty: Added to a mask's entropy for each position between it and the first mask (lambda,
-            ``wedlm_pos_penalty_factor``), at least 0; the paper's tables have 0.1.
-        ignore_right_context: Accept given tokens beyond the window of a token to generate, which the model does not see
-            while it fills that one.
+        selection: Rule that selects the masks to fill: ``entropy`` or ``confidence``.
+        window_size: Masks in the window, W (``wedlm_window_size``), or tokens per block (``block_size`` of
+            ``generate_wedlm``). The paper's tables use 6.
+        entropy_threshold: For ``entropy``: fill masks whose entropy in nats plus penalty is below this number (tau,
+            ``wedlm_entropy_threshold``), and always the best mask. ``None``: a token per forward, as in the paper's
+            tables.
+        position_penalty: For ``entropy``: penalty per position between a mask and the first mask (lambda,
+            ``wedlm_pos_penalty_factor``), at least 0. The paper's tables use 0.1.
+        confidence_threshold: For ``confidence``: fill masks whose token has at least this probability, in [0, 1], and
+            always the best mask. ``None``: a token per forward (0.0 in ``generate_wedlm``).
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/published_2026/models/wedlm-tiny")
+    >>> for decoder in WeDLM(entropy_threshold=0.6), WeDLM(selection="confidence", confidence_threshold=0.9):
+    ...     [answer] = model.generate(["12+34,56+78>"], decoder=decoder, max_new_tokens=32)
+    ...     answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=50;56+78=12;', 19, 17)
+    ('12+34=60;56+78=106;', 20, 16)
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask",))
     shares = "all"
 
-    ranges = {"window_size": 1, "entropy_threshold": "[-inf, inf]", "position_penalty": 0.0}
+    ranges = {
+        "window_size": 1,
+        "entropy_threshold": "[-inf, inf]",
+        "position_penalty": 0.0,
+        "confidence_threshold": "[0, 1]",
+    }
+    selection: Literal["entropy", "confidence"] = "entropy"
     window_size: int = 16
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
-    ignore_right_context: bool = False
+    confidence_threshold: float | None = 0.9
+
+    @property
+    def _slides(self) -> bool:
+        """Return whether the window slides, instead of standing still until a block is complete."""
+        return self.selection == "entropy"
+
+    def _window_end(self, first_mask: int) -> int:
+        """Return the place behind the window whose first mask is at a place."""
+        start = first_mask if self._slides else first_mask // self.window_size * self.window_size
+        return start + self.window_size
 
     def refusal(self, prompt: Prompt) -> str | None:
-        """Refuse given tokens that the first window does not reach, unless ``ignore_right_context``."""
-        if self.ignore_right_context or not prompt.num_to_fill:
+        """Refuse given tokens beyond the first window, which the model does not see."""
+        if not prompt.num_to_fill or prompt.given_length <= self._window_end(prompt.given.index(None)):
             return None
-        if prompt.given_length - 1 - prompt.given.index(None) < self.window_size:
-            return None
-        return (
-            f"its model sees a window of {self.window_size} tokens and what is before it, and text is given after that "
-            "(set ignore_right_context: true to fill spans without it)"
-        )
+        return f"its model sees a window of {self.window_size} tokens and earlier text, and some text is given later"
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas as long as the longest response, and the window's masks beyond."""
-        length = max_length(prompt, sampling, special_tokens) + self.window_size
-        return RowState(prompt, sampling, special_tokens, length)
+        """Create a canvas as long as the longest response and, for a sliding window, the masks beyond."""
+        length = max_length(prompt, sampling, special_tokens)
+        return RowState(prompt, sampling, special_tokens, length + self.window_size if self._slides else length)
 
     def step(self, state: RowState) -> Steps[None]:
-        """Run one forward over the window; fill masks and keep the KV cache entries of the leading tokens."""
+        """Run a forward over the window; fill masks, and keep the leading tokens' entries in the KV cache."""
         start = max(state.num_cached - state.prompt_length, 0)
         first_mask = state.is_masked.index(True)
-        stop = first_mask + self.window_size
+        stop = min(self._window_end(first_mask), len(state.tokens))
         places = [place for place in range(start, stop) if state.is_masked[place]]
         filled = [place for place in range(start, stop) if not state.is_masked[place]]
         branch = self._branch(state, [*filled, *places], len(places))
-        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic="entropy")
-        readings = yield Forward(phase="denoise", branches=(branch,), draw=draw)
+        statistic = "entropy" if self.selection == "entropy" else None
+        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic=statistic)
+        [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = state.prompt_length + first_mask
-        threshold = math.inf if self.entropy_threshold is None else -self.entropy_threshold
-        negated = [
-            -(entropy + self.position_penalty * (place - places[0]))
-            for place, entropy in zip(places, readings[0].statistic, strict=True)
-        ]
-        chosen = above_or_best(negated, threshold)
-        state.commit([places[i] for i in chosen], [readings[0].tokens[i] for i in chosen])
+        chosen = self._choose(reading, [place - first_mask for place in places])
+        state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
+
+    def _choose(self, reading: Reading, distances: Sequence[int]) -> list[int]:
+        """Return the indices of the masks to fill, given their distances from the first mask."""
+        if self.selection == "entropy":
+            threshold = math.inf if self.entropy_threshold is None else -self.entropy_threshold
+            penalties = (self.position_penalty * distance for distance in distances)
+            negated = [-(entropy + more) for entropy, more in zip(reading.statistic, penalties, strict=True)]
+            return above_or_best(negated, threshold)
+        threshold = math.inf if self.confidence_threshold is None else self.confidence_threshold
+        certain = [i for i, probability in enumerate(reading.probabilities) if probability >= threshold]
+        return certain or most_certain(reading.probabilities, 1)
 
     def _branch(self, state: RowState, window: Sequence[int], num_masks: int) -> Branch:
-        """Return the prompt's tokens that are not cached and the window's places, of which the last ones are masks."""
+        """Return the prompt's uncached tokens and the window's places, which end with the masks."""
         start = state.num_cached
         positions = [*range(start, state.prompt_length), *(state.prompt_length + place for place in window)]
         text = text_between(state, start, max(positions) + 1)
@@ -139,24 +184,35 @@ class WeDLM(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class DualStream(Objective):
-    """Predicts the masks of a block from its clean tokens, the masks before them, and all earlier clean blocks.
+    """Predicts the masks of a block from its clean tokens, from earlier masks, and from all earlier clean blocks.
 
-    WeDLM (arXiv 2512.22737): one forward over ``[prediction; memory]`` with repeated position ids. The memory stream is
-    the clean text. In the prediction stream a share gamma of each block's response tokens, uniform in [0, 1) and drawn
-    for each block alone, is masked: exactly that share, rounded, at random places. The masks then move after the
-    block's clean tokens, with their position ids. Attention is causal: a prediction token sees its block up to itself
-    and the memory of all earlier blocks; the memory sees itself. Blocks are counted from position 0, prompt included.
+    WeDLM (arXiv 2512.22737): a forward over ``[prediction; memory]`` with repeated position ids. The memory stream is
+    the clean text. In the prediction stream, every block draws a share gamma, uniform in [0, 1), and masks exactly this
+    share of its response tokens, rounded, at random places. The masks then move behind the block's clean tokens, with
+    their position ids. Attention is causal: a prediction token sees its block up to itself and the memory of all
+    earlier blocks; the memory sees itself. Blocks are counted from position 0, prompt included.
 
-    Terms: ``mdm``, the mean over masks of the cross-entropy with weights 1 / gamma, over the weights' sum (the public
-    trainer's; the paper writes a plain sum); ``ar``, the mean cross-entropy of the memory's next-token predictions. The
-    loss is (mdm + ar_weight * ar) / (1 + ar_weight).
+    Terms: ``mdm``, the mean cross-entropy over masks with weights 1 / gamma, divided by the sum of weights (as in the
+    public trainer; the paper writes a plain sum); ``ar``, the mean cross-entropy of the memory's next-token
+    predictions. The loss is (mdm + ar_weight * ar) / (1 + ar_weight).
 
-    Deliberate difference: the public trainer can append more learnable end-of-turn tokens to a response
-    (``num_learnable_im_end``); here a response ends with one EOS token.
+    Deliberate difference: the public trainer can append several learnable end-of-turn tokens to a response
+    (``num_learnable_im_end``); here a response ends with a single EOS token.
 
     Attributes:
-        block_size: Number of tokens in a block, at least 1; decoders need not know it.
-        ar_weight: Weight of the next-token term against the masked one (``ar_loss_weight``), at least 0.
+        block_size: Tokens per block, at least 1; decoders need not know it.
+        ar_weight: Weight of the next-token term, relative to the masked term (``ar_loss_weight``), at least 0.
+
+    >>> import torch
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> from refusion_lit.types import SpecialTokens
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> corrupted = DualStream(block_size=2).corrupt(batch, KeyedNoise(batch.sample_keys), special)
+    >>> corrupted.input_ids, corrupted.position_ids
+    (tensor([[5, 6, 7, 2, 5, 6, 7, 8]]), tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask", "next_token"))
@@ -173,9 +229,9 @@ class DualStream(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Mask a share of each block, move its masks to its end, append the clean text; see :meth:`Objective.corrupt`.
+        """Mask a share of every block, move masks to the block's end, append the clean text.
 
-        With ``mask_ratio``, all blocks of a row have that share.
+        With ``mask_ratio``, all blocks of a row have this share; see :meth:`Objective.corrupt`.
         """
         mask_token_id = required_mask_id(self, special_tokens)
         num_tokens = batch.input_ids.shape[1]
@@ -183,10 +239,10 @@ class DualStream(Objective):
         positions, is_real = batch.positions, batch.is_real
         is_masked, weights = self._masked(batch.in_response, noise, mask_ratio)
 
-        # Clean tokens of a block, then its masks, each in text order; padding stays after them.
+        # Clean tokens of a block, then its masks, both in text order; padding stays behind.
         key = torch.where(is_real, 2 * (positions // size) + is_masked, 2 * num_tokens)
         order = key.argsort(dim=1, stable=True)
-        own = batch.input_ids.where(is_masked, IGNORE_INDEX)
+        masked_tokens = batch.input_ids.where(is_masked, IGNORE_INDEX)
         following = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         follows = following != IGNORE_INDEX
         none = torch.zeros_like(is_masked)
@@ -194,7 +250,7 @@ class DualStream(Objective):
             input_ids=torch.cat((batch.input_ids.masked_fill(is_masked, mask_token_id).gather(1, order),
                                  batch.input_ids), 1),
             position_ids=torch.cat((order, positions.expand_as(order)), 1),
-            labels=torch.cat((own.gather(1, order), following), 1),
+            labels=torch.cat((masked_tokens.gather(1, order), following), 1),
             weights=torch.cat((weights.gather(1, order), follows.float()), 1),
             terms=torch.cat((none, ~none), 1).long(),
             # Weights are no integers: a sum in float32 would depend on how a step is cut into micro-batches.
@@ -207,7 +263,7 @@ class DualStream(Objective):
     def _masked(
         self, in_response: Bool[Tensor, "batch token"], noise: KeyedNoise, mask_ratio: MaskRatio
     ) -> tuple[Bool[Tensor, "batch token"], Float[Tensor, "batch token"]]:
-        """Draw which tokens are masked, exactly a share of each block; return them and their weights."""
+        """Draw the masked tokens, an exact share of every block; return them and their weights."""
         num_tokens = in_response.shape[1]
         size = self.block_size
         num_blocks = -(-num_tokens // size)

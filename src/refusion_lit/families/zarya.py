@@ -52,13 +52,17 @@ class Zarya(Hybrid):
     Zarya's mix of the terms is ``mdm_weight`` = lambda and ``ar_weight`` = 1 - lambda.
 
     Attributes:
-        slot_borders: Curriculum of slot sizes (``slot_step_borders`` of Zarya): the first size is used up to this share
-            of all optimizer steps, the second one up to the next border, and so on; beyond the last border, the last
-            size. Ascending, in (0, 1], one for each size. Validation draws from all sizes. Zarya has shares of an
-            epoch: the same in a run of one epoch. ``None``: sizes are drawn.
-        token_weights: Weights of masked tokens in a slot: ``equal`` (the paper) or ``harmonic``, about n times as much
-            for the first of n tokens as for the last (``ordered_sampling`` of Zarya).
-        shuffle_masked: Put masked slots in random order too (``diffusion_shuffle`` of Zarya), not in text order.
+        slot_borders: Curriculum of slot sizes (``slot_step_borders`` of Zarya): border i is the share of optimizer
+            steps, in (0, 1] and ascending, up to which size i is used; the last size is also used beyond the last
+            border. As many as sizes. Validation draws from all sizes. Zarya's borders are shares of an epoch, which is
+            the same in a run of a single epoch. ``None``: sizes are drawn.
+        token_weights: Weights of masked tokens in a slot: ``equal`` (the paper) or ``harmonic``, in which the first of
+            n tokens has about n times the last token's weight (``ordered_sampling`` of Zarya).
+        shuffle_masked: Put masked slots in random order, too (``diffusion_shuffle`` of Zarya), not in text order.
+
+    >>> objective = Zarya(slot_sizes=(4, 8), slot_borders=(0.5, 1.0))
+    >>> objective.at(0.2).slot_sizes, objective.at(0.9).slot_sizes
+    ((4,), (8,))
     """
 
     slot_borders: tuple[float, ...] | None = None
@@ -69,15 +73,15 @@ class Zarya(Hybrid):
         super().__post_init__()
         if self.slot_borders is None:
             return
-        holds = isinstance(self.slot_borders, Sequence) and len(self.slot_borders) == len(self.slot_sizes)
-        borders = (0.0, *self.slot_borders) if holds else ()
-        holds = holds and all(is_number(border, Real) for border in borders)
-        holds = holds and all(low < high <= 1 for low, high in pairwise(borders))
-        expected = f"{len(self.slot_sizes)} ascending numbers in (0, 1], one for each of slot_sizes, or null"
-        require(holds, "objective.slot_borders", expected, self.slot_borders, "state where each size ends")
+        has_all = isinstance(self.slot_borders, Sequence) and len(self.slot_borders) == len(self.slot_sizes)
+        borders = (0.0, *self.slot_borders) if has_all else ()
+        are_numbers = has_all and all(is_number(border, Real) for border in borders)
+        are_valid = are_numbers and all(low < high <= 1 for low, high in pairwise(borders))
+        expected = f"{len(self.slot_sizes)} ascending numbers in (0, 1], as many as slot_sizes, or null"
+        require(are_valid, "objective.slot_borders", expected, self.slot_borders, "state where every size ends")
 
     def at(self, progress: float) -> Zarya:
-        """Return the objective with the slot size of the curriculum; see :meth:`Objective.at`."""
+        """Return the objective with the curriculum's slot size; see :meth:`Objective.at`."""
         if self.slot_borders is None:
             return self
         size = self.slot_sizes[sum(border < progress for border in self.slot_borders[:-1])]
@@ -86,7 +90,7 @@ class Zarya(Hybrid):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Cut into slots, mask some, move the clean ones forward; see :meth:`Objective.corrupt`."""
+        """Cut responses into slots, mask some, move clean slots forward; see :meth:`Objective.corrupt`."""
         probability = mask_probability(noise, self.eps, mask_ratio)
         slot_sizes = draw_slot_sizes(noise, self.slot_sizes)
         num_slots = most_slots(batch, self.slot_sizes)
@@ -117,22 +121,22 @@ def harmonic_factor(
     *,
     eps: float,
 ) -> Float[Tensor, "batch token"]:
-    """Return p / q_j, where q_j grows linearly from about p / n at the slot's first token to p at its last one.
+    """Return p / q_j, where q_j grows linearly from about p / n at the slot's first token to p at the last token.
 
-    Times 1 / p, the weights of a slot add up to H_n = 1 + 1/2 + ... + 1/n times as much as equal ones.
+    Multiplied by 1 / p, a slot's weights sum to H_n = 1 + 1/2 + ... + 1/n times the sum of equal weights.
 
     Args:
-        place: Place of each token in its slot, j from 0.
-        length: Tokens of its slot, n.
-        mask_probability: p of each row.
+        place: A token's place in its slot, j from 0.
+        length: Number of tokens in the slot, n.
+        mask_probability: p, by row.
         eps: Smallest mask probability.
     """
     p = mask_probability.double()[:, None]
-    # For the least probabilities the first one would exceed the last.
+    # With tiny p, the first q would exceed the last q.
     first = (eps + (1 - eps) * p / length).minimum(p)
     alone = (eps + (1 - eps) * p + p) / 2
-    own = torch.where(length == 1, alone, first + (p - first) * place / (length - 1).clamp(min=1))
-    return p / own
+    chance = torch.where(length == 1, alone, first + (p - first) * place / (length - 1).clamp(min=1))
+    return p / chance
 
 
 @dataclass(kw_only=True)
@@ -140,7 +144,7 @@ class GroupState(RowState):
     """State of FirstHitting.
 
     Attributes:
-        groups: Groups of canvas places; each group is decoded in one forward, in this order.
+        groups: Groups of canvas places in decoding order; a forward decodes a group.
     """
 
     groups: list[list[int]] = field(default_factory=list)
@@ -148,20 +152,26 @@ class GroupState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstHitting(Decoder):
-    """Decodes groups of tokens, each in one forward, then the rest one by one; group sizes are drawn at random.
+    """Decodes groups of tokens of random size, a group per forward, then the remaining tokens one by one.
 
-    For causal models whose masks predict themselves. A group's tokens are predicted from their masks. The next forward
-    feeds them clean before the next group's masks, so the KV cache is exact. As in Zarya, the number of tokens
-    unmasked in a step follows the diffusion's time (each token is unmasked when that time first hits it, hence the
+    For causal models whose masks predict their own tokens. A group's tokens are predicted from their masks. The next
+    forward feeds the clean group before the next group's masks, so the KV cache is exact. As in Zarya, the number of
+    tokens unmasked in a step follows the diffusion's time (a token is unmasked when the time first hits it, hence the
     name) and does not depend on the model's predictions.
 
-    Deliberate differences: the prompt keeps its order; masks are never drawn; places after an EOS token are left
-    out once everything before it is known; at temperature 0 the most probable token is taken, without noise.
+    Deliberate differences: the prompt keeps its order; masks are never drawn; places after an EOS token are left out
+    once all places before it are known; at temperature 0 the most probable token is taken, without noise.
 
     Attributes:
-        num_steps: Steps of the diffusion phase, at most one group each; ``None``: a quarter of the masks.
-        diffusion_share: Expected share of the tokens decoded in groups (alpha_0), in [0, 1]; the others follow one per
-            forward, in text order. With 1, all remaining tokens form one last group.
+        num_steps: Steps of the diffusion phase, at most a group per step; ``None``: a quarter of the masks.
+        diffusion_share: Expected share of tokens decoded in groups (alpha_0), in [0, 1]. The other tokens follow in
+            text order, a token per forward; with 1, the remaining tokens form a last group.
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> [answer] = model.generate(["12+34,56+78>"], decoder=FirstHitting(num_steps=4), max_new_tokens=32)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=46;56+78=134;', 20, 4)
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask",))
@@ -173,7 +183,7 @@ class FirstHitting(Decoder):
     diffusion_share: float = 0.75
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> GroupState:
-        """Create a canvas and draw the groups of its masks."""
+        """Create a canvas and draw the groups of masks."""
         state = GroupState(prompt, sampling, special_tokens)
         places = [place for place, is_masked in enumerate(state.is_masked) if is_masked]
         for size in self._sizes(state, len(places)):
@@ -183,7 +193,7 @@ class FirstHitting(Decoder):
         return state
 
     def _sizes(self, state: RowState, num_masks: int) -> Iterator[int]:
-        """Yield the sizes of the groups of the diffusion phase."""
+        """Yield the group sizes of the diffusion phase."""
         num_steps = max(-(-num_masks // 4), 1) if self.num_steps is None else self.num_steps
         for step in range(num_steps):
             before, after = (self._share_known(1 - (step + i) / num_steps) for i in (0, 1))
@@ -195,11 +205,11 @@ class FirstHitting(Decoder):
                 num_masks -= size
 
     def _share_known(self, time: float) -> float:
-        """Return the expected share of the tokens that are known at a time in [0, 1], from 1 down."""
+        """Return the expected share of known tokens at a time in [0, 1]; time runs from 1 to 0."""
         return self.diffusion_share * (1 - (1 - _EPS) * time)
 
     def step(self, state: GroupState) -> Steps[None]:  # type: ignore[override]
-        """Feed the group before clean and this one as masks; draw its tokens."""
+        """Feed the clean previous group and this group's masks; draw this group's tokens."""
         group = state.groups[state.num_forwards]
         clean = uncached(state)
         branch = Branch(

@@ -13,19 +13,24 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 
 
 class OptimizerStep:
-    """All micro-batches of one optimizer step on this process.
+    """All micro-batches of an optimizer step on this process.
 
-    The losses of the micro-batches add up to the loss of one batch with all samples of the step, on all processes. Loss
-    terms have denominators (labelled tokens or samples) that differ between micro-batches, so a mean of means would be
-    another loss. Therefore :meth:`begin` takes all corrupted micro-batches before the first one runs, and every
-    micro-batch gets the counts of the whole step as its denominators.
+    The losses of the micro-batches add up to the loss of a single batch with all samples of all processes. The
+    denominators of loss terms (labelled tokens or samples) differ between micro-batches, so a mean of means would be a
+    different loss. Therefore :meth:`begin` takes all corrupted micro-batches before the first micro-batch runs, and
+    every micro-batch gets the counts of the whole step as denominators.
 
     Args:
-        batches: This process's clean micro-batches of the step, in order.
+        batches: Clean micro-batches on this process, in order.
 
     Attributes:
-        num_positions: Number of token positions that the step computes on all processes, padding included.
-        padding: Share of these positions that hold padding.
+        num_positions: Number of token positions in the step on all processes, padding included.
+        padding: Share of padding among these positions.
+
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([2])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7]]), sample_keys=torch.tensor([0]), ids=["a"], **lengths)
+    >>> OptimizerStep([batch, batch]).sample_ids
+    ['a', 'a']
     """
 
     def __init__(self, batches: Sequence[ResponseBatch]) -> None:
@@ -36,28 +41,28 @@ class OptimizerStep:
 
     @property
     def sample_ids(self) -> list[str]:
-        """Ids of the samples of the step, on this process."""
+        """Ids of the samples on this process."""
         return [name for batch in self.batches for name in batch.ids]
 
     def begin(self, corrupted: Sequence[CorruptedBatch]) -> None:
-        """Sum the counts of all micro-batches over all processes.
+        """Sum the counts over all micro-batches and processes.
 
         Args:
-            corrupted: The micro-batches as the model reads them, in order.
+            corrupted: Corrupted micro-batches, in order.
         """
         counts = torch.stack([batch.counts for batch in corrupted]).sum(0).double()
         num_positions = counts.new_full((1,), sum(batch.input_ids.numel() for batch in corrupted))
-        # Where the objective does not mark padding, all positions count as real.
+        # Objectives that do not mark padding count all positions as real.
         real = [torch.ones_like(batch.input_ids) if batch.is_real is None else batch.is_real for batch in corrupted]
         num_real = torch.stack([mask.sum() for mask in real]).sum()[None]
-        # One all-reduce for all figures, and the host waits for none of them.
+        # A single all-reduce for all figures, and the host waits for no figure.
         totals = all_reduce(torch.cat((num_positions, num_real.double(), counts)))
         self.num_positions = totals[0]
         self.padding = 1 - totals[1] / totals[0]
         self._corrupted = [replace(batch, counts=totals[2:]) for batch in corrupted]
 
     def take(self, index: int) -> CorruptedBatch:
-        """Return a corrupted micro-batch with the counts of the step, and release its memory here.
+        """Remove and return a corrupted micro-batch, with the counts of the step.
 
         Args:
             index: Index of the micro-batch in the step.
@@ -69,22 +74,25 @@ class OptimizerStep:
 
     @staticmethod
     def scale(num_accumulated: int, world_size: int) -> int:
-        """Return the factor of a micro-batch's loss that undoes the means of Lightning and of the processes.
+        """Return the factor for the loss that undoes the means of Lightning and over processes.
 
         Args:
-            num_accumulated: ``trainer.accumulate_grad_batches``, by which Lightning divides every loss.
+            num_accumulated: ``trainer.accumulate_grad_batches``, by which Lightning divides the loss.
             world_size: Number of processes, over which gradients are averaged.
+
+        >>> OptimizerStep.scale(num_accumulated=4, world_size=2)
+        8
         """
         return num_accumulated * world_size
 
 
 @dataclass
 class MicroBatch:
-    """A micro-batch of an optimizer step.
+    """A micro-batch in an optimizer step.
 
     Attributes:
-        step: The step, with all of its micro-batches.
-        index: Index of this micro-batch.
+        step: The optimizer step.
+        index: Index of the micro-batch in the step.
     """
 
     step: OptimizerStep
@@ -101,25 +109,25 @@ class MicroBatch:
         return self.index + 1 == len(self.step.batches)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:  # noqa: ARG002
-        """Return the micro-batch itself: a whole step moves to the device when it is corrupted."""
+        """Return the micro-batch itself: the whole step moves to the device when it is corrupted."""
         return self
 
 
-def group_into_steps(batches: Iterator[ResponseBatch], num_left: Callable[[], int]) -> Iterator[MicroBatch]:
-    """Yield micro-batches, looking ahead by one optimizer step.
+def group_into_steps(batches: Iterator[ResponseBatch], num_remaining: Callable[[], int]) -> Iterator[MicroBatch]:
+    """Yield micro-batches; reads a whole optimizer step ahead.
 
     Args:
         batches: Clean micro-batches.
-        num_left: Returns the number of micro-batches from the next one to the end of its step.
+        num_remaining: Returns the number of micro-batches that remain in the current step.
     """
-    while group := tuple(islice(batches, num_left())):
+    while group := tuple(islice(batches, num_remaining())):
         step = OptimizerStep(group)
         for index in range(len(group)):
             yield MicroBatch(step, index)
 
 
 def all_reduce(values: Tensor) -> Tensor:
-    """Return the sum of a tensor over all processes; the tensor itself changes."""
+    """Sum a tensor over all processes, in place, and return it."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(values)
     return values

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from refusion_lit.modeling.config import check_supported, learns_positions
+from refusion_lit.modeling.config import check_supported, learns_positions, sliding_window
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
@@ -63,6 +63,11 @@ class Backbone(nn.Module, LanguageModel):
         self.batch_invariant = batch_invariant
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
         self.learns_positions = learns_positions(model, get_body(model))
+        self.window = sliding_window(model.config)
+        """Tokens that sliding-window layers see. Explicit masks have no window, so that it limits the context."""
+        if self.window is not None:
+            self.max_positions = min(self.window, self.max_positions or self.window)
+            self.learns_positions = True
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base model of unmerged low-rank adapters."""
@@ -86,7 +91,7 @@ class Backbone(nn.Module, LanguageModel):
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return a faster :meth:`hidden_states` for one decode; modules may be replaced between two decodes."""
         fused = self.make_fused_body()
-        general = partial(library_states, self.body, self.special_tokens.draft_token_ids)
+        general = partial(library_states, self.body, self.special_tokens.draft_token_ids, window=self.window)
         return general if fused is None else dispatch_inference(fused, general)
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
@@ -137,7 +142,7 @@ class Backbone(nn.Module, LanguageModel):
         if num_drafts:
             text = input_ids.shape[1] - num_drafts
             return draft_states(self.body, self.drafter, input_ids, position_ids, attention_mask, text, known[0])
-        return library_states(self.body, known, input_ids, position_ids, attention_mask)
+        return library_states(self.body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:
         """Return a fused backbone with the current weights; ``None`` if transformers' forward decodes."""

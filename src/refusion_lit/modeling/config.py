@@ -258,16 +258,19 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
             )
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; {_SUPPORTED}.")
-    layer_types = getattr(config, "layer_types", None) or []
-    if not layer_types and getattr(config, "sliding_window", None) is not None:
-        layer_types = ["sliding_attention"]
-    other = sorted({kind for kind in layer_types if kind != "full_attention"})
+    other = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
     if other:
         raise ValueError(
             f"backbone: {name} has layers of type {', '.join(other)}, which explicit masks would turn into full "
-            "attention; use a model with full attention in every layer, or override it with full attention "
-            "(for example config: {sliding_window: null})."
+            "attention; use a model with full attention in every layer."
         )
+
+
+def sliding_window(config: Any) -> int | None:  # noqa: ANN401 - one class per architecture
+    """Return the number of tokens that layers with sliding-window attention see; ``None`` without such layers."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    return window if not layer_types or "sliding_attention" in layer_types else None
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper

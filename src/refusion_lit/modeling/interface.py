@@ -21,7 +21,7 @@ class LanguageModel(ABC):
         traits: What the model was trained to do.
         special_tokens: Its special ids.
         max_positions: Length of its context; ``None`` if it has no limit.
-        learns_positions: Whether it has learnt position embeddings, which end with its context.
+        learns_positions: Whether no position beyond its context can be computed, as with learnt position embeddings.
     """
 
     traits: ModelTraits

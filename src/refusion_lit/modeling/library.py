@@ -23,13 +23,19 @@ def library_states(
     position_ids: Int[Tensor, "batch token"],
     attention_mask: AttentionMask | None,
     cache: KVCache | None = None,
+    *,
+    window: int | None = None,
 ) -> Float[Tensor, "batch token hidden"]:
     """Run a transformer without its head; for arguments see :meth:`LanguageModel.hidden_states`.
 
     Raises:
-        ValueError: If a drafter's mask (``draft_token_ids``) is among the tokens, or the attention implementation
-            cannot take the mask.
+        ValueError: If positions with an explicit mask reach beyond a sliding ``window``, a drafter's mask
+            (``draft_token_ids``) is among the tokens, or the attention implementation cannot take the mask.
     """
+    if window is not None and attention_mask is not None:
+        length = int(position_ids.max()) + 1
+        expected = f"at most {window} tokens, the sliding window of {type(body).__name__}"
+        require(length <= window, "context", expected, length, "shorten the text, or take a model with full attention")
     # On a GPU the host would have to wait for this check.
     if draft_token_ids and input_ids.device.type == "cpu":
         has_masks = bool((input_ids >= draft_token_ids[0]).any())

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from refusion_lit.utils.require import check_options
+from refusion_lit.utils.require import check_options, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class LoraOptions:
         rank: Rank of the update (``r`` in peft).
         alpha: The update is scaled by alpha / rank (``lora_alpha`` in peft).
         dropout: Dropout probability on the adapters' input, in [0, 1).
-        target_modules: Names of the linear layers to adapt; ``all-linear`` adapts every linear layer but the head.
+        target_modules: Names of the layers to adapt: linear layers and the embedding, but not the head.
+            ``all-linear`` adapts every linear layer but the head.
     """
 
     ranges = {"rank": 1, "dropout": "[0, 1)"}
@@ -80,7 +81,7 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - tra
         The ``PeftModel``; its logits are the model's until the adapters are trained.
 
     Raises:
-        ValueError: If peft is not installed, or no layer has a name in ``target_modules``.
+        ValueError: If peft is not installed, no layer has a name in ``target_modules``, or the head has one.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -92,25 +93,58 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - tra
         lora_dropout=options.dropout,
         target_modules=options.target_modules,
     )
+    head = model.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and part is not head
+    }
+    expected = f"all-linear, or some of {', '.join(sorted(linear))}"
     with quiet_peft():
         try:
-            return get_peft_model(model, config)
+            adapted = get_peft_model(model, config)
         except ValueError as error:
-            linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
             raise ValueError(
-                f"backbone.lora.target_modules: expected all-linear, or some of {', '.join(sorted(linear))}, got "
-                f"{options.target_modules!r}; correct the names."
+                f"backbone.lora.target_modules: expected {expected}, got {options.target_modules!r}; correct the names."
             ) from error
+    is_plain = adapted.get_output_embeddings() is head
+    got = f"{options.target_modules!r}, which adapts the head"
+    require(is_plain, "backbone.lora.target_modules", expected, got, "leave the head out")
+    return adapted
 
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence a deprecation warning that peft 0.21 causes in transformers 5.23 and that users cannot avoid."""
+    """Silence warnings of peft 0.21 that users cannot act on: a deprecation, and tied weights (see :func:`merged`)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")
         yield
 
 
+def adapts_embedding(model: Any) -> bool:  # noqa: ANN401 - transformers' or peft's class
+    """Return whether a model's embedding has unmerged adapters."""
+    return hasattr(model.get_input_embeddings(), "base_layer")
+
+
 def merged(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's class
-    """Return a model with its adapters merged into its weights, in place; a model without adapters as it is."""
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    """Return a model with its adapters merged into its weights, in place; a model without adapters as it is.
+
+    A head that is tied to an adapted embedding gets weights of its own first: adapters of the embedding do not change
+    the head in training.
+    """
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    if adapts_embedding(model):
+        untie(model.get_base_model())
+    with quiet_peft():
+        return model.merge_and_unload()
+
+
+def untie(model: Any) -> None:  # noqa: ANN401 - a transformers model
+    """Give the head of a model weights of its own, equal to the embedding's, if both share their weights."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is getattr(embedding, "base_layer", embedding).weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        model.config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}  # which transformers leaves out when it saves the model

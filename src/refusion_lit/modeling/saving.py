@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
 from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter
-from refusion_lit.modeling.lora import merged, quiet_peft
+from refusion_lit.modeling.lora import adapts_embedding, merged, quiet_peft
 from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import require_empty, write_atomically
+from refusion_lit.utils.require import require
 
 PROMPT_TEMPLATE = "prompt_template"
 HAS_DRAFTER = "has_drafter"
@@ -117,7 +118,8 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
         directory: A new or empty directory.
 
     Raises:
-        ValueError: If the model has no adapters, the adapters have no base, or the directory holds files already.
+        ValueError: If the model has no adapters, the adapters have no base or need a head or rows that adapters alone
+            cannot hold, or the directory holds files already.
     """
     adapters = backbone.adapters
     if adapters is None:
@@ -132,6 +134,13 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
     path = Path(directory)
     require_empty(path)
     model: Any = backbone.model
+    if adapts_embedding(model):
+        fix = "export without adapter_only, which merges the adapters"
+        is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().base_layer.weight
+        got = "adapters of the embedding of a base whose head is tied to it, which peft would change too"
+        require(not is_tied, "adapter_only", "a head with weights of its own", got, fix)
+        got = "adapters of the embedding and rows for new tokens, which peft cannot combine"
+        require(not adapters.new_token_ids, "adapter_only", "a base with a row for every token", got, fix)
     if adapters.new_token_ids:
         model = _with_token_rows(model, list(adapters.new_token_ids))
     config = model.peft_config[model.active_adapter]

@@ -132,8 +132,9 @@ def ensure_mask_token(
             f"tokenizer.source: expected the mask token {' or '.join(texts)}, which the model was trained with, got a "
             "tokenizer without it; fetch the tokenizer's files again."
         )
+    num_tokens = len(tokenizer)
     tokenizer.add_special_tokens({"mask_token": named or "<|mask|>"})
-    if named is None:
+    if len(tokenizer) > num_tokens:  # a vocabulary may hold the token without naming it, and its row is trained
         setattr(tokenizer, _NEW_MASK, True)
 
 

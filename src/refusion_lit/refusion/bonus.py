@@ -1,8 +1,8 @@
-"""ReFusion with bonus tokens: open slots are verified side by side, and every forward commits a token of every slot.
+"""ReFusion with bonus tokens: open slots are verified side by side, and every forward commits a token per slot.
 
 Where a draft is rejected, the model's own next token of the same forward replaces it: the bonus token of speculative
-decoding. New drafts have two sources: masks in the same forward, for the numbers of accepted drafts that are worth the
-masks; otherwise guesses, the model's choices after the rejected draft, as in Jacobi decoding.
+decoding. New drafts have two sources: masks in the same forward, after every number of accepted drafts that is worth
+them; otherwise guesses, the model's choices after the rejected draft, as in Jacobi decoding.
 Open slots do not see each other, so their cache entries equal the entries of ReFusion's parallel infill. The text of a
 slot is the model's own greedy continuation of its first token: drafts only decide how fast it is written.
 """
@@ -25,8 +25,8 @@ class BonusState(SlotState):
 
     Attributes:
         guessed: Numbers of the open slots whose proposals are guesses: the model's choices after a rejected draft.
-        acceptance: Acceptance of recent drafts by masks.
-        guesses: Acceptance of recent guesses.
+        acceptance: How often recent drafts by masks were accepted.
+        guesses: How often recent guesses were accepted.
     """
 
     guessed: set[int] = field(default_factory=set)
@@ -38,7 +38,7 @@ def step(
     state: BonusState, open_slots: Callable[[SlotState], Steps[None]], plan_branch: Callable[..., Branch], *,
     num_drafts: int | None, fused: bool,
 ) -> Steps[None]:  # fmt: skip
-    """Verify the drafts of all open slots or, if there are none, open slots and commit their first tokens.
+    """Verify all open slots' drafts; without open slots, open some and commit their first tokens.
 
     Args:
         state: Changed in place.
@@ -111,7 +111,7 @@ def _advance(
 
 
 def _is_cached(state: BonusState) -> bool:
-    """Whether all open slots are complete and in the cache; a bonus token at the end of a slot is not."""
+    """Whether all open slots are complete and in the cache; a bonus token at a slot's end is not in the cache."""
     return all(slot.num_cached == len(slot.places) for slot in state.open)
 
 
@@ -128,9 +128,9 @@ def _branch(state: BonusState, slot: OpenSlot) -> Branch:
 def _mask_groups(
     state: BonusState, write_at: int, num_drafts: int | None, *, fused: bool
 ) -> Mapping[tuple[int, int], Branch]:
-    """Return groups of masks, by slot and by the number of accepted drafts that they follow, where masks pay.
+    """Return mask groups that pay, by slot and by the number of accepted drafts before the masks.
 
-    The first mask of a group stands at the place of the model's own token, and drafts nothing.
+    A group's first mask stands at the place of the model's own token, and drafts nothing.
     """
     groups = {}
     incomplete = [slot for slot in state.open if not slot.is_complete]
@@ -158,10 +158,10 @@ def _mask_groups(
 
 
 def _num_masks(state: BonusState, slot: OpenSlot, accepted: int, most: int, forward_cost: float) -> int:
-    """Return how many drafts to make by masks for the case that ``accepted`` drafts of a slot are accepted.
+    """Return how many drafts masks shall make if ``accepted`` drafts are accepted.
 
     A forward gives 1 + E tokens if E drafts are accepted on average. Masks save forwards per token over guesses. The
-    saving, times the probability of the case and the cost of a forward, must exceed the positions of the masks. A
+    saving, times the case's probability and a forward's cost, must exceed the number of masks. A
     forward costs a fixed amount and about as many positions as this forward.
     """
     rate = _acceptance(state, slot).rate
@@ -186,7 +186,7 @@ def _acceptance(state: BonusState, slot: OpenSlot) -> Acceptance:
 
 
 def _accept(state: BonusState, slot: OpenSlot, reading: Reading) -> int:
-    """Accept drafts up to the first wrong draft, which the model's own token replaces; return the number of drafts.
+    """Accept drafts up to the first wrong draft, which the model's own token replaces; return how many.
 
     The model's choices after its own token are the slot's next drafts until there are better drafts.
     """

@@ -29,7 +29,7 @@ _CONFIDENCES = {"first": itemgetter(0), "mean": lambda values: sum(values) / len
 
 @dataclass(frozen=True, kw_only=True)
 class ReFusion(Decoder):
-    """ReFusion decoding: slot-level parallel decoding with reuse of the KV cache.
+    """ReFusion decoding: slot-level parallel decoding that reuses the KV cache.
 
     With ``temperature > 0`` only the plan's drafts are sampled; infill stays greedy, as in the released program.
 
@@ -41,7 +41,7 @@ class ReFusion(Decoder):
 
     Attributes:
         slot_size: Tokens per slot, K in the paper.
-        num_serial_blocks: Number of blocks into which the response is cut; blocks are decoded strictly left to right.
+        num_serial_blocks: How many blocks the response is cut into; blocks are decoded strictly left to right.
             ``None``: 2, or 1 if the response has a single slot. Spans before given tokens are cut into the same number
             of blocks, which are decoded first. Their slots contain no given token; the last slot of a span may be
             shorter.
@@ -52,7 +52,7 @@ class ReFusion(Decoder):
         selection: ``threshold`` (at least one slot) or ``top_k`` (the k most confident slots). ``sequential`` (the k
             leftmost slots) and ``random`` (any k, by the seed) ignore confidence; they are baselines for the decoding
             order.
-        k: Number of slots for all values of ``selection`` except ``threshold``; 1 by default for ``sequential`` and
+        k: How many slots to choose, unless ``selection`` is ``threshold``; 1 by default for ``sequential`` and
             ``random``.
         infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``.
             With ``bonus``, chosen slots are verified side by side. The model's own next token replaces a rejected draft
@@ -60,10 +60,10 @@ class ReFusion(Decoder):
             ``bonus`` needs a ``token_threshold`` of at least 0.5; all such values give the same text.
         num_drafts: Maximum number of drafts per slot and forward with ``bonus``. A plan then has ``num_drafts + 1``
             masks at the beginning of every slot, which later slots' masks see. ``None``: the rest of the slot.
-        fused: Append the masks of the next plan to a verification. If all drafts are accepted, the next round needs no
-            forward to plan; otherwise the masks are discarded. Exact: changes the number of forwards, never the text.
+        fused: Append the next plan's masks to a verification. If all drafts are accepted, the next round needs no
+            forward to plan; otherwise the masks are discarded. Exact: saves forwards, never changes the text.
         infill_layout: Layout of ``mask`` infill; changes positions, never the text. ``reference``: one row per slot, as
-            in the released program. ``packed``: one row, without copies of the context or of cached tokens.
+            in the released program. ``packed``: a single row, without copies of context and cached tokens.
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
@@ -121,12 +121,12 @@ class ReFusion(Decoder):
         return replace(self, num_serial_blocks=min(self.num_serial_blocks, num_slots))
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> SlotState:
-        """Create a canvas of slots, rounded up to equal serial blocks after the last given token."""
+        """Create a canvas with whole slots, rounded up to equal serial blocks after the last given token."""
         kind = bonus.BonusState if self.infill == "bonus" else SlotState
         return kind.cut(prompt, sampling, special_tokens, self.slot_size, self.num_serial_blocks or 2)
 
     def step(self, state: SlotState) -> Steps[None]:  # type: ignore[override]
-        """Run one round: plan, verify together, and fill in parallel if the first slot is not accepted."""
+        """Run a round: plan, verify together, and fill in parallel if the first slot is not accepted."""
         if isinstance(state, bonus.BonusState):
             yield from bonus.step(state, self._open, self._masks, num_drafts=self.num_drafts, fused=self.fused)
             return
@@ -139,7 +139,7 @@ class ReFusion(Decoder):
     def _open(self, state: SlotState) -> Steps[None]:
         """Choose slots by a plan and open them with its drafts; the LM head runs only where the choice needs it.
 
-        If no plan was made ahead, one forward feeds the masks of all remaining slots of the serial block.
+        If no plan was made ahead, a forward feeds masks for all remaining slots in the serial block.
         """
         draw = state.draw
         slots = state.blocks[0]
@@ -171,11 +171,11 @@ class ReFusion(Decoder):
             write_at += len(places)
 
     def _select(self, state: SlotState, confidences: Sequence[float]) -> list[int]:
-        """Return the indices of the chosen slots in the serial block, in text order.
+        """Return which slots of the serial block to open, in text order.
 
         Args:
-            state: The state, after a plan of the block.
-            confidences: Confidences of the block's slots, in text order; ties go to the earlier slot.
+            state: The state, after planning the block.
+            confidences: The slots' confidences, in text order; ties go to the earlier slot.
         """
         if self.selection == "threshold":
             return above_or_best(confidences, self.slot_threshold)
@@ -190,7 +190,7 @@ class ReFusion(Decoder):
     def _verify(self, state: SlotState, phase: str) -> Steps[None]:
         """Feed all open slots' tokens in text order, and accept every slot's proposals up to the first failure.
 
-        If ``fused``, the masks of the next plan follow. They see the tokens up to the first EOS, as if all passed.
+        If ``fused``, the next plan's masks follow. They see the tokens up to the first EOS, as if all passed.
         """
         start = state.num_cached
         tokens = [token for slot in state.open for token in slot.tokens]
@@ -242,5 +242,5 @@ class ReFusion(Decoder):
 
     @property
     def _num_masks(self) -> int | None:
-        """Masks of a plan per slot; ``None``: a mask per token."""
+        """Masks that a plan has per slot; ``None``: a mask per token."""
         return None if self.num_drafts is None else 1 + self.num_drafts

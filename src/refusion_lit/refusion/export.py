@@ -3,9 +3,9 @@
 
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, max_new_tokens=128)
 
-Slots of ``slot_size`` tokens are drafted by masks, the certain ones are verified together, left to right inside, and
-the rest of a slot is filled in after the context alone. Options are read from ``model.generation_config.refusion``, a
-dictionary; its keys and defaults are those of ``OPTIONS``. The text is that of refusion-lit's decoder ``ReFusion``.
+Masks draft slots of ``slot_size`` tokens. Confident slots are verified together, left to right within a slot. The
+rest of a slot is filled in after the context alone. Options come from the dictionary
+``model.generation_config.refusion``; ``OPTIONS`` lists them. The text equals the text of refusion-lit's ``ReFusion``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
 
     Args:
         inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
-        generation_config: Where options come from that are not in ``kwargs``; by default the model's.
-        model: A causal model of the hybrid objective, with ``mask_token_id`` in its config.
-        kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` of ones, and
-            a ``streamer``, which is given the response as far as it is final.
+        generation_config: Options that are not in ``kwargs``; by default the model's.
+        model: A causal model trained with the hybrid objective, with ``mask_token_id`` in its config.
+        kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` without
+            zeros, and a ``streamer``, which receives the response as it becomes final.
 
     Raises:
-        ValueError: If there is more than one prompt, it is too long, or an option is one that this decoder lacks.
+        ValueError: If there is a second prompt, the prompt is too long, or an option is unknown.
     """
     asked = settings(model, generation_config, kwargs)
     ids, limit, eos = request(model, inputs, asked, kwargs)
@@ -43,7 +43,7 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
 
 
 class _Decoding:
-    """One prompt. The cache holds the context: the prompt and all accepted tokens, in the order of acceptance."""
+    """A prompt in flight. The cache contains the prompt and all accepted tokens, in the order of acceptance."""
 
     def __init__(self, model: Any, prompt: list[int], limit: int, options: dict[str, Any], eos: set[int]) -> None:
         self.model = model
@@ -61,7 +61,7 @@ class _Decoding:
         self.vocab_size = options.get("vocab_size") or model.config.vocab_size
 
     def run(self, streamer: Any = None) -> list[int]:
-        """Return the response; give a streamer what is final after each round."""
+        """Return the response; send a streamer the final tokens after every round."""
         response: list[int] = []
         self.forward(self.prompt, range(len(self.prompt)), keep=len(self.prompt))
         num_blocks = min(self.options["num_serial_blocks"], -(-self.limit // self.size))
@@ -79,7 +79,7 @@ class _Decoding:
         return response
 
     def final(self, start: int) -> list[int]:
-        """Return the tokens from a place on up to the first masked place, EOS or the limit."""
+        """Return the tokens from a place up to the first masked place, EOS or the limit."""
         tokens: list[int] = []
         while start < self.limit and start in self.text and self.text.get(start - 1) not in self.eos:
             tokens.append(self.text[start])
@@ -103,7 +103,7 @@ class _Decoding:
         return logits
 
     def forget(self, num_tokens: int) -> None:
-        """Take the last tokens out of the cache."""
+        """Remove the last tokens from the cache."""
         if num_tokens:
             self.cache.crop(-num_tokens)
 
@@ -120,7 +120,7 @@ class _Decoding:
         return [len(self.prompt) + place for place in self.places(slots)]
 
     def round(self) -> None:
-        """Plan, verify together, accept whole slots or fill the chosen ones in."""
+        """Plan, verify together, accept whole slots or fill in the chosen slots."""
         drafts, chosen = self.plan()
         size = self.size
         tokens = [token for slot in chosen for token in drafts[slot]]
@@ -145,7 +145,7 @@ class _Decoding:
         return float(logits.softmax(-1)[token]) > self.options["token_threshold"]
 
     def plan(self) -> tuple[dict[int, list[int]], list[int]]:
-        """Draft all remaining slots; choose those above the threshold, or the most confident one."""
+        """Draft all remaining slots; choose slots above the threshold, or the most confident slot."""
         logits = self.forward([self.mask] * (len(self.remaining) * self.size), self.at(self.remaining))
         tokens = self.best(logits)
         drafts = {slot: tokens[i * self.size : (i + 1) * self.size] for i, slot in enumerate(self.remaining)}
@@ -155,7 +155,7 @@ class _Decoding:
         return drafts, chosen or [max(self.remaining, key=lambda slot: (confidence[slot], -slot))]
 
     def fill(self, slots: list[int], drafts: list[list[int]], accepted: list[int]) -> None:
-        """Fill slots in after the context alone, in turn a token each, until all are full or one ends the text."""
+        """Fill in slots in turn, every slot after the context alone, until all are full or the text ends."""
         ends = [False] * len(slots)
         seen = 0  # tokens that all slots have had accepted before the last round
         while any(n < self.size and not end for n, end in zip(accepted, ends, strict=True)):
@@ -175,15 +175,15 @@ class _Decoding:
                 if end is not None:
                     accepted[i] = end + 1
                     ends[i] = True
-                    for own in (slots, drafts, accepted, ends):
-                        del own[i + 1 :]
+                    for values in (slots, drafts, accepted, ends):
+                        del values[i + 1 :]
                     break
             seen = max(min(self.size if end else n for n, end in zip(accepted, ends, strict=True)) - 1, 0)
         self.store(slots, [tokens[:n] for tokens, n in zip(drafts, accepted, strict=True)])
         self.drop(slots, ends[-1])
 
     def store(self, slots: list[int], rows: list[list[int]]) -> None:
-        """Put filled slots into the context; each one's KV cache entries have seen the old context and itself only."""
+        """Append filled slots to the context; a slot's KV cache entries see the old context and the slot only."""
         length = self.cache.get_seq_length()
         kept = []
         layers: Any = self.cache.layers

@@ -1,8 +1,8 @@
-"""Parallel infill of the rejected tails of chosen slots: by masks (the paper), or by next-token predictions.
+"""Parallel infill for chosen slots' rejected tails: by masks (the paper), or by next-token predictions.
 
-Every chosen slot is one branch of a forward: branches share the cached context and do not see each other. In the
+Every chosen slot is a branch: branches share the cached context and do not see each other. In the
 reference layout, every branch is a row of the call, padded to a common length, as in the released program. Packed
-branches lie one after the other in one row, and only tokens that are not cached yet are fed.
+branches follow one another in a single row, and only tokens that are not in the cache are fed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from refusion_lit.refusion.slots import OpenSlot, SlotState
 
 
 def infill_by_masks(state: SlotState, token_threshold: float, *, packed: bool) -> Steps[None]:
-    """Fill the open slots round by round: masks propose the tokens after each accepted prefix, then they are verified.
+    """Fill the open slots in rounds: masks propose tokens after the accepted prefixes, then a forward verifies them.
 
     Args:
         state: Its open slots are changed in place.
         token_threshold: Proposals above it are accepted.
-        packed: Whether the slots share one row; otherwise every slot has a row.
+        packed: Whether the slots share a row; otherwise every slot has a row.
     """
     draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
     if packed:  # the first slot has seen only the context, so its entries are final
@@ -47,8 +47,8 @@ def infill_by_masks(state: SlotState, token_threshold: float, *, packed: bool) -
 def infill_autoregressively(state: SlotState, token_threshold: float) -> Steps[None]:
     """Fill the open slots left to right by next-token predictions, with guesses as in Jacobi decoding.
 
-    The logits at the last accepted token give the next token; those at the rejected proposals after it give guesses for
-    the rest. Before the first round the proposals are the plan's drafts. The text may differ from that of
+    The logits at the last accepted token give the next token; the logits at rejected proposals give guesses for
+    the rest. Before the first round, the proposals are the plan's drafts. The text may differ from the text of
     :func:`infill_by_masks`.
 
     Args:
@@ -104,7 +104,7 @@ def slot_branch(
 
 
 def close_round(state: SlotState, *, packed: bool) -> None:
-    """Drop the open slots after an EOS, and update the number of final cache entries."""
+    """Drop the open slots after an EOS, and update how many cache entries are final."""
     state.drop_after_end()
     # In the reference layout, all rows feed the last token of the common prefix again, for its output. Complete slots
     # do not limit the common prefix.

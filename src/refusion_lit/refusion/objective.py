@@ -35,9 +35,9 @@ class Hybrid(Objective):
 
     Attributes:
         slot_sizes: Slot sizes in tokens, at least 1; a sample's slot size is drawn uniformly.
-        eps: Smallest probability of masking a slot, in (0, 1].
-        mdm_weight: Coefficient of the diffusion term (lambda), at least 0.
-        ar_weight: Coefficient of the autoregressive term, at least 0.
+        eps: Smallest probability with which a slot is masked, in (0, 1].
+        mdm_weight: The diffusion term's coefficient (lambda), at least 0.
+        ar_weight: The autoregressive term's coefficient, at least 0.
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
@@ -65,7 +65,7 @@ class Hybrid(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Cut into slots, mask some, move the clean ones forward; see :meth:`Objective.corrupt`."""
+        """Cut into slots, mask some, move the clean slots forward; see :meth:`Objective.corrupt`."""
         probability = mask_probability(noise, self.eps, mask_ratio)
         slot_sizes = draw_slot_sizes(noise, self.slot_sizes)
         slot_is_masked = noise.uniform("slot_mask", most_slots(batch, self.slot_sizes)) < probability[:, None]
@@ -80,7 +80,7 @@ class Hybrid(Objective):
         mask_probability: Float[Tensor, " batch"],
         response_lengths: Int[Tensor, " batch"],
     ) -> CorruptedBatch:
-        """Set the labels' weights and the terms' denominators of a layout.
+        """Set a layout's label weights and the terms' denominators.
 
         Args:
             layout: A batch from :func:`corrupt_slots`.
@@ -127,13 +127,13 @@ def corrupt_slots(
 
     Args:
         batch: Clean prompts and responses.
-        noise: The stream ``slot_order`` is used, one number per slot.
-        slot_is_masked: Which slots are masked. The slot axis covers the longest response of the batch; slots past a
+        noise: Its stream ``slot_order`` gives a number per slot.
+        slot_is_masked: Which slots are masked. The slot axis covers the batch's longest response; slots past a
             response's end are ignored.
-        slot_sizes: Slot sizes of the rows; a row's last slot may be shorter.
+        slot_sizes: The rows' slot sizes; a row's last slot may be shorter.
         mask_token_id: The token in masked slots.
-        masked_order: Sort keys of masked slots, at least 0; ``None`` for text order.
-        clean_order: Sort keys of clean slots; ``None`` draws them, from 0 on.
+        masked_order: Masked slots' sort keys, at least 0; ``None`` for text order.
+        clean_order: Clean slots' sort keys; ``None`` draws them, from 0 on.
     """
     num_tokens = batch.input_ids.shape[1]
     num_slots = slot_is_masked.shape[1]

@@ -1,4 +1,4 @@
-"""RecomputeKV: ReFusion without the reuse of KV cache entries, the paper's ablation."""
+"""RecomputeKV: ReFusion that recomputes KV cache entries, the paper's ablation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from refusion_lit.utils.require import require
 class RecomputeKV(ReFusion):
     """ReFusion with an extra forward after every parallel infill that recomputes KV cache entries.
 
-    In the recomputed entries, slots filled in parallel see each other: the paper's ablation of KV cache reuse.
+    In the recomputed entries, slots filled in parallel see the slots before them: the paper's ablation.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/models/additions-clean")

@@ -1,4 +1,4 @@
-"""Slots of a response around given tokens, their serial blocks, and the state of decoders that decode slots."""
+"""Slots around given tokens, serial blocks, and the state for decoders that decode slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OpenSlot:
         write_at: Cache index of its first token; the other tokens follow, then the next slot.
         tokens: Its tokens; tokens from ``num_accepted`` on are proposals.
         num_accepted: Length of its accepted prefix, at least 1.
-        num_cached: Number of leading tokens whose cache entries are final; they are not fed again.
+        num_cached: How many leading tokens have final cache entries; they are not fed again.
         ends: Whether its accepted prefix ends with an EOS.
     """
 
@@ -43,15 +43,15 @@ class OpenSlot:
 
 @dataclass(kw_only=True)
 class SlotState(RowState):
-    """State of decoders that decode slots.
+    """State for decoders that decode slots.
 
     Attributes:
         slots: The slots' places on the canvas, in text order.
         blocks: The slots per serial block that are neither open nor filled, in text order; no block is empty.
-        num_plans: Number of plans read so far. Keys their noise, so that the noise does not depend on the forward.
-        branches: Branches of the last forward; a plan is the last branch.
+        num_plans: How many plans were read. Keys their noise, so that the noise does not depend on the forward.
+        branches: The last forward's branches; a plan comes last.
         open: The open slots, in text order. They share the context, and their cache entries follow it.
-        planned: The reading of the next plan, if the last forward made it ahead and its drafts were all accepted.
+        planned: The next plan's reading, if the last forward made it ahead and all drafts were accepted.
     """
 
     slots: list[range]
@@ -92,11 +92,11 @@ class SlotState(RowState):
         return cls(prompt, sampling, special_tokens, length, slots=slots, blocks=blocks)
 
     def positions(self, slots: Sequence[int], most: int | None = None) -> list[int]:
-        """Return the positions of slots' tokens, slot by slot; with ``most``, the first positions of every slot."""
+        """Return slots' positions, slot by slot; with ``most``, only every slot's first positions."""
         return [self.prompt_length + place for slot in slots for place in self.slots[slot][:most]]
 
     def bounds(self, slots: Sequence[int], most: int | None = None) -> list[int]:
-        """Return the offsets at which the slots start in their concatenated tokens, and the offset of the end."""
+        """Return at which offsets slots start if their tokens are concatenated, and the total length."""
         return list(accumulate((len(self.slots[slot][:most]) for slot in slots), initial=0))
 
     @property
@@ -105,7 +105,7 @@ class SlotState(RowState):
         return Draw(sampling=self.sampling, round=self.num_plans)
 
     def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
-        """Return a forward of branches in one row."""
+        """Return a forward whose branches share a row."""
         self.branches = branches
         return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True)
 
@@ -114,7 +114,7 @@ class SlotState(RowState):
 
         Args:
             slot: Changed in place.
-            scores: Probabilities of the last proposals; earlier proposals need no test.
+            scores: The last proposals' probabilities; earlier proposals need no test.
             threshold: Proposals above it pass.
         """
         passes = [score > threshold for score in scores]
@@ -122,7 +122,7 @@ class SlotState(RowState):
         self.end_at_eos(slot)
 
     def end_at_eos(self, slot: OpenSlot) -> None:
-        """Complete an open slot at the first EOS of its accepted prefix, if there is one."""
+        """Complete an open slot at the first EOS in its accepted prefix."""
         eos = self.first_eos(slot.tokens[: slot.num_accepted])
         if eos is not None:
             slot.ends = True
@@ -131,7 +131,7 @@ class SlotState(RowState):
             del slot.tokens[eos + 1 :]
 
     def drop_after_end(self) -> None:
-        """Drop the open slots after the first one that ends."""
+        """Drop the open slots after the first slot with an EOS."""
         last = next((i for i, slot in enumerate(self.open) if slot.ends), len(self.open))
         del self.open[last + 1 :]
 
@@ -163,5 +163,5 @@ def require_serial_blocks(num_blocks: int, slot_size: int, sampling: SamplingPar
 
 
 def _block_size(num_slots: int, num_blocks: int) -> int:
-    """Return the number of slots per block, for at most ``num_blocks`` blocks; the last block may have fewer."""
+    """Return how many slots a block has, for at most ``num_blocks`` blocks; the last block may have fewer."""
     return max(-(-num_slots // num_blocks), 1)

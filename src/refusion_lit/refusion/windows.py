@@ -1,4 +1,4 @@
-"""Training on the states from which ReFusion's decoder plans: windows of masks after many places of a text."""
+"""Training on the states from which ReFusion's decoder plans: mask windows after many places in a text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class MaskWindows(Objective):
-    """Predicts windows of masks from all text before them, and the response from left to right.
+    """Predicts mask windows from all text before them, and the response from left to right.
 
     A row contains prompt and response in text order, then a mask for every response token, cut into windows. A mask
     sees the text before its window and the masks before it in the window. ReFusion's decoder shows a mask the same when
-    it plans after a complete prefix. One forward over the text therefore trains the plans of all its prefixes, while
+    it plans after a complete prefix. A forward over the text therefore trains plans for all its prefixes, while
     :class:`Hybrid` trains one plan per forward. The terms are ``ar``, the mean over all labelled text tokens, and
     ``mdm``, the mean over all masks, weighted by ``decay``.
 
@@ -41,8 +41,8 @@ class MaskWindows(Objective):
             window is shorter.
         decay: The mask at offset k of a window has weight decay^k, in (0, 1]: a draft counts only if all drafts before
             it are accepted.
-        mdm_weight: Coefficient of the masks' term, at least 0.
-        ar_weight: Coefficient of the next-token term, at least 0.
+        mdm_weight: The masks' term's coefficient, at least 0.
+        ar_weight: The next-token term's coefficient, at least 0.
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))

@@ -1,12 +1,15 @@
-"""The process inside the sandbox: drops its privileges, then runs a program and its tests.
+"""The process inside the sandbox: drops all privileges, then runs a program and its tests.
 
-The source of this file is passed to a fresh ``python -I -S -c``, so it imports the standard library only. Arguments:
-file descriptor of the control socket, working directory, and JSON with the limits and isolation layers.
+The caller passes the source of this file to a fresh ``python -I -S -c``, so it imports the standard library only.
+Arguments: file descriptor of the control socket, working directory, and JSON with the limits and isolation layers.
 
-Protocol on the control socket, in JSON lines. Worker: ``{"layers": [...]}`` after all privileges are dropped. Caller:
-the program and its tests. Worker: ``{"error": ...}`` or ``{"tests": "done"}``. Only after the latter the caller draws a
-nonce and sends it, and the run passes only if the worker returns it. So nothing that the program reads, guesses, prints
-or returns before can make it pass.
+Protocol on the control socket, in JSON lines:
+
+1. Worker: ``{"layers": [...]}`` after all privileges are dropped.
+2. Caller: the program and its tests.
+3. Worker: ``{"error": ...}`` or ``{"tests": "done"}``.
+4. Caller, after ``done``: a nonce drawn at this moment. The run passes only if the worker returns the nonce, so nothing
+   that the program reads, guesses, prints or returns earlier can make it pass.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def main() -> None:
 
 
 def run(program: str, tests: str) -> str | None:
-    """Run a program and then its tests in the same namespace; return the error, ``None`` if they succeed."""
+    """Run a program and then its tests in the same namespace; return the error or, on success, ``None``."""
     module = ModuleType("solution")
     sys.modules["solution"] = module
     sys.argv[:] = ["solution"]
@@ -97,7 +100,7 @@ def set_limits(limits: Mapping[str, float]) -> None:
 
 
 def apply_layers(directory: str, readable: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """Drop all privileges and apply the isolation layers; return the names of those that the kernel accepted."""
+    """Drop all privileges and apply the isolation layers; return the names of the layers that the kernel accepted."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         return []

@@ -29,7 +29,6 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.serving import Limits
 from refusion_lit.text_model import TextModel
-from refusion_lit.traces.document import piece_of
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -263,7 +262,7 @@ class Worker:
             positions = {"drafted": entry.positions, "verified": entry.scored, "committed": entry.accepted}
             places = {name: [position - start for position in group] for name, group in positions.items()}
             rounds.append(
-                {"phase": entry.phase, "texts": [piece_of(self.model, token) for token in entry.tokens], **places}
+                {"phase": entry.phase, "texts": [self.model.token_text(token) for token in entry.tokens], **places}
             )
         job.num_rounds = max(job.num_rounds, len(trace))
         return rounds

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-import refusion_lit
+from refusion_lit.checkpoints.models import load
 from refusion_lit.evaluation.latency import Entrant, LatencyOptions, choose_baseline, measure_latency, summarize
 from refusion_lit.plugins import find_class
 from refusion_lit.reports.results import RESULTS
@@ -70,7 +70,7 @@ def _entrants(folder: Path, results: Mapping[str, Any], point: Point) -> dict[st
     config = point.configs["test"]
     source = folder / "fit" / "checkpoints" / "last.ckpt" if "fit" in point.configs else config["ckpt_path"]
     verifier = (config["model"].get("decoding") or {}).get("verifier")
-    model = refusion_lit.load(source, verifier=verifier)
+    model = load(source, verifier=verifier)
     sampling = SamplingParams(**{**results["sampling"], "stop": tuple(results["sampling"].get("stop") or ())})
     entrants = {}
     for name, options in results["decoders"].items():

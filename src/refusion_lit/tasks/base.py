@@ -23,8 +23,9 @@ class Example:
         id: Unique within the task; names the example in results and keys its noise.
         query: The question, before any template; ignored if ``messages`` is given.
         response: The reference response, without EOS token.
-        messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data.
-        meta: Additional values for the task's scoring.
+        messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data; the chat template
+            gets them as they are.
+        meta: Additional values for the task's scoring, and ``tools`` for the chat template.
         spans: Character ranges ``(start, stop)`` of the response to fill in, in text order; the rest of the response is
             given. Without spans, nothing is given.
     """
@@ -32,7 +33,7 @@ class Example:
     id: str
     query: str
     response: str
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
     spans: tuple[tuple[int, int], ...] = ()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from refusion_lit.sandbox import LEVELS, Level, Limits, Sandbox
+from refusion_lit.sandbox.runner import LEVELS, Level, ResourceLimits, Sandbox
 from refusion_lit.tasks.base import Example, Split
 from refusion_lit.tasks.files import FileTask
 from refusion_lit.utils.require import require, require_choice
@@ -39,7 +39,7 @@ class CodeTask(FileTask):
     files: list[str] | str | None = None
     allow_code_execution: bool = False
     minimum_isolation: Level = "full"
-    limits: Limits = field(default_factory=Limits)
+    limits: ResourceLimits = field(default_factory=ResourceLimits)
 
     def __post_init__(self) -> None:
         is_one = (self.files is None) != (self.dataset is None)

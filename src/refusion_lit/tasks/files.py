@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -225,24 +226,39 @@ def _read_id(row: DataRow) -> str | None:
 
 def _from_messages(row: DataRow, identity: str, name: str) -> Example:
     turns: Any = row.require_values().get(name)
-    is_valid = isinstance(turns, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("content"), str) and isinstance(turn.get("role"), str)
-        for turn in turns
-    )
-    if not is_valid:
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        wrong = next((turn for turn in turns if not _is_turn(turn)), turns) if isinstance(turns, list) else turns
         raise ValueError(
-            f"{row.location}: expected a list of turns with role and content in field {name!r}, got {turns!r:.80}; "
-            "correct the field."
+            f"{row.location}: expected a list of turns with role and content in field {name!r}, got {wrong!r:.80}; "
+            "correct the field (content may be null beside tool_calls)."
         )
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
-    if last == 0 or not turns[last]["content"].strip():
+    if last == 0:
         raise ValueError(
-            f"{row.location}: expected an assistant turn with text after another turn, got none; add one to {name!r}."
+            f"{row.location}: expected an assistant turn after another turn, got none; add one to {name!r}."
         )
+    for key in ("tool_calls", "reasoning_content", "function_call"):
+        expected = f"an answer without {key}: only the text of the last assistant turn is trained"
+        require(not turns[last].get(key), f"{row.location}: {name}", expected, turns[last].get(key), f"remove {key}")
+    weight = turns[last].get("weight")
+    expected = "a weight of 1 or none for the last assistant turn, which is trained"
+    require(weight in (None, 1), f"{row.location}: {name}", expected, weight, "remove the row")
+    if not (turns[last]["content"] or "").strip():
+        raise ValueError(f"{row.location}: expected text in the last assistant turn of {name!r}, got none; write it.")
     for turn in turns[: last + 1]:
-        row.check_unicode(name, turn["role"] + turn["content"])
-    before = tuple({"role": turn["role"], "content": turn["content"]} for turn in turns[:last])
-    return Example(id=identity, query=before[-1]["content"], response=turns[last]["content"], messages=before)
+        row.check_unicode(name, json.dumps(turn, ensure_ascii=False))
+    tools = row.require_values().get("tools")
+    meta = {"tools": tools} if tools else {}
+    before = tuple(turns[:last])
+    query, response = before[-1]["content"] or "", turns[last]["content"]
+    return Example(id=identity, query=query, response=response, messages=before, meta=meta)
+
+
+def _is_turn(turn: object) -> bool:
+    """Return whether a value is a chat turn: role, and content, which may be missing beside tool calls."""
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        return False
+    return isinstance(turn.get("content"), str) or (turn.get("content") is None and bool(turn.get("tool_calls")))
 
 
 def _unique_labels(sources: list[str], option: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Shows a trace: an animation and a table of its statistics in the terminal, or one self-contained HTML page."""
+"""Viewers for traces: an animation and a statistics table in the terminal, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from refusion_lit.traces.document import FORMAT, Trace, explain, visible, visibl
 from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
 
 _SECONDS_PER_FORWARD = 0.4
-# From blue over green to yellow: bright enough for black text, and ordered for all common kinds of colour blindness.
+# From blue over green to yellow: bright enough for black text, and ordered for all common colour blindness.
 _RAMP = (ColorTriplet(94, 160, 222), ColorTriplet(68, 191, 112), ColorTriplet(253, 231, 37))
 _LEGEND = Text.assemble(
     ("background: accepted, by forward; · masked", "dim"), "  ", ("drafted", "italic"), "  ",
@@ -31,11 +31,11 @@ _LEGEND = Text.assemble(
 
 
 def round_style(number: int, num_forwards: int) -> Style:
-    """Return the colours of text that a forward accepted.
+    """Return the colours for tokens that a forward accepted.
 
     Args:
         number: The forward's number, from 1.
-        num_forwards: Number of forwards of the decode.
+        num_forwards: Number of forwards in the decode.
     """
     at = (number - 1) / max(num_forwards - 1, 1) * (len(_RAMP) - 1)
     below = min(int(at), len(_RAMP) - 2)
@@ -44,12 +44,12 @@ def round_style(number: int, num_forwards: int) -> Style:
 
 
 def animate(trace: Trace, *, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show a decode forward by forward on a terminal, and nothing elsewhere.
+    """Show a decode forward by forward on a terminal; print nothing elsewhere.
 
     Args:
         trace: The decode.
-        console: Where to show it.
-        sleep: Waits for a number of seconds.
+        console: The terminal.
+        sleep: Function that waits for some seconds.
     """
     if not console.is_terminal:
         return
@@ -62,7 +62,7 @@ def animate(trace: Trace, *, console: Console, sleep: Callable[[float], None] = 
 
 
 def print_statistics(trace: Trace, *, console: Console) -> None:
-    """Print the statistics of a trace as a table."""
+    """Print a trace's statistics as a table."""
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -102,17 +102,16 @@ def _frame(trace: Trace, history: Timeline, number: int) -> Group:
     heading = f"{visible(trace.decoder)}, {_heading(trace, history, number)}"
     about = "Every token of the response is masked."
     if number:
-        does = explain(trace.rounds[number - 1].phase)
-        about = f"This forward {does}." if does else ""  # a phase of one's own decoder has no explanation
+        explanation = explain(trace.rounds[number - 1].phase)
+        about = f"This forward {explanation}." if explanation else ""  # users' decoders may name other phases
     return Group(Text(heading, "bold"), Text(about, "dim"), text, _LEGEND)
 
 
 def page(trace: Trace) -> str:
-    """Return the HTML page, one file in which all text from the model is data, never markup.
+    """Return the HTML page, a single file in which text from the model is data, never markup.
 
-    The content security policy allows exactly the page's own style and script, by hash, and forbids any request. All
-    text of the trace is in one JSON block, which is escaped so that no text can end it; the script inserts it as text
-    nodes only.
+    The content security policy allows the page's style and script by their hashes, and forbids all requests. The
+    trace's text is in a JSON block, escaped so that no text can end the block; the script inserts text nodes only.
     """
     style = _asset("page.css")
     script = _asset("page.js")
@@ -135,7 +134,7 @@ def _hash(text: str) -> str:
 
 
 def _data(trace: Trace) -> dict[str, Any]:
-    """Return the values that ``page.js`` shows; each token text is stored once, in ``pieces``."""
+    """Return the values for ``page.js``; token texts are stored once, in ``pieces``."""
     history = timeline(trace)
     pieces: dict[str, int] = {}
 

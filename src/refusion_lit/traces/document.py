@@ -1,6 +1,6 @@
-"""A trace of one decode, its JSON file, and how its texts and phases are shown.
+"""Traces of decodes, their JSON files, and the text in which viewers show tokens and phases.
 
-A decoder names the phase of each forward; ``a+b`` stands for one forward with two.
+A decoder names the phase of every forward; ``a+b`` is a forward with two phases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from refusion_lit.utils.files import digest, read_object, write_atomically
 from refusion_lit.utils.require import require
 
 FORMAT = "refusion-lit-trace"
-"""Occurs in every file that holds a trace."""
+"""Format name in every file with a trace."""
 _VERSION = 2
 
 _SYMBOLS = {"\n": "↵", "\t": "→", "\x7f": "␡"}
@@ -31,14 +31,14 @@ _EXPLANATIONS = {
     "prefill": "reads the prompt and predicts the first token",
     "next_token": "predicts the next token from left to right",
     "plan": "drafts the first tokens of all masked slots, to choose the slots that are filled next",
-    "verify": "scores the drafted tokens from left to right; those that are certain enough are accepted",
+    "verify": "scores the drafted tokens from left to right; certain tokens are accepted",
     "draft": "drafts the tokens after the accepted ones",
-    "recompute": "recomputes the KV cache entries of the filled slots, which then see each other",
+    "recompute": "recomputes the KV cache entries of the filled slots, which then see other filled slots",
     "infill_propose": "drafts the missing tokens of the chosen slots",
-    "infill_verify": "scores the drafts inside the chosen slots from left to right; those that are certain enough stay",
-    "infill_autoregressive": "predicts the next token of each chosen slot, in all slots at once",
-    "denoise": "predicts all masked tokens that are open; the most confident ones are accepted",
-    "edit": "reads a block without masks again, and replaces tokens where the model is sure of another one",
+    "infill_verify": "scores the drafts inside the chosen slots from left to right; certain drafts stay",
+    "infill_autoregressive": "predicts the next token of every chosen slot in parallel",
+    "denoise": "predicts all open masked tokens; the most confident tokens are accepted",
+    "edit": "reads a block without masks again, and replaces tokens where the model is sure of another token",
     "refresh": "computes the whole text to renew the cache, and accepts the most confident tokens of the block",
     "store": "adds the finished block to the cache",
 }
@@ -46,10 +46,10 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One decode of one prompt.
+    """The record of a prompt's decode.
 
     Attributes:
-        decoder: Class name of the decoder.
+        decoder: The decoder's class name.
         prompt: The query, before any template.
         response: The decoded text.
         prompt_length: Number of prompt tokens, template included; the response starts at this position.
@@ -58,7 +58,7 @@ class Trace:
         finish_reason: See :class:`~refusion_lit.decoding.Generation`.
         seconds: Duration of the decode.
         rounds: One entry per forward.
-        pieces: Text of each token id that occurs.
+        pieces: Text by token id, for all ids that occur.
     """
 
     decoder: str
@@ -79,21 +79,21 @@ class Trace:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Number of forwards of each phase, in the order in which the phases first occur."""
+        """Number of forwards by phase, in the order in which the phases first occur."""
         return Counter(entry.phase for entry in self.rounds)
 
     @property
     def canvas_length(self) -> int:
-        """Number of positions after the prompt that were drafted, accepted or returned."""
+        """How many positions after the prompt were drafted, accepted or returned."""
         touched = (p + 1 for r in self.rounds for p in (*r.positions, *r.accepted))
         return max(self.prompt_length + len(self.token_ids), *touched, self.prompt_length) - self.prompt_length
 
     def piece(self, token: int | None) -> str:
-        """Return the text of a token id, ``<id>`` if the trace has none, ``?`` for an unknown id."""
+        """Return a token id's text, ``<id>`` if the trace lacks the text, ``?`` for an unknown id."""
         return "?" if token is None else self.pieces.get(token, f"<{token}>")
 
 
-def traced(
+def record_trace(
     model: TextModel,
     query: str,
     decoder: Decoder,
@@ -103,24 +103,34 @@ def traced(
     prompt_id: str = "0",
     **options: Any,  # noqa: ANN401 - options of TextModel.decode
 ) -> tuple[Generation, Trace]:
-    """Answer a query, and record every forward; :func:`~refusion_lit.traces.display.page` shows the trace.
+    """Decode a query and record every forward.
+
+    :func:`~refusion_lit.traces.display.page` shows the trace.
 
     Args:
         model: The model.
         query: The text, before any template.
-        decoder: The strategy.
+        decoder: The decoder.
         sampling: Length limit, sampling options and stop strings.
-        token_ids: The query's prompt tokens, if they are not what the model's ``encode`` returns.
-        prompt_id: Keys the sampling noise.
-        options: Options of the model's ``decode``.
+        token_ids: The query's prompt tokens; ``None``: what the model's ``encode`` returns.
+        prompt_id: Key for sampling noise.
+        options: Other options for the model's ``decode``.
 
     Raises:
         ValueError: As for :meth:`~refusion_lit.text_model.TextModel.decode`.
+
+    >>> import refusion_lit
+    >>> from refusion_lit.decoding import ReFusion
+    >>> from refusion_lit.types import SamplingParams
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> generation, trace = record_trace(model, "12+34,56+78>", ReFusion(), SamplingParams(max_new_tokens=32))
+    >>> generation.text, dict(trace.phases)
+    ('12+34=46;56+78=134;', {'plan': 1, 'verify+plan': 1, 'verify': 1})
     """
     ids = tuple(model.encode(query) if token_ids is None else token_ids)
     prompt = Prompt(token_ids=ids, id=prompt_id)
     [generation] = model.decode([prompt], decoder, sampling, trace=True, **options).rows
-    shown = {token for entry in generation.trace for token in entry.tokens} | set(generation.token_ids)
+    token_set = {token for entry in generation.trace for token in entry.tokens} | set(generation.token_ids)
     return generation, Trace(
         decoder=type(decoder).__name__,
         prompt=query,
@@ -131,20 +141,12 @@ def traced(
         finish_reason=generation.finish_reason,
         seconds=generation.seconds,
         rounds=tuple(generation.trace),
-        pieces={token: piece_of(model, token) for token in sorted(shown)},
+        pieces={token: model.token_text(token) for token in sorted(token_set)},
     )
 
 
-def piece_of(model: TextModel, token_id: int) -> str:
-    """Return the text of a single token, special ones by name."""
-    name = model.tokenizer.convert_ids_to_tokens(token_id)
-    text = str(model.tokenizer.decode([token_id], skip_special_tokens=False))
-    # Tokenizers that mark the beginning of a word drop the space from a text's first token.
-    return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
-
-
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Save a trace as JSON, atomically, with a digest of its values."""
+    """Save a trace as JSON, atomically, with a digest."""
     values = json.loads(json.dumps(asdict(trace)))  # with texts as keys, as they are read
     document = {"format": FORMAT, "version": _VERSION, "digest": digest(values), "trace": values}
     write_atomically(path, json.dumps(document) + "\n")
@@ -154,17 +156,17 @@ def read_trace(path: str | Path) -> Trace:
     """Load a trace saved with :func:`write_trace`.
 
     Raises:
-        ValueError: If the file is missing, no trace of this version, or was changed after it was written.
+        ValueError: If the file is missing, is no trace of this version, or was changed after it was written.
     """
     got = f"{path}, which is not a file"
     require(Path(path).is_file(), "trace_file", "a saved trace", got, "check the path")
-    found = read_object(path)
-    head = (found.get("format"), found.get("version"))
+    document = read_object(path)
+    head = (document.get("format"), document.get("version"))
     fix = "write the trace again with --output NAME.json"
     require(head == (FORMAT, _VERSION), "trace_file", f"a {FORMAT} of version {_VERSION}", str(path), fix)
-    is_whole = found.get("digest") == digest(found.get("trace"))
+    is_whole = document.get("digest") == digest(document.get("trace"))
     require(is_whole, "trace_file", "a trace as it was written", f"{path}, which was changed", fix)
-    values = found["trace"]
+    values = document["trace"]
     values["token_ids"] = tuple(values["token_ids"])
     values["rounds"] = tuple(TraceRound(**{**entry, "shape": tuple(entry["shape"])}) for entry in values["rounds"])
     values["pieces"] = {int(token): text for token, text in values["pieces"].items()}
@@ -172,12 +174,12 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def visible(text: str) -> str:
-    """Replace every control character by one visible character."""
+    """Replace every control character by a visible character."""
     return "".join(_visible(character) for character in text)
 
 
 def visible_lines(text: str) -> str:
-    """Replace every control character except newlines by one visible character."""
+    """Replace every control character except newlines by a visible character."""
     return "\n".join(map(visible, text.split("\n")))
 
 
@@ -191,6 +193,6 @@ def _visible(character: str) -> str:
 
 
 def explain(phase: str) -> str:
-    """Return in one sentence what the forwards of a phase do; empty for an unknown phase."""
+    """Return a sentence about a phase's forwards; empty for an unknown phase."""
     parts = [_EXPLANATIONS.get(part, "") for part in phase.split("+")]
     return "; it also ".join(parts) if all(parts) else ""

@@ -1,15 +1,15 @@
-"""The status of every response token after every forward, and the statistics of a trace.
+"""The status of every response token after every forward, and a trace's statistics.
 
-A trace records which tokens each forward drafted and which positions it accepted. The status of each draft follows
-from these records alone, without knowledge of the decoder:
+A trace records the tokens that a forward drafted and the positions that it accepted. A draft's status follows from
+these records alone, for any decoder:
 
 - **accepted**: the next event at the draft's position is its acceptance;
-- **rejected**: the position is drafted again. The draft counts as rejected from the forward that judged it: the first
-  forward from the draft's own on that accepted tokens or computed scores. The draft's own forward counts only if it
-  computed no scores, because scores verify earlier drafts;
-- otherwise it stays **drafted**: nothing else happens at its position, which is after the end of the response.
+- **rejected**: the position is drafted again. The rejection counts from the forward that judged the draft: the first
+  forward, beginning with the draft's forward, that accepted tokens or computed scores. The draft's forward itself
+  counts only if it computed no scores, because scores verify earlier drafts;
+- **drafted**: nothing else happens at the position, which is after the end of the response.
 
-A draft at a position that was drafted before is **re-planned**.
+A draft at a position with an earlier draft is **re-planned**.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Status = Literal["drafted", "rejected", "accepted"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The new state of one response token.
+    """A response token's new state.
 
     Attributes:
-        index: Index of the token in the response (position minus prompt length).
-        token: Its token id; ``None`` if it was accepted and the trace does not tell the id.
-        probability: Probability of the token when it was drafted; ``None`` if it never was.
-        status: Its status from this forward on.
-        num_drafts: Number of drafts at this position so far; above 1 the token was re-planned.
+        index: Index in the response (position minus prompt length).
+        token: Token id; ``None`` if the trace does not record an accepted token's id.
+        probability: The token's probability when drafted; ``None`` if the token was not drafted.
+        status: Status from this forward on.
+        num_drafts: Drafts at the position so far; above 1 the token was re-planned.
     """
 
     index: int
@@ -48,7 +48,7 @@ class Timeline:
     """All changes of a decode.
 
     Attributes:
-        changes: For each forward its changes in text order, at most one per token.
+        changes: Changes by forward, in text order, at most one per token.
         canvas_length: Number of positions after the prompt.
     """
 
@@ -56,7 +56,7 @@ class Timeline:
     canvas_length: int
 
     def after(self, num_forwards: int) -> list[Change | None]:
-        """Return the state of each token after a number of forwards; ``None`` while it is masked."""
+        """Return the state of every token after a number of forwards; ``None`` for masked tokens."""
         states: list[Change | None] = [None] * self.canvas_length
         for changes in self.changes[:num_forwards]:
             for change in changes:
@@ -64,7 +64,7 @@ class Timeline:
         return states
 
     def final_forwards(self) -> list[int]:
-        """Return for each token the number of the forward, from 1, that accepted it; 0 if none did."""
+        """Return, for all tokens, the number from 1 of the forward that accepted the token; 0 if none did."""
         forwards = [0] * self.canvas_length
         for number, changes in enumerate(self.changes, start=1):
             for change in changes:
@@ -100,12 +100,15 @@ def timeline(trace: Trace) -> Timeline:
         accepted |= newly
         for index in newly:
             by_forward[forward][index] = _acceptance(trace, index, drafts.get(index, ()))
-    changes = tuple(tuple(found[index] for index in sorted(found)) for found in by_forward)
+    changes = tuple(tuple(change for _, change in sorted(new.items())) for new in by_forward)
     return Timeline(changes=changes, canvas_length=trace.canvas_length)
 
 
 def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
-    """Return for each forward the first from it on that accepted tokens or computed scores; ``len(rounds)`` if none."""
+    """Return, by forward, the first forward from there on that judges drafts; ``len(rounds)`` if none does.
+
+    A forward judges drafts if it accepted tokens or computed scores.
+    """
     judges = [len(rounds)] * (len(rounds) + 1)
     for forward in reversed(range(len(rounds))):
         is_judge = rounds[forward].accepted or rounds[forward].scores
@@ -114,7 +117,7 @@ def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
 
 
 def _acceptance(trace: Trace, index: int, drafts: Sequence[Change]) -> Change:
-    """Return the change of an accepted token: its id is the response's, after the response's end the last draft's."""
+    """Return a token's acceptance, with the response's id or, after the response's end, the last draft's id."""
     last = drafts[-1].token if drafts else None
     token = trace.token_ids[index] if index < len(trace.token_ids) else last
     probability = next((draft.probability for draft in reversed(drafts) if draft.token == token), None)
@@ -122,11 +125,11 @@ def _acceptance(trace: Trace, index: int, drafts: Sequence[Change]) -> Change:
 
 
 def trace_statistics(trace: Trace) -> dict[str, str]:
-    """Return the figures of a trace by name, as they are shown.
+    """Return a trace's figures by name, formatted for display.
 
-    Means are over the forwards that accepted a token. A slot (a token, for decoders without slots) is out of order if
-    its last token was accepted by a forward after which an earlier position was still open; left-to-right decoding has
-    none. Drafts are counted every time.
+    Means are over forwards that accepted a token. A slot (for decoders without slots, a token) is out of order if the
+    forward that accepted its last token left an earlier position open; left-to-right decoding has no such slots.
+    Repeated drafts of a position all count.
     """
     history = timeline(trace)
     length = len(trace.token_ids)  # what lies after an EOS token does not count
@@ -149,13 +152,13 @@ def trace_statistics(trace: Trace) -> dict[str, str]:
         **({"slots filled at a time": f"{sum(map(len, slots)) / max(len(slots), 1):.2f}"} if has_slots else {}),
         f"{'slots' if has_slots else 'tokens'} out of order": f"{num_out_of_order} of {num_slots} ({share:.0f} %)",
         "drafts": str(sum(num_drafts)),
-        # The last draft of a position is not drafted again.
+        # Every draft of a position but the last was drafted again.
         "drafts rejected and drafted again": str(sum(num_drafts) - len(num_drafts)),
     }
 
 
 def _count_slots(final_forwards: list[int], size: int) -> tuple[int, int]:
-    """Count the slots with accepted tokens, and those accepted before an earlier position."""
+    """Count the slots with accepted tokens, and the slots accepted before an earlier position."""
     never = max(final_forwards, default=0) + 1  # stands for a position that was never accepted
     num_slots = num_out_of_order = 0
     latest_before = 0

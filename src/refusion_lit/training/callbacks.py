@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from refusion_lit.checkpoints.files import read_checkpoint
 from refusion_lit.utils.errors import error_reason, write_error_reason
@@ -130,6 +133,13 @@ class SaveOnSignal(L.Callback):
     def _note(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._signum = signum
         self._restore()
+        if rank_zero_only.rank == 0:  # pyright: ignore[reportFunctionMemberAccess]
+            # A write without a buffer: a signal may arrive within a buffered write.
+            with suppress(OSError, AttributeError):  # standard error may be closed
+                os.write(
+                    sys.stderr.fileno(),
+                    b"finishing the step and saving a checkpoint; send the signal again to stop at once\n",
+                )
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

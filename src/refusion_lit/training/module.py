@@ -34,18 +34,22 @@ from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.text_model import TextModel
 from refusion_lit.training.optimizer import (
     WarmupCosine,
+    apply_options,
     check_finite,
     gradient_norm,
     make_optimizer,
+    read_options,
     warn_of_slow_precision,
 )
 from refusion_lit.training.progress import TrainingProgress
+from refusion_lit.training.resume import begin_resumed_epoch, correct_counters
 from refusion_lit.training.step_source import make_step_source
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
+_OPTIMIZER = "refusion_lit_optimizer"
 
 
 class SlotDiffusionModule(L.LightningModule):
@@ -101,6 +105,9 @@ class SlotDiffusionModule(L.LightningModule):
         self.progress = TrainingProgress()
         self.validation = Validation(objective, self.progress)
         self.step_source = make_step_source(objective, self.evaluation, seed)
+        self._is_resumed = False
+        self._optimizer_options: dict[str, Any] = {}
+        self._restored_options: dict[str, Any] | None = None
 
     def configure_model(self) -> None:
         """Build the backbone once the tokenizer is known, and shard it if the strategy does."""
@@ -132,16 +139,21 @@ class SlotDiffusionModule(L.LightningModule):
         """Store what generation from the checkpoint alone needs. Test-time options are not stored."""
         checkpoint[METADATA_KEY] = CheckpointMetadata.of(self.text_model()).to_checkpoint()
         checkpoint[_NUM_POSITIONS] = int(self.progress.num_positions)
+        checkpoint[_OPTIMIZER] = self._optimizer_options
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what the weights were trained for; refuse the weights of another model."""
         trainer = self._trainer
+        resumes = trainer is not None and trainer.state.fn == "fit"
+        if resumes and "fit_loop" in checkpoint.get("loops", {}):
+            correct_counters(checkpoint["loops"]["fit_loop"])
         if METADATA_KEY in checkpoint:
-            resumes = trainer is not None and trainer.state.fn == "fit"
             restore_metadata(checkpoint, self.model, self.tokenizer, resumes=resumes)
         # A strategy that shards the weights restores them after the setup; no process holds them all.
         if "state_dict" in checkpoint and (trainer is None or not trainer.strategy.restore_checkpoint_after_setup):
             check_weights(checkpoint["state_dict"], self.state_dict())
+        self._restored_options = checkpoint.get(_OPTIMIZER)
+        self._is_resumed = resumes
         self.progress.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
     def on_fit_start(self) -> None:
@@ -183,12 +195,21 @@ class SlotDiffusionModule(L.LightningModule):
         require(has_trained, "fit", "time and batches for a step", "none, and no step was done", fix)
 
     def on_train_start(self) -> None:
-        """Refuse the state of another optimizer, which has been loaded from a checkpoint with its parameter groups."""
+        """Complete what Lightning restores from a checkpoint: options of the optimizer, and the place in the epoch.
+
+        Raises:
+            ValueError: If the checkpoint holds the state of another optimizer, or of a schedule with other options.
+        """
         optimizer, decoupled = self.trainer.optimizers[0], "decoupled_weight_decay"  # which tells Adam and AdamW apart
         group, own = optimizer.param_groups[0], optimizer.defaults
         fits = own.keys() <= group.keys() and own.get(decoupled) == group.get(decoupled)
         fix = "give the one that wrote it, or start from its exported weights as model.backbone.source"
         require(fits, "model.optimizer", "the optimizer of the checkpoint", type(optimizer).__name__, fix)
+        if self._is_resumed:
+            scheduler = self.trainer.lr_scheduler_configs[0].scheduler
+            apply_options(optimizer, scheduler, self._restored_options, self._optimizer_options)
+            begin_resumed_epoch(self.trainer)
+            self._is_resumed = False  # a later fit may start at the beginning
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Seed the model's own randomness (dropout) by the batch, so that a resumed run draws the same."""
@@ -267,7 +288,9 @@ class SlotDiffusionModule(L.LightningModule):
         """Make optimizer and schedule."""
         optimizer = make_optimizer(self.model, self.optimizer_callable)
         make_scheduler = self.scheduler_callable or partial(self.schedule, num_steps=self._num_steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
+        scheduler = make_scheduler(optimizer)
+        self._optimizer_options = read_options(optimizer, scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add the loss of a batch, which is empty on a process without samples."""

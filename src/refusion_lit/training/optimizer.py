@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from refusion_lit.modeling.load import decoding_dtype
 from refusion_lit.training.callbacks import last_checkpoint
-from refusion_lit.utils.require import check_options
+from refusion_lit.utils.require import check_options, require
 
 _NUM_SHOWN = 4
 
@@ -89,6 +89,56 @@ def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimiz
     return optimizer
 
 
+def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
+    """Return the options of a new optimizer and its schedule in plain values, for :func:`apply_options`."""
+    groups = [
+        {"lr": group.get("initial_lr", group["lr"])}
+        | {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
+        for group in optimizer.param_groups
+    ]
+    # A LambdaLR stores no function, and the other values of its state are no options.
+    state = {} if isinstance(scheduler, LambdaLR) else scheduler.state_dict()
+    plain = {name: value for name, value in state.items() if isinstance(value, int | float | str | None)}
+    return {"groups": groups, "schedule": {"class_path": type(scheduler).__name__, **plain}}
+
+
+def apply_options(
+    optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> None:
+    """Apply options that differ from the options of a checkpoint, which Lightning restores with the optimizer's state.
+
+    The learning rates of a ``LambdaLR``, such as the default schedule, are computed anew.
+
+    Args:
+        optimizer: The restored optimizer; changed in place.
+        scheduler: Its restored schedule; changed in place.
+        before: Value of :func:`read_options` that the checkpoint stores; ``None`` for an old checkpoint.
+        options: Value of :func:`read_options` before the state was restored.
+
+    Raises:
+        ValueError: If the schedule has other options, or depends on the learning rate otherwise than by a factor.
+    """
+    before = before or {**read_options(optimizer, scheduler), "schedule": options["schedule"]}
+    fix = "leave it out, or start a new run from the exported weights as model.backbone.source"
+    expected = f"{before['schedule']}, as the run was started with"
+    same = before["schedule"] == options["schedule"]
+    require(same, "model.lr_scheduler", expected, options["schedule"], fix)
+    is_factor = isinstance(scheduler, LambdaLR)
+    for group, old, new in zip(optimizer.param_groups, before["groups"], options["groups"], strict=True):
+        changed = {name: value for name, value in new.items() if old.get(name, value) != value}
+        if "lr" in changed:
+            expected = f"{old['lr']}, as {type(scheduler).__name__} cannot take another one in a run"
+            require(is_factor, "model.optimizer.lr", expected, changed.pop("lr"), fix)
+            group["initial_lr"] = new["lr"]
+        group.update(changed)
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        factors = [function(scheduler.last_epoch) for function in scheduler.lr_lambdas]
+        scheduler._last_lr = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
+        for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
+
+
 def warn_of_lost_updates(optimizer: Optimizer) -> None:
     """Warn where an optimizer of ``torch.optim`` trains weights in bfloat16 or float16.
 
@@ -106,13 +156,23 @@ def warn_of_lost_updates(optimizer: Optimizer) -> None:
         )
 
 
+def is_slow_precision(precision: str, device: torch.device) -> bool:
+    """Return whether a device is a processor without instructions for the type that a precision computes in."""
+    dtype = _compute_dtype(precision)
+    return decoding_dtype({"dtype": dtype}, device) != dtype
+
+
+def _compute_dtype(precision: str) -> str:
+    return "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"
+
+
 def warn_of_slow_precision(precision: str, device: torch.device) -> None:
     """Warn where a processor has no instructions for the type to compute in, and needs many times as long with it."""
-    dtype = "bfloat16" if precision.startswith("bf16") else "float16" if precision.startswith("16") else "float32"
-    if decoding_dtype({"dtype": dtype}, device) != dtype:
+    if is_slow_precision(precision, device):
         rank_zero_warn(
-            f"trainer.precision: expected 32-true on this processor, which has no instructions for {dtype}, got "
-            f"{precision}, which takes many times as long. Set it to 32-true, or use a GPU."
+            "trainer.precision: expected 32-true on this processor, which has no instructions for "
+            f"{_compute_dtype(precision)}, got {precision}, which takes many times as long. Set it to 32-true, or use "
+            "a GPU."
         )
 
 

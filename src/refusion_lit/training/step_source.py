@@ -1,4 +1,4 @@
-"""Where the answers of an optimizer step come from: the data, or a subclass that makes others."""
+"""Where the responses of an optimizer step come from: the data, or answers that a subclass makes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from refusion_lit.learning.step import OptimizerStep
 
 
 class StepSource(L.Callback):
-    """Makes the micro-batches of every optimizer step from the responses of the data.
+    """Callback that makes the corrupted micro-batches of an optimizer step, by default from the data.
 
-    An objective that trains on other answers names a subclass in its class attribute ``step_source``. The callback
-    hooks of the subclass save and restore its state.
+    An objective that trains on other responses, such as roll-outs, names a subclass in its class attribute
+    ``step_source``. The callback hooks of the subclass save and restore its state.
 
     Args:
         objective: The training objective.
         evaluation: Decoders, sampling and decoding options of the module.
-        seed: The seed of the module.
+        seed: The module's seed.
 
     Attributes:
-        shown: Names of figures that the progress bar shows.
-        figures: Figures of the last step by name, of this process alone; logged with the loss.
+        shown: Names of figures for the progress bar.
+        figures: Figures of the last step on this process, by name; logged with the loss.
     """
 
     shown: ClassVar[tuple[str, ...]] = ()
@@ -39,24 +39,24 @@ class StepSource(L.Callback):
         self.seed = seed
 
     def start(self, module: Any) -> None:  # noqa: ANN401 - training.module, which imports this file
-        """Check, before a training starts, that its steps can be made.
+        """Check before training that steps can be made.
 
         Raises:
-            ValueError: Naming the option.
+            ValueError: If an option is impossible.
         """
 
     def corrupt(self, module: Any, step: OptimizerStep) -> list[CorruptedBatch]:  # noqa: ANN401 - likewise
         """Return the corrupted micro-batches of a step, in order.
 
         Args:
-            module: The module, whose ``corrupt`` corrupts a batch with the noise of its samples.
+            module: The module; ``module.corrupt`` corrupts a batch with the noise of the samples.
             step: The clean micro-batches.
         """
         return [module.corrupt(batch) for batch in step.batches]
 
 
 def make_step_source(objective: Objective, evaluation: Evaluation, seed: int) -> StepSource:
-    """Return the step source that an objective names by its import path, or the default one."""
+    """Build the step source that the objective names by import path, or the default step source."""
     cls: Any = StepSource
     if objective.step_source is not None:
         module, _, name = objective.step_source.rpartition(".")

@@ -27,7 +27,7 @@ from support.fakes import EOS, MASK, PAD, tiny_backbone
 PROMPT = (3, 4, 5)
 
 
-def batch_of(responses: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]] | None = None) -> Answers:
+def make_batch(responses: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]] | None = None) -> Answers:
     prompts = prompts or [PROMPT] * len(responses)
     rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
     width = max(map(len, rows))
@@ -89,7 +89,7 @@ def test_exact_likelihoods_are_proper_distributions(
 ) -> None:
     model = small(tiny_backbone(likelihood.traits), 3)
     texts = every_answer(model, 3)
-    total = answers(model, likelihood, batch_of(texts), temperature).exp().sum()
+    total = answers(model, likelihood, make_batch(texts), temperature).exp().sum()
     assert float(total) == pytest.approx(1.0, abs=1e-12)
 
 
@@ -122,7 +122,7 @@ def sampled(
 def test_replayed_probabilities_are_those_of_the_decode(likelihood: Likelihood, decoder: Decoder) -> None:
     model = tiny_backbone(likelihood.traits)
     texts, engine, trajectories = sampled(model, decoder)
-    batch = batch_of(texts, [each.prompt_ids.tolist() for each in trajectories])
+    batch = make_batch(texts, [trajectory.prompt_ids.tolist() for trajectory in trajectories])
     objective = GroupPolicy(likelihood=likelihood)
     corrupted = laid(model, objective, batch)
     with torch.no_grad():
@@ -131,16 +131,16 @@ def test_replayed_probabilities_are_those_of_the_decode(likelihood: Likelihood, 
     assert corrupted.places is not None
     for row, (text, expected) in enumerate(zip(texts, engine, strict=True)):
         assert sorted(expected) == list(range(len(text)))
-        found = {int(p): float(v) for p, v in zip(corrupted.places[row], plain[row], strict=True) if p >= 0}
-        assert found == pytest.approx(expected, abs=1e-9)
+        replayed = {int(p): float(v) for p, v in zip(corrupted.places[row], plain[row], strict=True) if p >= 0}
+        assert replayed == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("likelihood", [NextToken(), *(LeftToRight(slot_size=k) for k in (1, 3))], ids=repr)
 def test_an_answers_likelihood_does_not_depend_on_the_batch(likelihood: Likelihood) -> None:
     model = tiny_backbone(likelihood.traits)
     texts = [(5, 6, 7, 8, EOS), (9, EOS), (4, 5, 6)]
-    together = answers(model, likelihood, batch_of(texts))
-    alone = torch.cat([answers(model, likelihood, batch_of([text])) for text in texts])
+    together = answers(model, likelihood, make_batch(texts))
+    alone = torch.cat([answers(model, likelihood, make_batch([text])) for text in texts])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
 
 
@@ -163,8 +163,8 @@ def test_one_forward_is_the_product_of_the_steps_of_a_plain_loop() -> None:
         logits = last_logits(model, [*ids, MASK] if is_first else ids)
         expected += float(logits.log_softmax(-1)[token])
         ids.append(token)
-    found = answers(model, LeftToRight(slot_size=size), batch_of([text]))
-    assert float(found) == pytest.approx(expected, abs=1e-10)
+    likelihood = answers(model, LeftToRight(slot_size=size), make_batch([text]))
+    assert float(likelihood) == pytest.approx(expected, abs=1e-10)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -182,7 +182,7 @@ def test_rounds_replay_every_draft_that_was_followed(fused: bool, infill: str, t
     sampling = SamplingParams(max_new_tokens=13, temperature=1.0, seed=2)
     output = decode(model, decoder, prompts, sampling, batch_size=2, callbacks=[recorder], trace=True)
     trajectories = [recorder.trajectories[i] for i in range(len(prompts))]
-    batch = batch_of([row.token_ids for row in output.rows], [prompt.token_ids for prompt in prompts])
+    batch = make_batch([row.token_ids for row in output.rows], [prompt.token_ids for prompt in prompts])
     batch = replace(batch, trajectories=trajectories)
     objective = GroupPolicy(likelihood=likelihood)
     corrupted = laid(model, objective, batch)
@@ -199,8 +199,8 @@ def test_rounds_replay_every_draft_that_was_followed(fused: bool, infill: str, t
                 drawn = sorted(zip(entry.positions, entry.probabilities, strict=True))
                 expected += [probability for _, probability in drawn]
                 num_plans += 1
-        found = plain[row][corrupted.labels[row] >= 0].exp().tolist()
-        assert found == pytest.approx(expected, rel=1e-9)
+        replayed = plain[row][corrupted.labels[row] >= 0].exp().tolist()
+        assert replayed == pytest.approx(expected, rel=1e-9)
         order = trajectories[row].order
         num_final, block = int((order >= 0).sum()), len(order) // 2
         num_positions = int(corrupted.is_real[row].sum())
@@ -238,10 +238,10 @@ class Listed(KeyedNoise):
     def bits(self, stream: str, size: int) -> Tensor:
         """Return 0 for what comes first, 1 for the rest."""
         assert stream.startswith("order ")
-        found = torch.ones(len(self.sets), size, dtype=torch.int64)
+        ranks = torch.ones(len(self.sets), size, dtype=torch.int64)
         for row, sets in enumerate(self.sets):
-            found[row, [len(PROMPT) + place for place in sets[int(stream.removeprefix("order "))]]] = 0
-        return found
+            ranks[row, [len(PROMPT) + place for place in sets[int(stream.removeprefix("order "))]]] = 0
+        return ranks
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
@@ -258,7 +258,7 @@ def test_the_average_over_all_counts_and_masks_is_the_bound(num_samples: int) ->
             chosen.append(sets)
             probabilities.append(1 / 10 / prod(comb(len(text), count) for count in counts))
     objective = GroupPolicy(likelihood=likelihood, unit="sequence")
-    batch = batch_of([text] * len(numbers))
+    batch = make_batch([text] * len(numbers))
     corrupted = objective.corrupt(batch, Listed(numbers, chosen), model.special_tokens)
     with torch.no_grad():
         values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
@@ -276,7 +276,7 @@ def test_the_bound_is_unbiased_and_coupling_lowers_its_variance() -> None:
     model = tiny_backbone(likelihood.traits)
     exact = order_bound(model, text)
     objective = GroupPolicy(likelihood=likelihood, unit="sequence")
-    batch = replace(batch_of([text] * 4000), sample_keys=torch.arange(4000) * 77 + 1)
+    batch = replace(make_batch([text] * 4000), sample_keys=torch.arange(4000) * 77 + 1)
     corrupted = laid(model, objective, batch)
     with torch.no_grad():
         values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
@@ -294,9 +294,9 @@ def block_bound(model: Backbone, text: Sequence[int], size: int) -> float:
     ids = [*PROMPT, *text] + [MASK] * (-end % size)
     total = 0.0
     for begin in range(start // size * size, end, size):
-        own = [place for place in range(begin, begin + size) if start <= place < end]
-        for count in range(1, len(own) + 1):
-            for chosen in combinations(own, count):
+        places = [place for place in range(begin, begin + size) if start <= place < end]
+        for count in range(1, len(places) + 1):
+            for chosen in combinations(places, count):
                 fed = torch.tensor([[MASK if place in chosen else ids[place] for place in range(begin + size)]])
                 blocks = torch.arange(begin + size) // size
                 with torch.no_grad():
@@ -304,7 +304,7 @@ def block_bound(model: Backbone, text: Sequence[int], size: int) -> float:
                     logits = model.head(hidden[0])[:, : model.special_tokens.vocab_size]
                 logits[:, [PAD, MASK]] = -torch.inf
                 values = logits.log_softmax(-1)
-                total += sum(float(values[i, ids[i]]) for i in chosen) / count / comb(len(own), count)
+                total += sum(float(values[i, ids[i]]) for i in chosen) / count / comb(len(places), count)
     return total
 
 
@@ -314,7 +314,7 @@ def test_the_bound_of_blocks_is_unbiased(text: tuple[int, ...]) -> None:
     size, num_rows = 4, 600
     model = tiny_backbone(BlockBound(block_size=size).traits)
     exact = block_bound(model, text, size)
-    batch = replace(batch_of([text] * num_rows), sample_keys=torch.arange(num_rows) * 77 + 1)
+    batch = replace(make_batch([text] * num_rows), sample_keys=torch.arange(num_rows) * 77 + 1)
     for num_samples in (1, 3):
         values = answers(model, BlockBound(block_size=size, num_samples=num_samples), batch)
         error = max(4.5 * float(values.std()) / num_rows**0.5, 1e-6)  # transformers' norms compute in float32
@@ -348,27 +348,27 @@ def test_slots_apart_are_predicted_from_the_prompt_and_the_visible_slots() -> No
     text, size = (5, 6, 7, 8, EOS), 3
     model = tiny_backbone(LeftToRight().traits)
     alone = sum(slot_value(model, text, (), slot, size) for slot in (0, 1))
-    assert float(answers(model, MeanField(slot_size=size), batch_of([text]))) == pytest.approx(alone, abs=1e-9)
+    assert float(answers(model, MeanField(slot_size=size), make_batch([text]))) == pytest.approx(alone, abs=1e-9)
     after = slot_value(model, text, (1,), 0, size) + slot_value(model, text, (0,), 1, size)
-    batch = replace(batch_of([text, text[:4]] * 60), sample_keys=torch.arange(120) * 77 + 1)
-    found = answers(model, SlotBound(slot_size=size, num_samples=1), batch)[::2]
+    batch = replace(make_batch([text, text[:4]] * 60), sample_keys=torch.arange(120) * 77 + 1)
+    bounds = answers(model, SlotBound(slot_size=size, num_samples=1), batch)[::2]
     # Of the counts 0, 1, 2, two mask both slots or neither, with weight 3 / 2, one each in turn with weight 3; halved.
     expected = sorted((0.75 * alone, 1.5 * after))
-    assert sorted(set(found.round(decimals=9).tolist())) == pytest.approx(expected, abs=1e-8)
+    assert sorted(set(bounds.round(decimals=9).tolist())) == pytest.approx(expected, abs=1e-8)
 
 
 def refusals() -> Iterator[tuple[Likelihood, Decoder, str]]:
-    yield NextToken(), LLaDA(), "not of LLaDA"
+    yield NextToken(), LLaDA(), "LLaDA"
     yield NextToken(), SelfSpeculative(slot_size=4), "slot_size 4"
     yield LeftToRight(slot_size=4), SelfSpeculative(slot_size=8), "slot_size 8"
-    yield LeftToRight(slot_size=4), ReFusion(slot_size=4), "not of ReFusion"
-    yield Rounds(slot_size=4), SelfSpeculative(slot_size=4), "not of SelfSpeculative"
+    yield LeftToRight(slot_size=4), ReFusion(slot_size=4), "ReFusion"
+    yield Rounds(slot_size=4), SelfSpeculative(slot_size=4), "SelfSpeculative"
     yield Rounds(slot_size=4), ReFusion(slot_size=4, infill="bonus"), "bonus"
-    yield MaskedBound(), Autoregressive(), "not of Autoregressive"
-    yield MaskedBound(), SelfSpeculative(), "not of SelfSpeculative"
-    yield BlockBound(), BlockDiffusion(block_size=8), "block_size 8, BlockBound 32"
+    yield MaskedBound(), Autoregressive(), "Autoregressive"
+    yield MaskedBound(), SelfSpeculative(), "SelfSpeculative"
+    yield BlockBound(), BlockDiffusion(block_size=8), "block_size 8.* 32"
     yield BlockBound(block_size=8), BlockDiffusion(shifted=True), "shifted"
-    yield BlockBound(), LLaDA(), "not of LLaDA"
+    yield BlockBound(), LLaDA(), "LLaDA"
 
 
 @pytest.mark.parametrize(("likelihood", "decoder", "reason"), list(refusals()), ids=repr)
@@ -379,5 +379,5 @@ def test_other_decoders_are_refused_with_the_reason(likelihood: Likelihood, deco
 
 @pytest.mark.parametrize("option", [{"top_k": 50}, {"top_p": 0.9}, {"stop": ("x",)}], ids=str)
 def test_what_changes_the_distribution_is_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"model\.sampling\.{next(iter(option))}: expected .* another likelihood"):
+    with pytest.raises(ValueError, match=rf"model\.sampling\.{next(iter(option))}: expected "):
         GroupPolicy().check(Autoregressive(), SamplingParams(**option))

@@ -10,7 +10,7 @@ import torch
 from experiments.policy_estimators.likelihoods import BlockBound, LinearPolicy, MaskedBound, SlotBound
 from torch import Tensor
 
-from contrib.rl.test_objective import ADVANTAGES, answered, gradient, loss_of
+from contrib.rl.test_objective import ADVANTAGES, answered, compute_loss, gradient
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood
 from refusion_lit.contrib.rl.likelihood import LaidOut
 from support.fakes import tiny_backbone
@@ -27,13 +27,13 @@ def drifted(values: Tensor, corrupted: LaidOut, seed: int, size: float = 1.0) ->
 @pytest.mark.parametrize("likelihood", [*BOUNDS, LeftToRight(slot_size=2)], ids=repr)
 def test_the_first_update_has_the_gradient_of_the_group_policy(likelihood: Likelihood) -> None:
     model = tiny_backbone(likelihood.traits)
-    found = []
+    results = []
     for objective in (GroupPolicy(likelihood=likelihood, unit="sequence"), LinearPolicy(likelihood=likelihood)):
         corrupted = answered(model, objective)
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible).detach().requires_grad_()
         loss = objective.loss(hidden, model.head, corrupted)
-        found.append((loss.sums.detach(), *torch.autograd.grad(loss.total, hidden)))
-    (expected_sums, expected), (sums, slopes) = found
+        results.append((loss.sums.detach(), *torch.autograd.grad(loss.total, hidden)))
+    (expected_sums, expected), (sums, slopes) = results
     torch.testing.assert_close(sums, expected_sums, rtol=0, atol=1e-12)
     torch.testing.assert_close(slopes, expected, rtol=1e-9, atol=1e-15)
     assert float(expected.abs().max()) > 1e-3
@@ -63,7 +63,7 @@ def test_it_is_never_above_the_gain_without_clipping(sign: float, num_samples: i
             assert is_equal or bound < gain
 
 
-def of_sample(corrupted: LaidOut, num_samples: int, number: int) -> LaidOut:
+def select_sample(corrupted: LaidOut, num_samples: int, number: int) -> LaidOut:
     """Return the rows of one sample: one view of each answer, or two that are coupled."""
     rows = torch.arange(len(corrupted.labels)).view(-1, num_samples, len(ADVANTAGES))[:, number].flatten()
     per_row = {
@@ -83,20 +83,20 @@ def test_gradients_of_single_samples_add_up(likelihood: Any) -> None:
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
         values = objective.log_probabilities(hidden, model.head, corrupted)[0]
         corrupted = replace(corrupted, old=drifted(values, corrupted, 0))
-        whole = loss_of(model, objective, corrupted)
+        whole = compute_loss(model, objective, corrupted)
         expected = gradient(model, whole.total)
-        value, found = 0.0, torch.zeros_like(expected)
+        value, total = 0.0, torch.zeros_like(expected)
         for number in range(likelihood.num_samples):
-            part = loss_of(model, objective, of_sample(corrupted, likelihood.num_samples, number))
+            part = compute_loss(model, objective, select_sample(corrupted, likelihood.num_samples, number))
             value += float(part.sums.detach()[0])
-            found += gradient(model, part.total)
+            total += gradient(model, part.total)
         is_sum = isinstance(objective, LinearPolicy)
         assert (value == pytest.approx(float(whole.sums.detach()[0]), abs=1e-6)) == is_sum
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6) == is_sum
+        assert torch.allclose(total, expected, rtol=1e-5, atol=1e-6) == is_sum
         assert float(expected.abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize(("option", "value"), [("unit", "token"), ("kl_weight", 0.1)])
 def test_options_that_the_bound_does_not_have_are_refused(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^objective\.{option}: expected .* with LinearPolicy, got {value!r}"):
+    with pytest.raises(ValueError, match=rf"^objective\.{option}: expected .* got {value!r}"):
         LinearPolicy(likelihood=LeftToRight(), **{option: value})

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ from experiments.policy_estimators.likelihoods import MaskedBound, Rounds
 from hypothesis import settings
 from torch import Tensor
 
-from contrib.rl.test_likelihood import answers, batch_of, every_answer, laid, small
+from contrib.rl.test_likelihood import answers, every_answer, laid, make_batch, small
 from modeling.fused.test_invariant import backbone
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, NextToken, TrajectoryRecorder
 from refusion_lit.contrib.rl.likelihood import LaidOut
-from refusion_lit.contrib.rl.objective import group_advantages
+from refusion_lit.contrib.rl.objective import group_advantages, replace_overlong_rewards
 from refusion_lit.contrib.rl.rollouts import engine_log_probabilities
 from refusion_lit.decoding import Autoregressive, ReFusion, SelfSpeculative, decode
 from refusion_lit.learning.batch import LossOutput
@@ -35,13 +36,13 @@ def hybrid() -> Backbone:
     return tiny_backbone(LeftToRight().traits)
 
 
-def loss_of(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> LossOutput:
+def compute_loss(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> LossOutput:
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     return objective.loss(hidden, model.head, corrupted)
 
 
 def answered(model: Backbone, objective: GroupPolicy, advantages: Tensor = ADVANTAGES) -> LaidOut:
-    return laid(model, objective, replace(batch_of(TEXTS), advantages=advantages))
+    return laid(model, objective, replace(make_batch(TEXTS), advantages=advantages))
 
 
 def log_probabilities(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> Tensor:
@@ -59,14 +60,14 @@ def gradient(model: Backbone, value: Tensor) -> Tensor:
 def test_the_first_update_has_ratio_one_and_the_value_of_the_advantages(unit: str) -> None:
     model = hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, max_new_tokens=20)
-    loss = loss_of(model, objective, answered(model, objective))
+    loss = compute_loss(model, objective, answered(model, objective))
     means = loss.named_means()
     weights = torch.tensor([len(text) if unit == "token" else 20 for text in TEXTS]).double() / 20
     assert float(means["policy"]) == pytest.approx(-float((weights * ADVANTAGES).mean()), abs=1e-12)
     assert float(means["clipped_low"]) == float(means["clipped_high"]) == 0
     assert float(means["entropy"]) > 0
     old = log_probabilities(model, objective, answered(model, objective)).detach()
-    again = loss_of(model, objective, replace(answered(model, objective), old=old))
+    again = compute_loss(model, objective, replace(answered(model, objective), old=old))
     torch.testing.assert_close(again.sums, loss.sums, rtol=0, atol=1e-12)
 
 
@@ -79,22 +80,22 @@ def test_clipping_acts_past_its_bounds_alone(unit: str) -> None:
     labelled = corrupted.labels >= 0
     for ratio, low, high in [(1.29, False, False), (1.31, False, True), (0.81, False, False), (0.79, True, False)]:
         old = (values - math.log(ratio)).where(labelled, 0.0)
-        loss = loss_of(model, objective, replace(corrupted, old=old))
+        loss = compute_loss(model, objective, replace(corrupted, old=old))
         means = loss.named_means()
         assert (float(means["clipped_low"]) > 0, float(means["clipped_high"]) > 0) == (low, high)
-        found = gradient(model, loss.total)
-        only_positive = loss_of(model, objective, replace(corrupted, old=old, advantages=ADVANTAGES.clamp(min=0)))
-        only_negative = loss_of(model, objective, replace(corrupted, old=old, advantages=ADVANTAGES.clamp(max=0)))
+        slopes = gradient(model, loss.total)
+        only_positive = compute_loss(model, objective, replace(corrupted, old=old, advantages=ADVANTAGES.clamp(min=0)))
+        only_negative = compute_loss(model, objective, replace(corrupted, old=old, advantages=ADVANTAGES.clamp(max=0)))
         assert bool((gradient(model, only_positive.total) == 0).all()) is high, "a clipped unit has no gradient"
         assert bool((gradient(model, only_negative.total) == 0).all()) is low
-        assert not (found == 0).all()
+        assert not (slopes == 0).all()
 
 
 def test_equal_rewards_give_no_gradient() -> None:
     model = hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2))
     advantages = group_advantages(torch.full((1, 3), 0.1, dtype=torch.float64), scale=True)
-    loss = loss_of(model, objective, answered(model, objective, advantages[0]))
+    loss = compute_loss(model, objective, answered(model, objective, advantages[0]))
     assert (gradient(model, loss.total) == 0).all()
 
 
@@ -106,15 +107,15 @@ def test_the_gradient_is_that_of_the_expected_reward(likelihood: NextToken | Lef
     texts = every_answer(model, 3)
     rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
     objective = GroupPolicy(likelihood=likelihood, temperature=temperature, max_new_tokens=3)
-    batch = batch_of(texts)
+    batch = make_batch(texts)
     plain = laid(model, objective, batch)
     sums = log_probabilities(model, objective, plain).sum(1)
     expected = gradient(model, (sums.exp() * rewards).sum())
     weights = sums.detach().exp() * rewards
     corrupted = laid(model, objective, replace(batch, advantages=weights))
-    loss = loss_of(model, objective, corrupted)
-    found = gradient(model, -loss.sums[0] * 3)  # the budget
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    loss = compute_loss(model, objective, corrupted)
+    slopes = gradient(model, -loss.sums[0] * 3)  # the budget
+    torch.testing.assert_close(slopes, expected, rtol=1e-9, atol=1e-12)
 
 
 @cache
@@ -127,20 +128,20 @@ def drawn() -> Counter[tuple[int, ...]]:
     num_answers = 100_000 if settings.get_current_profile_name() == THOROUGH else 20_000
     model = small(tiny_backbone(LeftToRight().traits), 2)
     sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=11)
-    found: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     for first in range(0, num_answers, 2000):
         prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(first, first + 2000)]
         decoder = SelfSpeculative(slot_size=2)
         rows = decode(model, decoder, prompts, sampling, batch_size=128, share_prefixes=False).rows
-        found.update(tuple(row.token_ids) for row in rows)
-    return found
+        counts.update(tuple(row.token_ids) for row in rows)
+    return counts
 
 
 def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
     likelihood = LeftToRight(slot_size=2)
     model = small(tiny_backbone(likelihood.traits), 2)
     texts = every_answer(model, 3)
-    probability = answers(model, likelihood, batch_of(texts)).exp()
+    probability = answers(model, likelihood, make_batch(texts)).exp()
     counts = torch.tensor([drawn()[text] for text in texts]).double()
     size = drawn().total()
     deviations = (counts - size * probability) / (size * probability * (1 - probability)).sqrt()
@@ -155,7 +156,7 @@ def test_the_estimate_from_answers_that_were_drawn_agrees_with_the_expected_grad
     texts = every_answer(model, 3)
     objective = GroupPolicy(likelihood=likelihood, max_new_tokens=3)
     rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
-    sums = log_probabilities(model, objective, laid(model, objective, batch_of(texts))).sum(1)
+    sums = log_probabilities(model, objective, laid(model, objective, make_batch(texts))).sum(1)
     expected = gradient(model, (sums.exp() * rewards).sum())
     counts = torch.tensor([drawn()[text] for text in texts])
     indices = torch.arange(len(texts)).repeat_interleave(counts)
@@ -163,7 +164,7 @@ def test_the_estimate_from_answers_that_were_drawn_agrees_with_the_expected_grad
     directions = torch.randn(5, len(expected), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     slopes = []
     for index in range(len(texts)):
-        sums = log_probabilities(model, objective, laid(model, objective, batch_of(texts[index : index + 1]))).sum()
+        sums = log_probabilities(model, objective, laid(model, objective, make_batch(texts[index : index + 1]))).sum()
         slopes.append(directions @ gradient(model, sums))
     values = torch.stack(slopes)[indices] * advantages[:, None]
     errors = values.std(0) / drawn().total() ** 0.5
@@ -178,14 +179,14 @@ def test_drafts_save_forwards_and_leave_texts_and_loss_as_they_are() -> None:
     prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(8)]
     sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=2)
     advantages = torch.linspace(-1, 1, 8, dtype=torch.float64)
-    found = []
+    results = []
     for num_drafts in (0, 4):
         decoder = SelfSpeculative(slot_size=4, num_drafts=num_drafts, layout="single_forward")
         rows = decode(model, decoder, prompts, sampling, batch_size=8).rows
-        batch = replace(batch_of([row.token_ids for row in rows]), advantages=advantages)
-        loss = loss_of(model, objective, laid(model, objective, batch))
-        found.append((sum(row.num_forwards for row in rows), [row.token_ids for row in rows], loss.sums))
-    (plain, texts, expected), (drafted, other_texts, sums) = found
+        batch = replace(make_batch([row.token_ids for row in rows]), advantages=advantages)
+        loss = compute_loss(model, objective, laid(model, objective, batch))
+        results.append((sum(row.num_forwards for row in rows), [row.token_ids for row in rows], loss.sums))
+    (plain, texts, expected), (drafted, other_texts, sums) = results
     assert drafted < plain
     assert other_texts == texts
     assert torch.equal(sums, expected)
@@ -204,7 +205,7 @@ def test_mismatch_of_engine_and_trainer_is_that_of_the_forward_with_gradients() 
     rows = decode(model, Autoregressive(), prompts, sampling, batch_size=4, callbacks=[recorder], trace=True).rows
     texts = [row.token_ids for row in rows]
     objective = GroupPolicy()
-    corrupted = laid(model, objective, batch_of(texts, [prompt.token_ids for prompt in prompts]))
+    corrupted = laid(model, objective, make_batch(texts, [prompt.token_ids for prompt in prompts]))
     assert corrupted.places is not None
     targets = corrupted.labels >= 0
     engine = torch.zeros(corrupted.labels.shape, dtype=torch.float64)
@@ -242,7 +243,9 @@ def test_the_mean_of_the_engines_k3_is_its_divergence_from_the_trainer() -> None
     def head(states: Tensor) -> Tensor:
         return model.head(states)[:, : len(tokens)]  # all that a text may hold
 
-    batch = replace(batch_of([(token,) for token in tokens]), advantages=torch.zeros(len(tokens), dtype=torch.float64))
+    batch = replace(
+        make_batch([(token,) for token in tokens]), advantages=torch.zeros(len(tokens), dtype=torch.float64)
+    )
     engine = torch.randn(len(tokens), generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(0)
     corrupted = laid(model, objective, batch)
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible).detach()
@@ -269,18 +272,18 @@ def test_trajectories_are_drawn_as_often_as_their_likelihood_says(thresholds: tu
     recorder = TrajectoryRecorder(decoder)
     sampling = SamplingParams(max_new_tokens=4, temperature=1.0, seed=11)
     rows = decode(model, decoder, prompts, sampling, batch_size=size, callbacks=[recorder], trace=True).rows
-    found = {}
+    by_draws = {}
     for index in range(size):
         trajectory = recorder.trajectories[index]
         is_drafted = np.isin(trajectory.draws[:, 0], [i for i, p in enumerate(trajectory.phases, 1) if p == "plan"])
-        found.setdefault(tuple(map(tuple, trajectory.draws[is_drafted].tolist())), []).append(index)
-    firsts = [indices[0] for indices in found.values()]
-    batch = batch_of([rows[index].token_ids for index in firsts])
+        by_draws.setdefault(tuple(map(tuple, trajectory.draws[is_drafted].tolist())), []).append(index)
+    firsts = [indices[0] for indices in by_draws.values()]
+    batch = make_batch([rows[index].token_ids for index in firsts])
     batch = replace(batch, trajectories=[recorder.trajectories[index] for index in firsts])
     probability = answers(model, likelihood, batch).exp()
-    drawn = torch.tensor([len(indices) for indices in found.values()]).double()
+    drawn = torch.tensor([len(indices) for indices in by_draws.values()]).double()
     deviations = (drawn - size * probability) / (size * probability * (1 - probability)).sqrt()
-    assert len(found) > 5
+    assert len(by_draws) > 5
     assert float(deviations[size * probability > 5].abs().max()) < 4.5
     assert 0.7 < float(probability.sum()) <= 1 + 1e-9
 
@@ -312,20 +315,22 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
     model = small(tiny_backbone(likelihood.traits), 2)  # three tokens may be drawn
     objective = GroupPolicy(likelihood=likelihood, kl_weight=1.0, unit="sequence")
     texts = [(token,) for token in (EOS, 3, 4)]
-    batch = replace(batch_of(texts), advantages=torch.zeros(3, dtype=torch.float64))
+    batch = replace(make_batch(texts), advantages=torch.zeros(3, dtype=torch.float64))
     corrupted = laid(model, objective, batch)
     # With respect to hidden states: transformers' norms compute in float32, also backwards.
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)[:1].detach().requires_grad_()
     values = objective.log_probabilities(hidden.expand(3, -1, -1), model.head, corrupted)[0]
     reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
-    own = values.sum(1)
-    (expected,) = torch.autograd.grad((own.exp() * (own - reference)).sum(), hidden, retain_graph=True)
+    log_policy = values.sum(1)
+    (expected,) = torch.autograd.grad((log_policy.exp() * (log_policy - reference)).sum(), hidden, retain_graph=True)
     dense = reference[:, None].expand_as(values)
     total = torch.zeros_like(expected)
     for number in range(3):
-        one = laid(model, objective, replace(batch_of(texts[number : number + 1]), advantages=torch.zeros(1).double()))
-        loss = objective.loss(hidden, model.head, replace(one, reference=dense[number : number + 1]))
-        total += own[number].detach().exp() * torch.autograd.grad(loss.sums[1], hidden)[0]
+        sample = laid(
+            model, objective, replace(make_batch(texts[number : number + 1]), advantages=torch.zeros(1).double())
+        )
+        loss = objective.loss(hidden, model.head, replace(sample, reference=dense[number : number + 1]))
+        total += log_policy[number].detach().exp() * torch.autograd.grad(loss.sums[1], hidden)[0]
     assert float(expected.abs().max()) > 1e-3
     torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12)
 
@@ -338,18 +343,18 @@ def k3(log_ratio: Tensor) -> Tensor:
 def test_expected_gradients_of_the_estimates_of_a_divergence() -> None:
     """Over draws of the policy: zero for k1, that of the KL to the reference for k2, that of the KL back for k3."""
     logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
-    own, reference = logits.log_softmax(0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
-    log_ratio = own - reference
+    log_policy, reference = logits.log_softmax(0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    log_ratio = log_policy - reference
 
     def slope(value: Tensor) -> Tensor:
         return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
-    drawn_with = own.detach().exp()
-    k1, k2, of_k3 = (slope(drawn_with @ values) for values in (log_ratio, log_ratio**2 / 2, k3(log_ratio)))
-    there, back = slope(own.exp() @ log_ratio), slope(reference.exp() @ -log_ratio)
+    drawn_with = log_policy.detach().exp()
+    k1, k2, k3_slope = (slope(drawn_with @ values) for values in (log_ratio, log_ratio**2 / 2, k3(log_ratio)))
+    there, back = slope(log_policy.exp() @ log_ratio), slope(reference.exp() @ -log_ratio)
     torch.testing.assert_close(k1, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-15)
     torch.testing.assert_close(k2, there, rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(of_k3, back, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(k3_slope, back, rtol=1e-12, atol=1e-15)
     assert float((there - back).abs().max()) > 0.05
 
 
@@ -357,7 +362,7 @@ def test_the_engine_is_compared_by_k3_and_the_reference_by_k2() -> None:
     """For three answers of one token, each of which has log-probabilities of its own."""
     model = small(tiny_backbone(NextToken().traits), 2)
     objective = GroupPolicy(unit="sequence")
-    batch = replace(batch_of([(token,) for token in (EOS, 3, 4)]), advantages=torch.zeros(3, dtype=torch.float64))
+    batch = replace(make_batch([(token,) for token in (EOS, 3, 4)]), advantages=torch.zeros(3, dtype=torch.float64))
     corrupted = laid(model, objective, batch)
     other = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()[:, None].expand(corrupted.labels.shape)
     other = other.where(corrupted.labels >= 0, torch.nan)
@@ -366,17 +371,17 @@ def test_the_engine_is_compared_by_k3_and_the_reference_by_k2() -> None:
         values, plain, _ = objective.log_probabilities(hidden, model.head, corrupted)
         loss = objective.loss(hidden, model.head, replace(corrupted, engine=other, reference=other.nan_to_num(nan=0.0)))
     for name, terms in {"engine_kl": k3(other - plain), "kl": (values - other) ** 2 / 2}.items():
-        found = float(loss.sums[list(objective.terms).index(name)])
-        assert found == pytest.approx(float(terms.nansum()), rel=1e-12)
+        value = float(loss.sums[list(objective.terms).index(name)])
+        assert value == pytest.approx(float(terms.nansum()), rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 1}, "objective.group_size: expected an integer of at least 2"),
+        ({"group_size": 1}, "objective.group_size: expected .* 2"),
         ({"temperature": 0.0}, "objective.temperature"),
         ({"clip_low": 1.5}, "objective.clip_low"),
-        ({"unit": "token", "likelihood": MaskedBound()}, "objective.unit: expected sequence with MaskedBound"),
+        ({"unit": "token", "likelihood": MaskedBound()}, "objective.unit: expected sequence"),
         ({"num_updates": 0}, "objective.num_updates"),
     ],
     ids=str,
@@ -384,3 +389,20 @@ def test_the_engine_is_compared_by_k3_and_the_reference_by_k2() -> None:
 def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GroupPolicy(**options)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "expected"),
+    [
+        ("lowest", [[-2.0, -3.0, -3.0], [math.nan, 0.5, 0.5]]),
+        ("drop", [[-2.0, math.nan, -3.0], [math.nan, math.nan, 0.5]]),
+        ("zero", [[-2.0, 0.0, -3.0], [math.nan, 0.0, 0.5]]),
+    ],
+)
+def test_answers_cut_at_the_limit_have_the_reward_that_is_asked_for(
+    overlong: Literal["lowest", "drop", "zero"], expected: list[list[float]]
+) -> None:
+    rewards = torch.tensor([[-2.0, -1.0, -3.0], [math.nan, 2.0, 0.5]])
+    is_overlong = torch.tensor([[False, True, False], [True, True, False]])
+    found = replace_overlong_rewards(rewards, is_overlong, overlong)
+    torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)

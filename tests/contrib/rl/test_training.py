@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
-from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Reward, rollouts
 from refusion_lit.contrib.rl.rollouts import Rollouts
 from refusion_lit.data.module import InstructionDataModule
@@ -72,8 +71,9 @@ class Broken(Reward):
 
 
 OBJECTIVE = GroupPolicy(
-    likelihood=LeftToRight(slot_size=4), rewards=(ManyDigits(),), group_size=3, max_new_tokens=6, temperature=0.9
-)
+    likelihood=LeftToRight(slot_size=4), rewards=(ManyDigits(),), group_size=3, max_new_tokens=6, temperature=0.9,
+    overlong="zero",  # most answers are cut: with the lowest reward, many groups would have equal rewards
+)  # fmt: skip
 
 
 class Recorded(SlotDiffusionModule):
@@ -162,7 +162,7 @@ def test_the_longest_prompt_leaves_room_for_its_answers(tmp_path: Path) -> None:
         accelerator="cpu", max_steps=4, logger=False, limit_val_batches=0, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"^prompt train:rows\.jsonl:3: expected at most 32 tokens"):
+    with pytest.raises(ValueError, match=r"train:rows\.jsonl:3: expected at most 32 tokens"):
         trainer.fit(module, data)
     assert trainer.global_step == 0
 
@@ -199,9 +199,9 @@ def test_a_small_model_learns_to_copy_from_rewards_alone(tmp_path: Path) -> None
     assert sum(rewards[-5:]) / 5 > 0.9
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **{"rtol": 0, "atol": 0, **tolerance})
+        torch.testing.assert_close(actual[name], value, **{"rtol": 0, "atol": 0, **tolerance})
 
 
 @pytest.mark.parametrize("num_updates", [1, 3])
@@ -210,8 +210,8 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_upda
     objective = replace(OBJECTIVE, num_updates=num_updates)
     single: Any = {"precision": "32-true", "steps": 5}
     _, expected = fitted(tmp_path / "whole", objective, **single)
-    _, found = fitted(tmp_path / "resumed", objective, ckpt_path=tmp_path / "whole" / "step=2.ckpt", **single)
-    assert_equal(found, expected)
+    _, actual = fitted(tmp_path / "resumed", objective, ckpt_path=tmp_path / "whole" / "step=2.ckpt", **single)
+    assert_equal(actual, expected)
     stored = torch.load(tmp_path / "whole" / "step=2.ckpt", weights_only=True)["state_dict"]
     assert any(not torch.equal(stored[f"backbone.{name}"], value) for name, value in expected.items())
 
@@ -244,14 +244,14 @@ def written(path: Path, num_rows: int) -> Path:
 
 
 def test_dropout_is_refused_as_it_changes_likelihoods(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.backbone.lora.dropout: expected no dropout, .* got 0.3; set it to 0"):
+    with pytest.raises(ValueError, match=r"model\.backbone\.lora\.dropout: expected no dropout.* got 0\.3"):
         fitted(tmp_path, lora=LoraOptions(rank=2, alpha=4.0, dropout=0.3))
 
 
 def test_code_that_may_not_run_is_no_reward(tmp_path: Path) -> None:
     rows = [MBPP | {"task_id": number} for number in (11, 511, *range(601, 609))]
     task = Mbpp(files=write_jsonl(tmp_path / "mbpp.jsonl", rows))
-    with pytest.raises(ValueError, match=r"allow_code_execution: expected true, because scoring runs programs"):
+    with pytest.raises(ValueError, match="allow_code_execution: expected true"):
         fitted(tmp_path / "run", replace(OBJECTIVE, rewards=()), task=task)
 
 
@@ -281,8 +281,8 @@ def test_a_killed_run_ends_where_the_unbroken_one_does(
     assert process.exitcode == -signal.SIGKILL
     saved = sorted(path.name for path in (tmp_path / "killed").glob("*.ckpt"))
     assert saved == ["step=1.ckpt", "step=2.ckpt"]
-    _, found = fitted(tmp_path / "resumed", ckpt_path=tmp_path / "killed" / saved[-1], **single)
-    assert_equal(found, expected)
+    _, actual = fitted(tmp_path / "resumed", ckpt_path=tmp_path / "killed" / saved[-1], **single)
+    assert_equal(actual, expected)
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(rank=2)], ids=["all weights", "adapter"])
@@ -290,9 +290,9 @@ def test_two_processes_have_the_gradient_of_one(tmp_path: Path, lora: LoraOption
     """With adapters, the base without them is the reference in both processes."""
     objective = OBJECTIVE if lora is None else replace(OBJECTIVE, kl_weight=0.1)
     _, expected = fitted(tmp_path / "one", objective, steps=2, batch_size=4, accumulate_grad_batches=1, lora=lora)
-    _, found = fitted(tmp_path / "two", objective, steps=2, batch_size=2, devices=2, strategy="ddp_fork", lora=lora)
-    assert_equal(found, expected, rtol=1e-7, atol=1e-9)
-    trained = [bool(value.any()) for name, value in found.items() if "lora_b" in name.lower()]  # zero at first
+    _, actual = fitted(tmp_path / "two", objective, steps=2, batch_size=2, devices=2, strategy="ddp_fork", lora=lora)
+    assert_equal(actual, expected, rtol=1e-7, atol=1e-9)
+    trained = [bool(value.any()) for name, value in actual.items() if "lora_b" in name.lower()]  # zero at first
     assert trained if lora else not trained
     assert all(trained)
 
@@ -314,7 +314,7 @@ def test_what_a_rollout_showed_is_logged(tmp_path: Path) -> None:
     assert logged["length"] > 0
     assert logged["clipped_low"] == logged["clipped_high"] == 0
     assert {"overlong", "equal_groups", "tokens_per_forward", "rollout_seconds", "update_seconds"} <= logged.keys()
-    assert "train/reward" in TrainerProgress()._losses(module.trainer)
+    assert "train/reward" in module.trainer.progress_bar_metrics
 
 
 def test_a_rollout_is_logged_between_updates_too(tmp_path: Path) -> None:
@@ -348,11 +348,11 @@ def test_a_shorter_last_step_of_an_epoch_has_answers_of_its_own(
 @pytest.mark.parametrize(("how", "what"), [("constant", "equal to 0"), ("nan", "NaN")])
 def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str, what: str) -> None:
     objective = replace(OBJECTIVE, rewards=(Broken(how=how),))
-    found = []
+    weights = []
     for steps in (1, 2):
         with pytest.warns(UserWarning, match=rf"^Broken\.rewards: .*{what}"):
-            found.append(fitted(tmp_path / str(steps), objective, steps=steps)[1])
-    assert_equal(*found)
+            weights.append(fitted(tmp_path / str(steps), objective, steps=steps)[1])
+    assert_equal(*weights)
 
 
 @pytest.mark.parametrize(
@@ -438,11 +438,11 @@ def test_a_run_is_resumed_whose_task_rewards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decoder": ReFusion(slot_size=4)}, r"^objective\.likelihood: expected .* not of ReFusion"),
-        ({"decoder": Autoregressive()}, r"^objective\.likelihood: expected .* not of Autoregressive"),
-        ({"rows": 2**40}, r"^model\.decoding\.batch_size: expected answers that fit into"),
-        ({"objective": replace(OBJECTIVE, group_size=2**34)}, r"^data\.batch_size: expected answers that fit into"),
-        ({"objective": replace(OBJECTIVE, kl_weight=0.1)}, r"^objective\.kl_weight: expected 0 without adapters"),
+        ({"decoder": ReFusion(slot_size=4)}, r"^objective\.likelihood: expected .*ReFusion"),
+        ({"decoder": Autoregressive()}, r"^objective\.likelihood: expected .*Autoregressive"),
+        ({"rows": 2**40}, r"^model\.decoding\.batch_size: expected .* GB"),
+        ({"objective": replace(OBJECTIVE, group_size=2**34)}, r"^data\.batch_size: expected .* GB"),
+        ({"objective": replace(OBJECTIVE, kl_weight=0.1)}, r"^objective\.kl_weight: expected 0"),
     ],
     ids=str,
 )

@@ -30,10 +30,10 @@ def recorded(decoder: Decoder, model: HashModel, sampling: SamplingParams, *, tr
 def test_every_decoders_record_agrees_with_its_text(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, sampling = data.draw(setups(cls))
     model = data.draw(hash_models(flavours=("plain",)))(decoder)
-    found = data.draw(prompts(max_size=3))
+    batch = data.draw(prompts(max_size=3))
     recorder = TrajectoryRecorder(decoder)
-    output = decode(model, decoder, found, sampling, batch_size=2, callbacks=[recorder])
-    for index, (prompt, row) in enumerate(zip(found, output.rows, strict=True)):
+    output = decode(model, decoder, batch, sampling, batch_size=2, callbacks=[recorder])
+    for index, (prompt, row) in enumerate(zip(batch, output.rows, strict=True)):
         trajectory = recorder.trajectories[index]
         assert trajectory.tokens[: trajectory.num_tokens].tolist() == row.token_ids
         assert tuple(trajectory.prompt_ids) == prompt.token_ids

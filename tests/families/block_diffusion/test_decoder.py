@@ -91,8 +91,7 @@ class Reference:
             torch.tensor([ids]), torch.arange(length)[None], torch.tensor([visible]), None
         )
         logits = self.model.logits(hidden[0, position])
-        dtype = self.decoder.confidence_dtype
-        probability = (logits if dtype is None else logits.to(getattr(torch, dtype))).softmax(-1)
+        probability = logits.softmax(-1)
         allowed = [i for i in range(self.special.vocab_size) if i not in self.special.banned_token_ids]
         token = max(allowed, key=lambda i: float(logits[i]))
         return token, float(probability[token])
@@ -149,7 +148,6 @@ def decoders(draw: st.DrawFn) -> BlockDiffusion:
         threshold=draw(st.sampled_from([0.0, 0.15, 0.3, 0.5, 0.9, 1.0])),
         sub_block_size=draw(st.sampled_from([None, *(d for d in range(1, size + 1) if size % d == 0)])),
         shifted=draw(st.booleans()),
-        confidence_dtype=draw(st.sampled_from([None, None, "bfloat16"])),
         fused=draw(st.booleans()),
     )
 
@@ -368,9 +366,10 @@ def test_first_hitting_places_are_uniform() -> None:
     [
         ({"block_size": 0}, "^block_size: expected an integer of at least 1, got 0"),
         ({"threshold": 1.5}, r"^threshold: expected a number in \[0, 1\], got 1.5"),
-        ({"sampling_rule": "best"}, "^sampling_rule: expected one of threshold, first_hitting, got 'best'"),
+        ({"sampling_rule": "best"}, "^sampling_rule: expected one of threshold, .*, got 'best'"),
         ({"num_steps": 0}, "^num_steps: expected an integer of at least 1, got 0"),
-        ({"confidence_dtype": "float8"}, "^confidence_dtype: expected one of float32, .*, got 'float8'"),
+        ({"sampling_rule": "entropy_bounded", "num_steps": 4}, "^num_steps: expected null .*, got 4"),
+        ({"entropy_bound": -1.0}, "^entropy_bound: expected a number of at least 0.*, got -1.0"),
         ({"sampling_rule": "first_hitting", "num_steps": 4}, "^num_steps: expected null .*, got 4"),
         ({"confidence": "sure"}, "^confidence: expected one of unfiltered, filtered, got 'sure'"),
         ({"sub_block_size": 3}, "^sub_block_size: expected a divisor of block_size 8, or null, got 3"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from refusion_lit.families.block_diffusion.objective import other_tokens
+from refusion_lit.families.block_diffusion.token_editing import other_tokens
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, EditableBlockMasked

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, DecodingOutput, Forward, SelfSpeculative, decode
-from refusion_lit.families.speculative.decoder import _ADAPTERS, _SURE_COST, SpeculativeState, cheapest
+from refusion_lit.families.speculative.decoder import _ADAPTERS, _DRAFTER_COST_FACTOR, SpeculativeState, cheapest
 from refusion_lit.modeling.drafter import DraftMasks
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
@@ -424,7 +424,7 @@ def test_drafting_is_tried_again_after_wrong_drafts() -> None:
 def test_the_cost_that_the_rule_relies_on_is_there(name: str) -> None:
     """On all machines a forward with masks costs no more than the rule counts, over one without."""
     found = json.loads((REPOSITORY / "experiments" / "lossless" / f"{name}.json").read_text(encoding="utf-8"))
-    counted = _SURE_COST * tiny_backbone(NEXT).forward_cost
+    counted = _DRAFTER_COST_FACTOR * tiny_backbone(NEXT).forward_cost
 
     def over_one_without(fixed: float, adapters: float) -> float:
         return (fixed * (1 + adapters) + 1 + len(DRAFTS)) / (fixed + 1)

@@ -1,4 +1,4 @@
-"""Training on rewards: the objective, exact likelihoods of answers, rewards, and trajectories of decodes."""
+"""Training on rewards: the objective, likelihoods of answers, and recorded trajectories; see docs/rewards.md."""
 
 from refusion_lit.contrib.rl.likelihood import LeftToRight, Likelihood, NextToken
 from refusion_lit.contrib.rl.objective import GroupPolicy, Reward

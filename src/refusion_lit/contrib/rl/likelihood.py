@@ -1,4 +1,4 @@
-"""Likelihoods of answers for policy optimisation: how an answer is laid out for the training forward."""
+"""Likelihoods for policy optimisation: how an answer is laid out for the training forward."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from refusion_lit.utils.require import require_at_least
 
 @dataclass(kw_only=True)
 class Answers(ResponseBatch):
-    """Prompts with answers that were rolled out.
+    """Prompts with answers from a roll-out.
 
     Attributes:
-        advantages: How much better each answer's reward is than those of its group.
-        engine: Log-probability that the engine gave each response token; NaN elsewhere.
-        trajectories: How the answers were decoded (:class:`~refusion_lit.decoding.Trajectory`).
+        advantages: How much better the reward is than other rewards in the group, per answer.
+        engine: Log-probability that the engine gave the response token; NaN elsewhere.
+        trajectories: How the answers were decoded (:class:`~refusion_lit.contrib.rl.Trajectory`).
     """
 
     advantages: Float[Tensor, " batch"] | None = None
@@ -41,16 +41,16 @@ class Answers(ResponseBatch):
 
 @dataclass(kw_only=True)
 class LaidOut(CorruptedBatch):
-    """Answers, or other texts, laid out for their likelihood.
+    """Answers, or other texts, laid out for a training forward.
 
     Attributes:
-        places: Place in the response of each labelled position's target, else -1.
-        lengths: Number of response tokens of each sample.
-        allowed: Which ids of the vocabulary a decoder draws.
-        advantages: Of each sample; ``None``: the samples are texts, not answers that were rolled out.
-        engine: Log-probability that the engine gave to each target when it was drawn; NaN where unknown.
-        old: Log-probability of each target before the first update on these answers; ``None``: this is the first.
-        reference: Log-probability of each target under the frozen reference.
+        places: Place of the target in the response, by labelled position; -1 elsewhere.
+        lengths: Number of response tokens per sample.
+        allowed: Whether a decoder may draw an id, by id.
+        advantages: Advantage per sample; ``None``: the samples are texts, not answers from a roll-out.
+        engine: Log-probability that the engine gave to the target when it was drawn; NaN if unknown.
+        old: Log-probability of the target before the first update on these answers; ``None`` in the first update.
+        reference: Log-probability of the target under the frozen reference.
     """
 
     places: Int[Tensor, "batch token"] | None = None
@@ -64,13 +64,13 @@ class LaidOut(CorruptedBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood(ABC):
-    """The log-probability of an answer, or a bound of it, as a weighted sum of its tokens' log-probabilities.
+    """The log-probability of an answer, or a bound, as a weighted sum of token log-probabilities.
 
     Class attributes:
         traits: What a model must be trained for.
-        is_exact: Whether the sum is the log-probability with which :attr:`decoders` sample the answer; else it is a
-            bound or an approximation, as the class says, and only ratios of sequences are defined.
-        decoders: Decoders that may roll answers out.
+        is_exact: Whether the sum is the log-probability with which :attr:`decoders` sample the answer. Otherwise the
+            sum is a bound or an approximation, and only ratios per sequence are defined.
+        decoders: Decoders whose answers have this likelihood.
     """
 
     traits: ClassVar[ModelTraits]
@@ -78,7 +78,7 @@ class Likelihood(ABC):
     decoders: ClassVar[tuple[type[Decoder], ...]] = ()
 
     def refusal(self, decoder: Decoder) -> str | None:
-        """Return why the answers of a decoder have no such likelihood; ``None`` if they have."""
+        """Return why the likelihood does not apply to answers from a decoder; ``None`` if it applies."""
         name = type(decoder).__name__
         if type(decoder) not in self.decoders:
             known = ", ".join(cls.__name__ for cls in self.decoders)
@@ -91,14 +91,13 @@ class Likelihood(ABC):
         """Lay answers out for a training forward.
 
         Returns:
-            A batch whose labelled positions predict tokens of the answers. ``weights`` are the coefficients of their
-            log-probabilities in the likelihood, ``places`` the places of their targets, if every place has only one.
-            ``terms`` and ``counts`` are unused.
+            A batch whose labelled positions predict answer tokens. ``weights`` are coefficients in the weighted sum,
+            ``places`` the places of the targets, if no place has two targets. ``terms`` and ``counts`` are unused.
         """
 
 
 def laid_out(labels: Int[Tensor, "batch token"], **fields: object) -> LaidOut:
-    """Return a batch with weight 1 for every label, unless ``weights`` says otherwise."""
+    """Build a batch; labels have weight 1 unless ``weights`` is given."""
     fields.setdefault("weights", (labels != IGNORE_INDEX).float())
     counts = torch.zeros(1, device=labels.device)
     return LaidOut(labels=labels, terms=torch.zeros_like(labels), counts=counts, **fields)  # type: ignore[arg-type]
@@ -106,9 +105,13 @@ def laid_out(labels: Int[Tensor, "batch token"], **fields: object) -> LaidOut:
 
 @dataclass(frozen=True, kw_only=True)
 class NextToken(Likelihood):
-    """Exact, one forward: the sum of next-token log-probabilities.
+    """Exact likelihood in a single forward: the sum of next-token log-probabilities.
 
-    For next-token models decoded by ``Autoregressive`` or ``SelfSpeculative``, whose text has the same distribution.
+    For next-token models that ``Autoregressive`` or ``SelfSpeculative`` decodes; both sample the same distribution.
+
+    >>> from refusion_lit.decoding import ReFusion
+    >>> NextToken().is_exact, NextToken().refusal(Autoregressive()), NextToken().refusal(ReFusion()) is None
+    (True, None, False)
     """
 
     traits = autoregressive.Autoregressive.trained
@@ -116,7 +119,7 @@ class NextToken(Likelihood):
     decoders = (Autoregressive, SelfSpeculative)
 
     def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:
-        """Label each token with the next one; see :meth:`Likelihood.layout`."""
+        """Label tokens with their next token; see :meth:`Likelihood.layout`."""
         corrupted = autoregressive.Autoregressive().corrupt(batch, noise, special_tokens)
         places = corrupted.position_ids + 1 - batch.prompt_lengths[:, None]
         return LaidOut(**vars(corrupted), places=places.where(corrupted.labels != IGNORE_INDEX, -1))
@@ -124,15 +127,18 @@ class NextToken(Likelihood):
 
 @dataclass(frozen=True, kw_only=True)
 class LeftToRight(Likelihood):
-    """Exact, one forward: a hybrid model that fills slots from left to right, as ``SelfSpeculative(slot_size=K)``.
+    """Exact likelihood in a single forward: a hybrid model fills slots from left to right.
 
-    A slot's first token is predicted by its mask, each other one by the token before it. The forward feeds prompt and
-    answer in text order, then the mask of each slot's first place, which sees the text before its slot and itself. So
-    it computes P + L + ceil((P + L) / K) positions (the places of masks, padding included, are known without waiting
-    for a device), and the sum over all answers of their probabilities is 1.
+    The decoder is ``SelfSpeculative(slot_size=K)``. A mask predicts the first token in a slot; every other token is
+    predicted at the token before it. The forward feeds prompt and answer in text order, then a mask per slot, which
+    sees the text before the slot and itself. That makes P + L + ceil((P + L) / K) positions; the number of masks,
+    padding included, is known without waiting for a device. The probabilities of all answers add up to 1.
 
     Attributes:
-        slot_size: Tokens per slot, K; that of the decoder.
+        slot_size: Tokens per slot, K, as in the decoder.
+
+    >>> LeftToRight(slot_size=4).refusal(SelfSpeculative(slot_size=4)) is None
+    True
     """
 
     traits = Hybrid.trained
@@ -144,7 +150,7 @@ class LeftToRight(Likelihood):
         require_at_least("objective.likelihood.slot_size", self.slot_size, 1)
 
     def layout(self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens) -> LaidOut:  # noqa: ARG002
-        """Append the masks of the slots' first places; see :meth:`Likelihood.layout`."""
+        """Append a mask per slot, for its first place; see :meth:`Likelihood.layout`."""
         size = self.slot_size
         num_samples, num_tokens = batch.input_ids.shape
         positions = batch.positions

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation, for any model whose answers have a likelihood."""
+"""Group-relative policy optimisation for models with a likelihood of answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from refusion_lit.contrib.rl.likelihood import Answers, LaidOut, Likelihood, NextToken
@@ -24,10 +24,10 @@ from refusion_lit.utils.require import require, require_number
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(ABC):
-    """A reward of answers: one file with a subclass, named by its class path.
+    """A reward for answers. Write a subclass, and name its class path.
 
     Attributes:
-        weight: Factor of this reward in the sum of all, a finite number.
+        weight: Factor in the sum of all rewards, a finite number.
     """
 
     weight: float = 1.0
@@ -37,9 +37,9 @@ class Reward(ABC):
 
     @abstractmethod
     def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> Sequence[float]:
-        """Return the reward of each response to its example, at best a function of the two alone.
+        """Return rewards of responses to examples; a reward should depend only on example and response.
 
-        NaN drops a response: it is left out of its group.
+        NaN drops a response from its group.
         """
 
 
@@ -47,33 +47,41 @@ class Reward(ABC):
 class GroupPolicy(Objective):
     """Raises the rewards of answers that the model itself writes, by clipped ratios of likelihoods (GRPO).
 
-    Each step decodes ``group_size`` answers per prompt with the first decoder of ``model.decoders``, scores them, and
-    weighs the gradients of their log-likelihoods by how much better each is than its group (arXiv 2402.03300). With
-    ratio r = pi / pi_old and advantage A, the loss of a unit is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
-    The first update on new answers is on-policy: r is 1, and old log-probabilities come from the training forward.
+    A step decodes ``group_size`` answers per prompt with the first decoder in ``model.decoders`` and scores them. The
+    advantage of an answer, how much better it is than its group, is the weight of its log-likelihood in the gradient
+    (arXiv 2402.03300). With ratio r = pi / pi_old and advantage A, the loss per unit is
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). The first update on new answers is on-policy: r is 1, and old
+    log-probabilities come from the training forward.
 
-    Terms: ``policy``; ``kl``, an estimate (k2) of the divergence from the frozen base under the adapters. Figures
-    without influence: ``clipped_low`` and ``clipped_high``, shares of units that are clipped with negative and with
-    positive advantage; ``entropy`` per predicted token; ``engine_kl``, the divergence (k3) of the trainer's from the
-    engine's probabilities of drawn tokens. On other texts, as in validation, ``policy`` is the negative log-likelihood
-    per token.
+    Terms: ``policy``, and ``kl``, an estimate (k2) of the divergence from the frozen base under the adapters. Figures
+    without gradients: ``clipped_low`` and ``clipped_high``, shares of clipped units with negative and positive
+    advantage; ``entropy`` per predicted token; ``engine_kl``, the divergence (k3) between the probabilities of drawn
+    tokens in trainer and engine. On other texts, as in validation, ``policy`` is the negative log-likelihood per token.
 
     Attributes:
-        likelihood: Likelihood of answers; must be defined for the decoder.
-        rewards: Rewards, summed with their weights. Empty: the task's :meth:`~refusion_lit.tasks.base.Task.reward`.
+        likelihood: Likelihood of answers; must support the decoder.
+        rewards: Rewards, summed with their weights. Empty: :meth:`~refusion_lit.tasks.base.Task.reward` of the task.
         group_size: Answers per prompt, at least 2.
-        temperature: Of roll-outs and of the likelihood, above 0. Top-k and top-p are refused: they change the policy.
-        clip_low: Ratios are clipped below 1 - this, in [0, 1].
-        clip_high: Ratios are clipped above 1 + this, at least 0; larger than ``clip_low`` ("clip-higher", DAPO,
-            arXiv 2503.14476) it keeps rare tokens alive.
-        unit: What a ratio is of: ``token``, whose losses are added up and divided by ``max_new_tokens``, which favours
-            no length; or ``sequence``, the mean log-ratio of all tokens (GSPO, ESPO), for bounds.
+        temperature: Temperature of roll-outs and likelihood, above 0. Top-k and top-p are refused: they change the
+            policy.
+        clip_low: Ratios below 1 - ``clip_low`` are clipped, in [0, 1].
+        clip_high: Ratios above 1 + ``clip_high`` are clipped, at least 0; a larger value than ``clip_low``
+            ("clip-higher", DAPO, arXiv 2503.14476) keeps rare tokens alive.
+        unit: ``token``: a ratio per token; losses are summed and divided by ``max_new_tokens``, which favours no
+            length. ``sequence``: a ratio per answer, from the mean log-ratio over its tokens (GSPO, ESPO), for bounds.
         scale_rewards: Divide advantages by the group's standard deviation; ``False``: leave-one-out, unscaled.
         kl_weight: Coefficient of ``kl``, at least 0; above 0 it needs ``model.backbone.lora``.
-        num_updates: Updates per roll-out (mu), at least 1. The prompts of the batches in between are not used. Fewer
-            where a step has another number of micro-batches, as the last one of an epoch may have.
-        max_new_tokens: Length limit of answers, EOS included, at least 1, in place of that of ``model.sampling``.
-            Longer answers have reward 0.
+        num_updates: Updates per roll-out (mu), at least 1; batches between roll-outs are not used. A step with a
+            different number of micro-batches, such as the last step in an epoch, starts a new roll-out early.
+        max_new_tokens: Length limit of answers, EOS included, at least 1; replaces the limit in ``model.sampling``.
+        overlong: Reward of answers that are cut at the length limit. ``lowest``: the lowest reward of their group.
+            ``drop``: they are left out of their group, as NaN rewards are. ``zero``: 0, which penalises them only if
+            other rewards are above 0.
+
+    >>> from refusion_lit.contrib.rl import LeftToRight
+    >>> objective = GroupPolicy(likelihood=LeftToRight(slot_size=8), group_size=16)
+    >>> objective.traits.predictions  # of the models that it trains
+    ('mask', 'next_token_in_slot')
     """
 
     step_source = "refusion_lit.contrib.rl.rollouts.Rollouts"
@@ -97,6 +105,7 @@ class GroupPolicy(Objective):
     kl_weight: float = 0.0
     num_updates: int = 1
     max_new_tokens: int = 128
+    overlong: Literal["lowest", "drop", "zero"] = "lowest"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,20 +115,20 @@ class GroupPolicy(Objective):
 
     @property
     def traits(self) -> ModelTraits:
-        """The traits that the likelihood relies on."""
+        """Traits that the likelihood needs."""
         return self.likelihood.traits
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """The policy term, the divergence from the reference, and figures."""
+        """Coefficients of the terms; figures have coefficient 0."""
         figures = dict.fromkeys(("clipped_low", "clipped_high", "entropy", "engine_kl"), 0.0)
         return {"policy": 1.0, "kl": self.kl_weight, **figures}
 
     def check(self, decoder: Decoder, sampling: SamplingParams) -> None:
-        """Refuse roll-outs without a defined likelihood.
+        """Refuse roll-outs whose likelihood is unknown.
 
         Raises:
-            ValueError: With the reason.
+            ValueError: If the decoder or a sampling option does not fit the likelihood.
         """
         reason = self.likelihood.refusal(decoder)
         fix = "name another likelihood, or another first decoder"
@@ -131,12 +140,12 @@ class GroupPolicy(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> LaidOut:
-        """Lay answers out for their likelihood; see :meth:`Objective.corrupt`. Mask ratios have no effect."""
+        """Lay answers out for the likelihood; see :meth:`Objective.corrupt`. Mask ratios have no effect."""
         del mask_ratio  # likelihoods draw their own masks
         laid = self.likelihood.layout(batch, noise, special_tokens)
         is_labelled = laid.labels != IGNORE_INDEX
         allowed = torch.ones(special_tokens.vocab_size, dtype=torch.bool, device=laid.labels.device)
-        for token in special_tokens.banned_token_ids:  # a list as an index would be sent to the device, and waited for
+        for token in special_tokens.banned_token_ids:  # a list as an index would make the host wait for the device
             allowed[token] = False
         advantages = batch.advantages if isinstance(batch, Answers) else None
         engine = None
@@ -148,8 +157,8 @@ class GroupPolicy(Objective):
         num_units = num_samples if self.unit == "sequence" else num_labels
         num_drawn = torch.zeros_like(num_labels) if engine is None else engine.isfinite().sum().float()
         counts = torch.stack((num_samples, num_samples, num_units, num_units, num_labels, num_drawn))
-        own = {"lengths": batch.response_lengths, "advantages": advantages, "engine": engine}
-        return replace(laid, counts=counts, allowed=allowed, **own)
+        fields = {"lengths": batch.response_lengths, "advantages": advantages, "engine": engine}
+        return replace(laid, counts=counts, allowed=allowed, **fields)
 
     def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: LaidOut) -> LossOutput:
         """Compute the loss; see :meth:`Objective.loss`."""
@@ -182,11 +191,11 @@ class GroupPolicy(Objective):
     def log_probabilities(
         self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: LaidOut
     ) -> tuple[Float[Tensor, "batch token"], Float[Tensor, "batch token"], Float[Tensor, "batch token"]]:
-        """Compute the log-probability of every label, in chunks; zero where there is no label.
+        """Compute the log-probabilities of labels in chunks; 0 without a label.
 
         Returns:
-            Log-probabilities under the distribution that a decoder draws from: after temperature, without banned ids.
-            Without gradients: log-probabilities under the plain softmax, and the entropy of the first distribution.
+            Log-probabilities under the distribution that decoders sample: after temperature, without banned ids. Then,
+            without gradients, log-probabilities under the plain softmax, and the entropy of the first distribution.
         """
         rows, columns = (corrupted.labels != IGNORE_INDEX).nonzero().unbind(1)
         states = hidden[rows, columns]
@@ -202,15 +211,15 @@ class GroupPolicy(Objective):
                 entropy = torch.special.entr(drawn.exp()).sum(-1)
             return torch.stack((drawn.gather(1, labels[:, None])[:, 0], plain, entropy))
 
-        found = torch.cat(map_chunks(read, head, states, labels, chunk_size=self.chunk_size), 1)
-        spread = found.new_zeros(3, *corrupted.labels.shape)
-        spread[:, rows, columns] = found
+        values = torch.cat(map_chunks(read, head, states, labels, chunk_size=self.chunk_size), 1)
+        spread = values.new_zeros(3, *corrupted.labels.shape)
+        spread[:, rows, columns] = values
         return spread[0], spread[1].detach(), spread[2].detach()
 
     def _units(
         self, values: Float[Tensor, "batch token"], corrupted: LaidOut, unit: str | None = None
     ) -> Float[Tensor, "sample unit"]:
-        """Weigh values of labels and return those of each unit; a sequence's are added up and divided by its length."""
+        """Weight label values and return them by unit; a sequence has the sum divided by its length."""
         weighted = corrupted.weights.to(values.dtype) * values
         by_sample = rearrange(weighted, "(view sample) token -> sample (view token)", view=corrupted.num_views)
         if (unit or self.unit) == "token":
@@ -219,17 +228,42 @@ class GroupPolicy(Objective):
         return by_sample.sum(1, keepdim=True) / corrupted.lengths[:, None]
 
 
-def group_advantages(rewards: Float[Tensor, "prompt answer"], *, scale: bool) -> Float[Tensor, "prompt answer"]:
-    """Return how much better each answer is than its group; zero where all rewards are equal, and for NaN.
+def replace_overlong_rewards(
+    rewards: Float[Tensor, "prompt answer"],
+    is_overlong: Bool[Tensor, "prompt answer"],
+    overlong: Literal["lowest", "drop", "zero"],
+) -> Float[Tensor, "prompt answer"]:
+    """Return the rewards of groups, with other rewards for answers that were cut at the length limit.
 
     Args:
-        rewards: Rewards of each prompt's answers; NaN ones are left out.
-        scale: (r - mean) / (std + 1e-4); otherwise r minus the mean of the others.
+        rewards: Rewards of each prompt's answers; NaN rewards stay NaN.
+        is_overlong: Whether an answer was cut.
+        overlong: See :class:`GroupPolicy`.
+
+    >>> rewards = torch.tensor([[-2.0, -1.0, -3.0]])
+    >>> replace_overlong_rewards(rewards, torch.tensor([[False, True, False]]), "lowest")
+    tensor([[-2., -3., -3.]])
+    """
+    lowest = rewards.nan_to_num(nan=torch.inf).amin(1, keepdim=True)
+    value = {"lowest": lowest, "drop": torch.full_like(lowest, torch.nan), "zero": torch.zeros_like(lowest)}[overlong]
+    return rewards.where(~is_overlong | rewards.isnan(), value)
+
+
+def group_advantages(rewards: Float[Tensor, "prompt answer"], *, scale: bool) -> Float[Tensor, "prompt answer"]:
+    """Return how much better answers are than their group; 0 if all rewards are equal, and for NaN.
+
+    Args:
+        rewards: Rewards by prompt and answer; NaN is left out.
+        scale: (r - mean) / (std + 1e-4); otherwise r minus the mean of the other rewards.
+
+    >>> group_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), scale=False)
+    tensor([[-1.,  1.],
+            [ 0.,  0.]])
     """
     number = rewards.isfinite().sum(1, keepdim=True)
     centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(nan=0.0)
     highest, lowest = rewards.nan_to_num(nan=-torch.inf).amax(1), rewards.nan_to_num(nan=torch.inf).amin(1)
-    # Equal rewards minus their mean need not be zero in floating point, and the scale would blow the rest up.
+    # In floating point, equal rewards minus their mean may differ from 0, and the scale would enlarge the difference.
     centred = centred.where((highest > lowest)[:, None], 0.0)
     if scale:
         return centred / ((centred.square().sum(1, keepdim=True) / (number - 1).clamp(min=1)).sqrt() + 1e-4)

@@ -1,4 +1,4 @@
-"""The roll-out stage of training on rewards: prompts become answers with advantages, in the training process."""
+"""Roll-outs for training on rewards: answers with advantages, decoded in the training process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.contrib.rl.likelihood import Answers, LaidOut
-from refusion_lit.contrib.rl.objective import GroupPolicy, Reward, group_advantages
+from refusion_lit.contrib.rl.objective import GroupPolicy, Reward, group_advantages, replace_overlong_rewards
 from refusion_lit.contrib.rl.trajectory import Trajectory, TrajectoryRecorder
 from refusion_lit.data.batches import collate_responses
 from refusion_lit.data.examples import EncodedExample, load_examples
@@ -40,7 +39,7 @@ from refusion_lit.utils.require import require
 _STATE = "refusion_lit_rollouts"
 
 REWARD_SECONDS = 60.0
-"""Time limit of a reward for all answers of a step."""
+"""Time limit for rewarding all answers in a step."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,18 @@ class _Answer:
 
 
 class Rollouts(StepSource):
-    """Decodes groups of answers, rewards them, and keeps what the updates on them need, in checkpoints, too.
+    """Step source that decodes groups of answers and rewards them; its state is part of checkpoints.
 
-    Roll-outs are a function of weights, seed, step and prompt alone: a resumed run decodes the same.
+    Roll-outs depend only on weights, seed, step and prompt, so a resumed run decodes the same answers.
 
     Args:
         objective: The objective.
-        evaluation: Names the decoder (its first one), sampling and decoding options.
-        seed: Seeds their noise.
+        evaluation: Decoders (the first decoder makes the roll-outs), sampling and decoding options.
+        seed: Seed of the noise.
 
     Attributes:
-        pending: The micro-batches of each update that is left of the last roll-out.
-        figures: What the last roll-out showed, by name.
+        pending: Micro-batches by remaining update on the last roll-out.
+        figures: Figures of the last roll-out, by name.
     """
 
     shown = ("reward", "rollout_seconds", "update_seconds")
@@ -80,16 +79,17 @@ class Rollouts(StepSource):
         self._examples: dict[str, Example] = {}
 
     def start(self, module: SlotDiffusionModule) -> None:
-        """Check, before any work, that answers can be decoded and have a likelihood and a reward.
+        """Check before training that answers can be decoded, have a likelihood, and have a reward.
 
         Raises:
-            ValueError: Naming the option.
+            ValueError: If an option is impossible.
         """
-        data, model = module.trainer.datamodule, module.text_model()
+        data = module.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue] - Lightning sets it
+        model = module.text_model()
         expected = "the data of an InstructionDataModule, which names the task"
         require(isinstance(data, InstructionDataModule), "datamodule", expected, data, "pass it to the trainer")
         options = self.objective
-        self.pending, self._examples = [], {}  # of an earlier fit
+        self.pending, self._examples = [], {}  # an earlier fit may have filled them
         self._model = model
         self._data = data
         self._decoder = next(iter(self.evaluation.decoders(model).values()))
@@ -106,7 +106,7 @@ class Rollouts(StepSource):
         expected = "no dropout, which changes the likelihood of an answer from forward to forward"
         require(dropout == 0, "model.backbone.lora.dropout", expected, dropout, "set it to 0")
         self._rewards: Sequence[Reward | Task] = options.rewards or (data.task,)
-        self._described = repr([(type(each).__module__, class_and_options(each)) for each in self._rewards])
+        self._described = repr([(type(reward).__module__, class_and_options(reward)) for reward in self._rewards])
         for reward in self._rewards:
             if isinstance(reward, CodeTask):
                 _ = reward.sandbox.applied  # refuses to run code, or weak isolation
@@ -119,7 +119,7 @@ class Rollouts(StepSource):
             self._restore(self._restored, module.global_rank)
 
     def _check_memory(self, prompt_length: int) -> None:
-        """Refuse a KV cache of all prompts in flight, or inputs of all layers, beyond the host's or device's memory."""
+        """Refuse a KV cache, or layer inputs in an update, that exceed the memory of the host or device."""
         backbone = self._model.backbone
         config = backbone.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -140,11 +140,11 @@ class Rollouts(StepSource):
             require(needed < memory, option, expected, got, "lower it, or objective.max_new_tokens")
 
     def corrupt(self, module: SlotDiffusionModule, step: OptimizerStep) -> list[CorruptedBatch]:
-        """Return the answers of an update: the answers that the last roll-out left, or new ones to the step's prompts.
+        """Return the answers for an update: pending answers, or a new roll-out for the prompts of the step.
 
         Args:
-            module: Lays a batch of answers out for training.
-            step: The prompts; the responses of the data are not used.
+            module: Lays answers out for training.
+            step: The prompts; responses in the data are not used.
         """
         device = self._model.backbone.device
         number = module.global_step
@@ -159,7 +159,7 @@ class Rollouts(StepSource):
         return [batch.to(device) for batch in self.pending.pop(0)]
 
     def _with_fixed_terms(self, corrupted: CorruptedBatch) -> LaidOut:
-        """Add the log-probabilities that updates do not change: before the first one, and of the reference."""
+        """Add log-probabilities that stay fixed during updates: old and reference log-probabilities."""
         assert isinstance(corrupted, LaidOut)
         model = self._model.backbone
         passes: dict[str, AbstractContextManager[None]] = {}
@@ -180,30 +180,31 @@ class Rollouts(StepSource):
         update_seconds = started - self._finished if self._finished else 0.0
         parts = [_prompts(batch) for batch in step]
         groups = self._decoded([prompt for part in parts for prompt in part], number)
-        self.figures = self._figures(groups)
+        self.figures = self._figures(list(groups.values()))
         self._finished = time.perf_counter()
         self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
-        remaining = iter(groups)
-        return [self._batch(list(islice(remaining, len(part)))) for part in parts]
+        return [self._batch([groups[prompt.id] for prompt in part]) for part in parts]
 
-    def _decoded(self, prompts: Sequence[Prompt], number: int) -> list[list[_Answer]]:
-        """Return a group of rewarded answers for each prompt."""
+    def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
+        """Return a group of rewarded answers for each prompt, by the prompt's id."""
         size = self.objective.group_size
         copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in prompts for i in range(size)]
         recorder = TrajectoryRecorder(self._decoder)
         # The last part of the key once counted repeated roll-outs. It stays, so that old runs decode the same answers.
         sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, number, 0))
         rows = self.evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
-        rewards = self._rewarded([prompt for prompt in prompts for _ in range(size)], rows)
+        totals = self._rewarded([prompt for prompt in prompts for _ in range(size)], rows)
         trajectories = [recorder.trajectories[index] for index in range(len(rows))]
-        by_group = torch.tensor(rewards, dtype=torch.float64).view(-1, size)
-        advantages = group_advantages(by_group, scale=self.objective.scale_rewards)
-        columns = (rows, trajectories, rewards, advantages.flatten().tolist())
+        rewards = torch.tensor(totals, dtype=torch.float64).view(-1, size)
+        is_overlong = torch.tensor([row.finish_reason == "length" for row in rows]).view(-1, size)
+        rewards = replace_overlong_rewards(rewards, is_overlong, self.objective.overlong)
+        advantages = group_advantages(rewards, scale=self.objective.scale_rewards)
+        columns = (rows, trajectories, rewards.flatten().tolist(), advantages.flatten().tolist())
         answers = [_Answer(*parts) for parts in zip(*columns, strict=True)]
-        return [answers[i : i + size] for i in range(0, len(answers), size)]
+        return {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(prompts)}
 
     def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
-        """Return the weighted sum of each answer's rewards; 0 for answers that hit the length limit; NaN drops one."""
+        """Return weighted sums of rewards by answer; NaN for dropped answers."""
         examples = [self._example(prompt.id) for prompt in prompts]
         texts = [row.text for row in rows]
         totals = [0.0] * len(rows)
@@ -216,15 +217,14 @@ class Rollouts(StepSource):
                 warnings.warn(f"{name}.rewards: all of a roll-out are {what}; such answers teach nothing", stacklevel=2)
             weight = reward.weight if isinstance(reward, Reward) else 1.0
             totals = [total + weight * value for total, value in zip(totals, values, strict=True)]
-        is_overlong = [row.finish_reason == "length" for row in rows]
-        return [0.0 if cut and not math.isnan(total) else total for cut, total in zip(is_overlong, totals, strict=True)]
+        return totals
 
     def _example(self, name: str) -> Example:
-        """Return the example of the training split with an id; the ids of most tasks end with the index."""
+        """Return a training example by id; for speed, first by the index that ends most ids."""
         examples = load_examples(self._data.task, "train")
         index = name.rpartition("-")[2]
-        if index.isdigit() and int(index) < len(examples) and (found := examples[int(index)]).id == name:
-            return found
+        if index.isdigit() and int(index) < len(examples) and (example := examples[int(index)]).id == name:
+            return example
         self._examples = self._examples or {example.id: example for example in examples}
         return self._examples[name]
 
@@ -241,7 +241,7 @@ class Rollouts(StepSource):
         return Answers(**vars(batch), advantages=advantages, engine=engine, trajectories=trajectories)
 
     def _figures(self, groups: Sequence[Sequence[_Answer]]) -> dict[str, float]:
-        """Return what a roll-out showed."""
+        """Compute the figures of a roll-out."""
         answers = [answer for group in groups for answer in group]
         rows = [answer.row for answer in answers]
         valid = [answer.reward for answer in answers if not math.isnan(answer.reward)]
@@ -258,21 +258,21 @@ class Rollouts(StepSource):
         }
 
     def on_save_checkpoint(self, trainer: L.Trainer, _: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what resuming between two updates on the same answers needs, of all processes."""
-        own = [[vars(batch) for batch in update] for update in self.pending]
-        states: list[Any] = [own] * trainer.world_size
+        """Add the pending updates of all processes, so that a run resumes between updates on the same answers."""
+        state = [[vars(batch) for batch in update] for update in self.pending]
+        states: list[Any] = [state] * trainer.world_size
         if trainer.world_size > 1:
-            torch.distributed.all_gather_object(states, own)
+            torch.distributed.all_gather_object(states, state)
         checkpoint[_STATE] = {"pending": states, "rewards": self._described}
 
     def on_load_checkpoint(self, _: L.Trainer, __: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the state over, which :meth:`start` restores."""
+        """Keep the saved state until :meth:`start` restores it."""
         self._restored = checkpoint.get(_STATE)
 
     def _restore(self, state: Mapping[str, Any], rank: int) -> None:
-        fix = "give the rewards of the run that is resumed, or start a new one from its weights"
-        holds = state["rewards"] == self._described
-        require(holds, "objective.rewards", state["rewards"], self._described, fix)
+        fix = "give the rewards of the resumed run, or start a new run from its weights"
+        are_same = state["rewards"] == self._described
+        require(are_same, "objective.rewards", state["rewards"], self._described, fix)
         pending = state["pending"]
         fits = rank < len(pending) or not pending[0]
         fix = "resume with as many processes as before, or set num_updates to 1"
@@ -282,20 +282,20 @@ class Rollouts(StepSource):
 
 
 def engine_log_probabilities(row: Generation, trajectory: Trajectory) -> dict[int, float]:
-    """Return the log-probability that the engine gave each token of a traced answer when it was drawn, by position.
+    """Return the log-probabilities with which the engine drew the tokens of a traced answer, by position.
 
-    In a forward, the exact draw of a place comes before its drafts, but at a slot's start, where it is the first draw
-    of the last group of masks that holds the place.
+    A forward may draw a place several times. Inside a slot the exact draw comes first, and drafts follow. At the first
+    place of a slot the exact draw comes last: the last group of masks sees all text before the slot.
     """
-    found = {}
+    values = {}
     start = len(trajectory.prompt_ids)
     for entry in row.trace:
         for position in entry.accepted:
             draws = [i for i, other in enumerate(entry.positions) if other == position]
             is_first = trajectory.slot_size is not None and (position - start) % trajectory.slot_size == 0
             if draws and entry.probabilities:
-                found[position] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
-    return found
+                values[position] = math.log(max(entry.probabilities[draws[-1 if is_first else 0]], 1e-300))
+    return values
 
 
 def _prompts(batch: ResponseBatch) -> list[Prompt]:
@@ -306,7 +306,7 @@ def _prompts(batch: ResponseBatch) -> list[Prompt]:
 def _checked_rewards(reward: Reward | Task, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
     """Return the rewards of responses; raise ValueError if the reward fails, hangs, or returns anything else."""
     name = f"{type(reward).__name__}.rewards"
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def call() -> None:
         try:
@@ -319,17 +319,17 @@ def _checked_rewards(reward: Reward | Task, examples: Sequence[Example], respons
                     raise ValueError(f"{value!r} is text")
                 if math.isinf(value):
                     raise ValueError(f"{value} is not finite; NaN drops an answer")
-            found["values"] = [float(value) for value in values]
+            result["values"] = [float(value) for value in values]
         except BaseException as error:  # whatever ends the thread
-            found["error"] = error
+            result["error"] = error
 
-    # A daemon, as a thread that hangs cannot be ended and must not keep the process.
+    # A daemon: a thread that hangs cannot be stopped, and must not keep the process alive.
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(REWARD_SECONDS)
-    fix = "the weights are those of the last checkpoint; mend it, then resume with --resume RUN"
+    fix = "correct the reward, then continue from the last checkpoint with --resume RUN"
     require(not thread.is_alive(), name, f"rewards within {REWARD_SECONDS:g} s", "none", fix)
-    require("error" not in found, name, "rewards", found.get("error"), fix)
-    values = found["values"]
+    require("error" not in result, name, "rewards", result.get("error"), fix)
+    values = result["values"]
     require(len(values) == len(responses), name, f"{len(responses)} numbers, one per response", len(values), fix)
     return values

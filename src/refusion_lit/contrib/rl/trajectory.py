@@ -19,22 +19,22 @@ _DTYPE = np.int32
 class Trajectory:
     """How a response was decoded.
 
-    The arrays cover the whole canvas, also what lies after the EOS token: in block-causal and bidirectional
-    models it took part in decisions about the text before it.
+    The arrays cover the whole canvas, including places after the EOS token: in block-causal and bidirectional models
+    these places influenced decisions about the text before them.
 
     Attributes:
-        id: The prompt's id.
+        id: Id of the prompt.
         prompt_ids: Prompt tokens.
-        tokens: Token of each place of the canvas; -1 where none became final.
-        rounds: Number of the forward, from 1, in which each place became final; 0 for given and for masked places.
-        order: Rank of each place in the order in which places became final; -1 for given and for masked places.
-        draws: All tokens that the decoder drew, discarded ones included: number of the forward, place, token. Empty
-            unless the decode was traced.
+        tokens: Final token by place; -1 at masked places.
+        rounds: Number of the forward, from 1, in which the place became final; 0 at given and masked places.
+        order: Rank of the place in the order in which places became final; -1 at given and masked places.
+        draws: All drawn tokens, including discarded tokens, as (number of the forward, place, token). Empty unless the
+            decode was traced.
         num_tokens: Length of the response, EOS token included.
         finish_reason: As in :class:`~refusion_lit.decoding.Generation`.
-        num_forwards: Forwards of the whole decode.
-        phases: Purpose of each forward; empty unless the decode was traced.
-        decoder: The decoder's class and a mapping of its options.
+        num_forwards: Number of forwards.
+        phases: Purposes of the forwards; empty unless the decode was traced.
+        decoder: Name (``class``) and options of the decoder.
     """
 
     id: str
@@ -51,18 +51,29 @@ class Trajectory:
 
     @property
     def slot_size(self) -> int | None:
-        """Tokens per slot: place p is in slot ``p // slot_size``; ``None`` for a decoder without slots."""
+        """Tokens per slot: place p is in slot ``p // slot_size``. ``None`` for decoders without slots."""
         return self.decoder.get("slot_size")
 
 
 class TrajectoryRecorder(GenerationCallback):
-    """Collects the trajectories of a decode; pass it as a callback.
+    """Callback that records the trajectories of a decode.
 
     Args:
         decoder: The decoder that runs.
 
     Attributes:
-        trajectories: Those of finished prompts, by index of the prompt.
+        trajectories: Trajectories of finished prompts, by index of the prompt.
+
+    >>> import refusion_lit
+    >>> from refusion_lit.decoding import ReFusion
+    >>> from refusion_lit.types import Prompt, SamplingParams
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> decoder = ReFusion(slot_size=4)
+    >>> recorder = TrajectoryRecorder(decoder)
+    >>> prompt = Prompt(token_ids=tuple(model.encode("12+34,56+78>")), id="sums")
+    >>> output = model.decode([prompt], decoder, SamplingParams(max_new_tokens=20), callbacks=[recorder])
+    >>> recorder.trajectories[0].rounds[:20].tolist()  # places became final in forwards 2 and 3
+    [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3]
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -71,11 +82,11 @@ class TrajectoryRecorder(GenerationCallback):
         self._states: dict[int, RowState] = {}
 
     def on_commit(self, index: int, state: RowState) -> None:
-        """Keep a prompt's state, which the engine updates in place."""
+        """Keep the state of a prompt, which the engine updates in place."""
         self._states[index] = state
 
     def on_finished(self, index: int, generation: Generation) -> None:
-        """Record a finished prompt; a response that was given as a whole has no trajectory."""
+        """Record a finished prompt; a completely given response has no trajectory."""
         state = self._states.pop(index, None)
         if state is None:
             return

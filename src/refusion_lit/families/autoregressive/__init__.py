@@ -1,1 +1,1 @@
-"""Next-token models: the baseline. A decoder and an objective, both called ``Autoregressive``."""
+"""Next-token models, the baseline: a decoder and an objective, both named ``Autoregressive``."""

@@ -1,4 +1,4 @@
-"""Autoregressive decoding, one token per forward: the baseline of all other decoders."""
+"""Autoregressive decoding, a token per forward: the baseline for other decoders."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from refusion_lit.engine.requests import Draw, Forward, Steps
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Decoder):
-    """Autoregressive decoding: draws each token from the logits at the token before it; with a KV cache.
+    """Draws tokens from left to right, with a KV cache, each from the logits at the token before it.
 
-    A response of n tokens costs n forwards: the first one takes the prompt, each later one a single token.
+    A response of n tokens costs n forwards: the first forward reads the prompt, later forwards a single token.
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> [answer] = model.generate(["12+34="], decoder=Autoregressive(), max_new_tokens=8)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('46;', 4, 4)
     """
 
     requires = ModelRequirements(attention="causal", predictions=("next_token",))
@@ -21,7 +27,7 @@ class Autoregressive(Decoder):
     refuses = "it writes from left to right and sees no text on the right of a token"
 
     def step(self, state: RowState) -> Steps[None]:
-        """Feed what is not cached yet and draw the next token."""
+        """Feed the tokens that are not cached yet, and draw the next token."""
         place = state.num_committed
         end = state.prompt_length + place
         branch = text_branch(state, state.num_cached, end, [end], shift=1)

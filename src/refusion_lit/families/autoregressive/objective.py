@@ -1,4 +1,4 @@
-"""Next-token training on responses: the baseline of all other objectives."""
+"""Next-token training on responses: the baseline for other objectives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,20 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Objective):
-    """Predicts each response token from all tokens before it; corrupts nothing.
+    """Predicts every response token from all tokens before it; corrupts nothing.
 
-    The prompt's last token predicts the first response token; without a prompt, that token has no target. The only
+    The prompt's last token predicts the first response token; without a prompt, the first token is no target. The only
     term, ``ar``, is the mean cross-entropy over all labelled tokens of the batch.
+
+    >>> import torch
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> from refusion_lit.types import SpecialTokens
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> Autoregressive().corrupt(batch, KeyedNoise(batch.sample_keys), special).labels
+    tensor([[   6,    7,    8, -100]])
     """
 
     trained = ModelTraits(attention="causal", predictions=("next_token",))
@@ -28,7 +38,7 @@ class Autoregressive(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Label each position with the response token after it; noise and mask ratios have no effect."""
+        """Label positions with the response token after them; noise and mask ratios have no effect."""
         del noise, special_tokens, mask_ratio
         labels = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         is_labelled = labels != IGNORE_INDEX

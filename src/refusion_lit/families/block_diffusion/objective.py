@@ -1,9 +1,8 @@
-"""Block diffusion: autoregressive over blocks, masked diffusion inside a block, and its variant that learns to edit."""
+"""Training of block diffusion: autoregressive over blocks, masked diffusion inside a block."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,38 +25,49 @@ _MIN_PROBABILITY = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMasked(Objective):
-    """Predicts the masks of a block from the whole block and from all earlier blocks, unmasked.
+    """Predicts the masks of a block from the noisy block itself and all earlier clean blocks.
 
-    BD3-LM (arXiv 2503.09573): one forward over the doubled sequence ``[noisy; clean]`` with repeated position ids and
-    the three-part mask of :func:`three_part_ranges`; outputs of the clean half are not used. Blocks are counted from
-    position 0, prompt included, as the block-causal decoders do; only response tokens are masked. Each block has its
-    own mask probability t. The term is ``mdm``: the sum over masked tokens of cross-entropy / t, divided by the number
-    of response tokens of the batch, masked or not (unlike :class:`Masked`, which normalises sample by sample).
+    BD3-LM (arXiv 2503.09573): a forward over the doubled sequence ``[noisy; clean]`` with repeated position ids and the
+    three-part mask of :func:`three_part_ranges`; outputs of the clean half are not used. Blocks are counted from
+    position 0, prompt included, as in block-causal decoders; only response tokens are masked. Every block draws a mask
+    probability t. The term ``mdm`` is the sum over masked tokens of cross-entropy / t, divided by the batch's number of
+    response tokens, masked or not (:class:`Masked` instead normalises sample by sample).
 
     Fast-dLLM v2 (arXiv 2509.26328) is ``block_size=32, complementary=True, shifted=True, fill_blocks_with="mask",
     stratified=False``. BD3-LM's training divides by ``denominator="all_tokens"``.
 
-    Deliberate differences: the noise interval is fixed and not searched during training, and masks are not drawn again
-    until their fraction lies in it. t is stratified over a sample's blocks, in random order, and not over the batch's
-    blocks: a sample's noise must not depend on its neighbours. A sample whose length is a multiple of the block size
+    Deliberate differences: the noise interval is fixed, not searched during training, and masks are not redrawn until
+    their share lies in it. t is stratified, in random order, over a sample's blocks instead of the batch's blocks,
+    because a sample's noise must not depend on its neighbours. A sample whose length is a multiple of the block size
     gets no block of padding.
 
     Attributes:
-        block_size: Number of tokens in a block, at least 1.
+        block_size: Tokens per block, at least 1.
         t_min: Smallest mask probability (beta), in (0, 1]. Above 0.5 the weight is 1 instead of 1 / t, as in the
             authors' program.
         t_max: Largest mask probability (omega), in [t_min, 1]. Only [0.001, 1] gives a likelihood bound.
-        stratified: Stratify t over a sample's blocks, the default; ``False`` draws each block's t independently, as
-            Fast-dLLM v2 does.
-        denominator: Tokens that the loss is divided by: those of the ``response``, masked or not, or ``all_tokens``,
-            the prompt's too (BD3-LM's training).
-        complementary: Show each sample in two views, the second masked where the first is not, so that each response
+        stratified: Stratify t over a sample's blocks; ``False``: draw t independently, as Fast-dLLM v2 does.
+        denominator: Number of tokens that divides the loss: ``response`` tokens, masked or not, or ``all_tokens``,
+            prompt included (BD3-LM's training).
+        complementary: Show a sample in two views, the second masked where the first is not, so that every response
             token is a target exactly once; weights are 1. Doubles the rows.
         shifted: The noisy hidden state at position i - 1 predicts the mask at position i. A block's first token is
             then predicted from the noisy block before it.
-        fill_blocks_with: Token that completes a sample's last block: decoders always see whole blocks, and a short one
-            would reveal where to end. ``eos``: end-of-sequence tokens, which are response tokens, masked and scored.
-            ``mask``: mask tokens that are never scored.
+        fill_blocks_with: Token that completes a sample's last block: decoders always see whole blocks, and a short
+            block would reveal the end. ``eos``: EOS tokens, which are response tokens, masked and scored. ``mask``:
+            mask tokens that are never scored.
+
+    >>> import torch
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> from refusion_lit.types import SpecialTokens
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> noise = KeyedNoise(batch.sample_keys)
+    >>> corrupted = BlockMasked(block_size=2).corrupt(batch, noise, special, mask_ratio=torch.ones(1))
+    >>> corrupted.input_ids, corrupted.position_ids
+    (tensor([[5, 2, 2, 2, 5, 6, 7, 8]]), tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
     """
 
     term = "mdm"
@@ -80,7 +90,7 @@ class BlockMasked(Objective):
 
     @property
     def traits(self) -> ModelTraits:
-        """Block-causal attention; masks predict themselves or, shifted, are predicted by the position before."""
+        """Block-causal attention; a mask is predicted at its position or, ``shifted``, at the position before."""
         predictions = ("mask_shifted",) if self.shifted else ("mask",)
         return ModelTraits(attention="block_causal", block_size=self.block_size, predictions=predictions)
 
@@ -89,8 +99,8 @@ class BlockMasked(Objective):
     ) -> CorruptedBatch:
         """Mask response tokens block by block and append the clean sequence; see :meth:`Objective.corrupt`.
 
-        With ``mask_ratio``, all blocks of a row have that probability and, without ``complementary``, the weight
-        1 / ratio: a clipped interval has no influence.
+        With ``mask_ratio``, all blocks of a row have this probability and, without ``complementary``, the weight
+        1 / ratio; the noise interval has no influence.
         """
         mask_token_id = required_mask_id(self, special_tokens)
         batch, lengths = self._with_whole_blocks(batch, special_tokens)
@@ -135,7 +145,7 @@ class BlockMasked(Objective):
     def _with_whole_blocks(
         self, batch: ResponseBatch, special_tokens: SpecialTokens
     ) -> tuple[ResponseBatch, Int[Tensor, " batch"]]:
-        """Complete the last blocks; return the batch and the number of visible tokens of each row."""
+        """Complete the last blocks; return the batch and the rows' numbers of visible tokens."""
         lengths = (batch.ends + self.block_size - 1) // self.block_size * self.block_size
         token_id = None if self.fill_blocks_with == "eos" else required_mask_id(self, special_tokens)
         filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=token_id)
@@ -144,7 +154,7 @@ class BlockMasked(Objective):
         return filled, lengths
 
     def _times(self, batch: ResponseBatch, noise: KeyedNoise, mask_ratio: MaskRatio) -> Float[Tensor, "batch block"]:
-        """Draw t for every block: uniform in [t_min, t_max), stratified over the blocks with response tokens or not."""
+        """Draw t for every block, uniform in [t_min, t_max); if stratified, over the blocks with response tokens."""
         num_blocks = batch.input_ids.shape[1] // self.block_size
         if mask_ratio is not None:
             ratio = mask_probability(noise, self.t_min, mask_ratio)
@@ -165,17 +175,16 @@ class BlockMasked(Objective):
 def three_part_ranges(
     num_tokens: int, block_size: int, lengths: Int[Tensor, " batch"], *, causal: bool = False
 ) -> Int[Tensor, "batch doubled range 2"]:
-    """Return what the tokens of a doubled sequence ``[noisy; clean]`` see.
+    """Return the ranges that tokens of a doubled sequence ``[noisy; clean]`` see.
 
-    As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737). A noisy token sees its own noisy
-    block and all clean blocks before it. A clean token sees the clean blocks up to and including its own, and nothing
-    noisy.
+    As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737). A noisy token sees its noisy block
+    and all earlier clean blocks. A clean token sees the clean blocks up to and including its block, and no noisy token.
 
     Args:
-        num_tokens: Number of tokens in one half.
-        block_size: Number of tokens in a block; blocks are counted from position 0 of each half.
-        lengths: Number of real tokens in one half of each row. Padding sees itself and clean tokens.
-        causal: Inside a block, let a token see only the tokens before it and itself.
+        num_tokens: Number of tokens in a half.
+        block_size: Tokens per block; blocks are counted from position 0 of both halves.
+        lengths: Number of real tokens in a half, by row. Padding sees itself and clean tokens.
+        causal: Inside a block, let a token see only earlier tokens and itself.
     """
     tokens = torch.arange(2 * num_tokens, device=lengths.device)
     lengths = lengths[:, None]
@@ -186,101 +195,7 @@ def three_part_ranges(
     end = positions + 1 if causal else begin + block_size
     clean_stop = num_tokens + torch.where(is_noisy, begin, end).minimum(lengths)
     clean = torch.stack((torch.full_like(clean_stop, num_tokens), clean_stop), -1)
-    # A clean token's own block is in that range; padding sees itself besides.
+    # A clean token's block is in the clean range; padding also sees itself.
     start = torch.where(is_real, begin, tokens)
     stop = torch.where(is_real, torch.where(is_noisy, end.minimum(lengths), begin), tokens + 1)
     return torch.stack((torch.stack((start, stop), -1), clean), 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EditableBlockMasked(BlockMasked):
-    """Block diffusion in which some visible tokens of the noisy copy are wrong, and are predicted too.
-
-    As :class:`BlockMasked`, and: a share e of each sample's unmasked response tokens, uniform in [0, ``max_replaced``),
-    is replaced by random other tokens, independently; the true token is the target there. A share of ``kept`` of the
-    unmasked tokens that are right is predicted as well, so that the model learns to leave them alone. Terms: ``mdm`` as
-    before; ``edit`` and ``keep``, means over their tokens.
-
-    Source: the two streams of LLaDA2.1 (arXiv 2602.08676), mask-to-token and token-to-token. The report gives neither
-    rates nor weights: those here are ours. Deliberate differences: wrong tokens are uniform ones only, where the report
-    also feeds the model's own drafts (its multi-turn forward).
-
-    Attributes:
-        max_replaced: Upper end of the share of unmasked tokens that are replaced, in [0, 1].
-        kept: Share of the right unmasked tokens that are targets, in [0, 1].
-        edit_weight: Coefficient of the term ``edit``, at least 0.
-        keep_weight: Coefficient of the term ``keep``, at least 0.
-    """
-
-    ranges = {"max_replaced": "[0, 1]", "kept": "[0, 1]", "edit_weight": 0.0, "keep_weight": 0.0}
-    max_replaced: float = 0.1
-    kept: float = 0.1
-    edit_weight: float = 0.5
-    keep_weight: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("complementary", "shifted"):
-            fix = "leave it out, or train with BlockMasked"
-            require(not getattr(self, name), f"objective.{name}", "false with visible tokens as targets", True, fix)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """Block-causal attention; masks and visible tokens predict what belongs at their place."""
-        return replace(super().traits, predictions=("mask", "visible"))
-
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """The masked-diffusion term, and those of wrong and of right visible tokens."""
-        return {"mdm": 1.0, "edit": self.edit_weight, "keep": self.keep_weight}
-
-    def corrupt(
-        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
-    ) -> CorruptedBatch:
-        """Mask response tokens block by block, replace some others; see :meth:`Objective.corrupt`."""
-        masked = super().corrupt(batch, noise, special_tokens, mask_ratio=mask_ratio)
-        assert masked.is_masked is not None
-        num_tokens = masked.input_ids.shape[1] // 2
-        clean = masked.input_ids[:, num_tokens:]
-        whole = replace(batch, input_ids=clean)
-        if self.fill_blocks_with == "eos":  # these are response tokens too
-            whole.response_lengths = batch.response_lengths + (-batch.ends) % self.block_size
-        visible = whole.in_response & ~masked.is_masked[:, :num_tokens]
-        share = self.max_replaced * noise.uniform("replaced_share", 1)
-        is_replaced = visible & (noise.uniform("replaced", num_tokens) < share)
-        is_kept = visible & ~is_replaced & (noise.uniform("kept", num_tokens) < self.kept)
-        others = other_tokens(clean, noise.uniform("replacement", num_tokens), special_tokens)
-
-        is_target = F.pad(is_replaced | is_kept, (0, num_tokens))
-        terms = F.pad(is_replaced.long() + 2 * is_kept, (0, num_tokens))
-        counts = torch.stack((is_replaced.sum(), is_kept.sum())).to(masked.counts.dtype)
-        return replace(
-            masked,
-            input_ids=torch.cat((others.where(is_replaced, masked.input_ids[:, :num_tokens]), clean), 1),
-            labels=torch.where(is_target, torch.cat((clean, clean), 1), masked.labels),
-            weights=torch.where(is_target, 1.0, masked.weights),
-            terms=terms,
-            counts=torch.cat((masked.counts, counts)),
-        )
-
-
-def other_tokens(
-    tokens: Int[Tensor, "batch token"], uniform: Float[Tensor, "batch token"], special_tokens: SpecialTokens
-) -> Int[Tensor, "batch token"]:
-    """Return uniformly drawn ids that differ from the given ones and that a decoder may produce.
-
-    Args:
-        tokens: Ids that are not to be drawn at their place.
-        uniform: Numbers in [0, 1).
-        special_tokens: Ids that are never drawn.
-    """
-    size = special_tokens.vocab_size
-    banned = special_tokens.banned_token_ids
-    skipped = [torch.full_like(tokens, token) for token in banned]
-    is_new = torch.stack([tokens != token for token in banned]).all(0) if banned else torch.ones_like(tokens).bool()
-    skipped.append(tokens.where(is_new, size))  # a token that is skipped anyway takes no further id away
-    num_left = size - len(banned) - is_new.long()
-    drawn = (uniform * num_left).long()
-    for column in torch.stack(skipped, -1).sort(-1).values.unbind(-1):
-        drawn = drawn + (drawn >= column)
-    return drawn

@@ -1,8 +1,8 @@
 """LLaDA and Dream: a fixed canvas of masks, unmasked step by step with bidirectional attention.
 
-Sources: LLaDA, arXiv 2502.09992 and its released sampler; Dream, arXiv 2508.15487 and its sampler. Deliberate
+Sources: the papers and released samplers of LLaDA (arXiv 2502.09992) and Dream (arXiv 2508.15487). Deliberate
 differences: the state, not the token ids, records which places are masked; mask and padding ids are never drawn; ties
-go to the lower position; quotas are counted for each row, never pooled over a batch.
+go to the lower position; quotas are counted by row, never pooled over a batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.drafting import text_branch
-from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Reading, Statistic, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
@@ -28,8 +28,8 @@ class LLaDAState(RowState):
     """State of LLaDA.
 
     Attributes:
-        schedule: Block of each step, and its quota of masks, which Dream's orders do not use. A block without masks has
-            no steps.
+        schedule: Pairs of a step's block and quota of masks (Dream's orders do not use the quota). A block without
+            masks has no steps.
     """
 
     schedule: list[tuple[range, int]] = field(default_factory=list)
@@ -37,31 +37,35 @@ class LLaDAState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDA(Decoder):
-    """Unmasks the most confident tokens in each of a fixed number of steps.
+    """Unmasks the most confident tokens in a fixed number of steps.
 
-    All steps run, as in the released sampler, even if nothing is left to unmask. A block in which tokens are given has
-    fewer steps, in proportion to its masks.
+    All steps run, as in the released sampler, even if nothing is left to unmask. A block with given tokens has fewer
+    steps, in proportion to its masks.
 
     Attributes:
-        steps: Forwards over the whole response; ``None``: one for each token.
-        block_length: Tokens per block; blocks are unmasked left to right. ``None``: one block.
-        order: Which masks are unmasked first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the
-            most probable draft first) or ``random``. Dream: ``origin`` (each mask by chance), ``maskgit_plus``
-            (probability after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time
-            schedule, whose early steps may unmask nothing and whose last step unmasks the rest. Dream's filters (top-p,
-            then top-k) act on the confidences of its last three orders at temperature 0 too.
-        guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA), l_u + (w + 1)(l_c - l_u), where the
-            unconditional branch sees a masked prompt; 0: no guidance. A call then holds both branches.
-        forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), nor count it in the
-            confidences. Other EOS tokens, such as the end of a turn, may be drawn.
-        eos_confidence_zero: With ``low_confidence``: any EOS token may be drawn, but its confidence is 0 and the
-            others are renormalised without all ends (``confidence_eos_eot_inf`` in LLaDA). An end is still unmasked if
-            no other place is left. The released option does so at temperature 0. Above 0 the released option acts on
-            the end of turn only; this one acts on all ends.
-        stop_at_eos: Stop once everything up to an EOS token is final, instead of running all steps.
-        confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
-            the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
+        steps: Number of forwards over the whole response; ``None``: as many as tokens.
+        block_length: Tokens per block; blocks are unmasked left to right. ``None``: a single block.
+        order: Masks to unmask first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the most
+            probable draft first) or ``random``. Dream: ``origin`` (masks by chance), ``maskgit_plus`` (probability
+            after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time schedule, whose
+            early steps may unmask nothing and whose last step unmasks the rest. Dream's filters (top-p, then top-k)
+            act on the confidences of its last three orders, also at temperature 0.
+        guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA) in l_u + (w + 1)(l_c - l_u). The
+            unconditional branch sees a masked prompt and shares the forward. 0: no guidance.
+        forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), and leave it out of
+            the confidences. Other EOS tokens, such as the end of a turn, may be drawn.
+        eos_confidence_zero: With ``low_confidence``: EOS tokens may be drawn, but with confidence 0; other tokens'
+            confidences are renormalised without EOS tokens (``confidence_eos_eot_inf`` in LLaDA). An EOS token is still
+            unmasked if no other place is left. Above temperature 0 the released option acts on the end of turn only;
+            here it acts on all EOS tokens.
+        stop_at_eos: Stop once all tokens up to an EOS token are final, instead of running all steps.
         shifted: The model predicts a mask at the position before it (Dream).
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/published/models/llada-tiny")
+    >>> [answer] = model.generate(["12+34,56+78>"], decoder=LLaDA(steps=8), max_new_tokens=32)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=40;77+87=104;', 20, 8)
     """
 
     requires = ModelRequirements(attention="bidirectional", predictions=("mask",))
@@ -75,7 +79,6 @@ class LLaDA(Decoder):
     forbid_eos: bool = False
     eos_confidence_zero: bool = False
     stop_at_eos: bool = False
-    confidence_dtype: ConfidenceDtype | None = None
     shifted: bool = False
 
     def __post_init__(self) -> None:
@@ -88,7 +91,7 @@ class LLaDA(Decoder):
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse blocks that do not fill the response, and steps that do not fill the blocks."""
+        """Require blocks that divide the response, and steps that divide into blocks."""
         length = sampling.max_new_tokens
         block = self.block_length or length
         require(length % block == 0, "block_length", f"a divisor of max_new_tokens ({length})", block,
@@ -119,8 +122,8 @@ class LLaDA(Decoder):
         return state
 
     def step(self, state: LLaDAState) -> Steps[None]:  # type: ignore[override]
-        """Run one forward over the whole canvas and unmask the step's quota of tokens."""
-        number = state.num_forwards  # of this step, from 0
+        """Run a forward over the whole canvas and unmask the step's quota of tokens."""
+        number = state.num_forwards  # the step's number, from 0
         block, _ = state.schedule[number]
         places = [place for place in block if state.is_masked[place]]
         eos = state.special_tokens.eos_token_ids
@@ -133,7 +136,6 @@ class LLaDA(Decoder):
             confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
             statistic=STATISTIC.get(self.order),
             top_p_first=self.order in _DREAM,
-            confidence_dtype=self.confidence_dtype,
         )
         readings = yield Forward(phase="denoise", branches=self._branches(state, places), draw=draw, cached=False)
         chosen = self._choose(state, places, readings[0], number)
@@ -151,7 +153,7 @@ class LLaDA(Decoder):
         return branch, replace(branch, tokens=unconditional, draft_at=())
 
     def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading, number: int) -> list[int]:
-        """Return the indices into ``places`` that the step of a number, from 0, unmasks."""
+        """Return the indices into ``places`` to unmask in the step with this number, from 0."""
         if self.order in _DREAM:  # the step's share of the remaining masks, all of them in the last step
             share = time_share(number, state.schedule_length)
             if self.order == "origin":
@@ -171,7 +173,7 @@ class LLaDA(Decoder):
 
 
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:
-    """Return how many of a block's masks step ``step`` unmasks: as equal as possible, larger shares first."""
+    """Return a step's quota of a block's masks: shares are as equal as possible, larger shares first."""
     return num_masks // num_steps + (step < num_masks % num_steps)
 
 
@@ -181,12 +183,12 @@ def paced_steps(num_masks: int, num_steps: int, block_length: int) -> int:
 
 
 def time_share(step: int, num_steps: int) -> float:
-    """Return the share of the remaining masks that a step of Dream's schedule unmasks: 1 in the last one.
+    """Return the share of the remaining masks that a step of Dream's schedule unmasks; 1 in the last step.
 
     Time runs linearly from 1 to 0.001, the program's ``eps``.
 
     Args:
-        step: Number of the step, from 0.
+        step: Step number, from 0.
         num_steps: Number of steps.
     """
     if step >= num_steps - 1:

@@ -1,7 +1,7 @@
 """Fast-dLLM: faster decoding of LLaDA and Dream by confidence thresholds and an approximate KV cache.
 
 Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the released code
-accepts one token more when its scan reaches the last candidate.
+accepts an additional token when its scan reaches the last candidate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.drafting import rounds_since, text_branch
-from refusion_lit.engine.requests import Branch, ConfidenceDtype, Draw, Forward, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import STATISTIC, paced_steps, step_quota, time_share
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
@@ -22,31 +22,36 @@ from refusion_lit.utils.require import require
 class FastDLLM(Decoder):
     """Unmasks the certain tokens of a block in parallel, block by block, on a bidirectional model.
 
-    The caches are approximate: with bidirectional attention a token's KV cache entries depend on the tokens after it. A
-    forward over the whole canvas refreshes them at the start of each block.
+    The caches are approximate: with bidirectional attention a token's KV cache entries depend on later tokens. A
+    forward over the whole canvas refreshes the cache at the start of every block.
 
     Attributes:
-        block_length: Tokens per block; the last one may be shorter. ``None``: one block, as in Dream's version without
-            a cache.
-        threshold: Tokens of at least this confidence are unmasked, and always the most confident one; at least 0. A
-            value above 1 unmasks one token per forward. 1 may unmask more, since confidences may round to 1.
-        factor: Instead of a threshold: unmask the n most confident tokens while (j + 1)(1 - c_j) <= factor holds for
-            each of them; at least one.
-        steps: Without threshold and factor: forwards over the whole response, shared equally by the blocks; a block
-            needs no more than it has tokens. ``None``: one for each token. With a threshold (Dream's version without a
-            cache): each step may unmask its equal share of the response and what earlier steps left over; from the last
-            step on, everything that reaches the threshold.
-        order: Definition of confidence. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: its
+        block_length: Tokens per block; the last block may be shorter. ``None``: a single block, as in Dream's version
+            without a cache.
+        threshold: Unmask tokens of at least this confidence, at least 0, and always the most confident token. A value
+            above 1 unmasks a token per forward; 1 may unmask more, because confidences may round to 1.
+        factor: Alternative to a threshold: unmask the n most confident tokens while (j + 1)(1 - c_j) <= factor for
+            j = 1, ..., n; at least the most confident token.
+        steps: Without threshold and factor: number of forwards over the whole response, shared equally by the blocks; a
+            block needs at most as many as it has tokens. ``None``: as many as tokens. With a threshold (Dream's version
+            without a cache): a step may unmask an equal share of the response and what earlier steps left over; from
+            the last step on, all tokens that reach the threshold.
+        order: Definition of confidence. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: the
             probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
-            ``entropy``: the negative entropy of that distribution, on Dream's time schedule within each block (Dream
-            with a cache and any other ``alg``); needs ``threshold`` null.
-        cache: ``none``; ``prefix`` (tokens before the block are cached; block and rest are recomputed); ``dual`` (only
-            the block is recomputed).
-        stop_at_eos: Stop once everything up to an EOS token is final.
-        confidence_dtype: Type in which confidences are computed. ``None``: at least float32. The authors' programs take
-            the type of the weights: set ``bfloat16`` to compare with a run of theirs in bfloat16.
+            ``entropy``: the negative entropy of the filtered distribution, on Dream's time schedule inside a block
+            (Dream with a cache and any other ``alg``); needs ``threshold`` null.
+        cache: ``none``; ``prefix`` (tokens before the block are cached; the block and later tokens are recomputed); or
+            ``dual`` (only the block is recomputed).
+        stop_at_eos: Stop once all tokens up to an EOS token are final.
         shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a block
-            then unmasks only the block's first token, which is predicted from outside the block.
+            then unmasks only the block's first token, whose predictor is outside the block.
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/published/models/llada-tiny")
+    >>> decoder = FastDLLM(block_length=16, threshold=0.8, cache="dual")
+    >>> [answer] = model.generate(["12+34,56+78>"], decoder=decoder, max_new_tokens=32)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=91;77+88=104;', 20, 11)
     """
 
     requires = ModelRequirements(attention="bidirectional", predictions=("mask",))
@@ -60,7 +65,6 @@ class FastDLLM(Decoder):
     order: Literal["low_confidence", "maskgit_plus", "entropy"] = "low_confidence"
     cache: Literal["none", "prefix", "dual"] = "none"
     stop_at_eos: bool = False
-    confidence_dtype: ConfidenceDtype | None = None
     shifted: bool = False
 
     def __post_init__(self) -> None:
@@ -103,7 +107,7 @@ class FastDLLM(Decoder):
         return state
 
     def _pace(self, sampling: SamplingParams) -> tuple[int, int]:
-        """Return the tokens of a block in which nothing is given, and its steps."""
+        """Return the number of tokens and of steps of a block without given tokens."""
         nominal = self.block_length or sampling.max_new_tokens
         return nominal, nominal if self.steps is None else self.steps // -(-sampling.max_new_tokens // nominal)
 
@@ -113,13 +117,13 @@ class FastDLLM(Decoder):
         return self.shifted and self.cache != "none"
 
     def step(self, state: RowState) -> Steps[None]:
-        """Run one forward and unmask the certain tokens of the block."""
+        """Run a forward and unmask the certain tokens of the block."""
         length = len(state.tokens)
         size = self.block_length or length
         start = state.is_masked.index(True) // size * size
         block = range(start, min(start + size, length))
         places = [place for place in block if state.is_masked[place]]
-        number = rounds_since(state, start)  # of this forward among those of the block
+        number = rounds_since(state, start)  # this forward's number in the block, from 0
         lone_first = self._first_is_alone and number == 0 and places[0] == start
         if lone_first:
             places = places[:1]
@@ -130,7 +134,6 @@ class FastDLLM(Decoder):
             round=state.num_forwards,
             statistic=STATISTIC.get(self.order),
             top_p_first=self.order in STATISTIC,
-            confidence_dtype=self.confidence_dtype,
         )
         [reading] = yield Forward(
             phase="refresh" if is_cached and is_whole else "denoise",
@@ -144,7 +147,7 @@ class FastDLLM(Decoder):
         state.finished = not any(state.is_masked)
 
     def _branch(self, state: RowState, places: Sequence[int], block: range, *, is_whole: bool) -> Branch:
-        """Return the branch of a round: the whole canvas, the block and all after it, or only the block."""
+        """Return the branch of a round: the whole canvas, the block and later tokens, or only the block."""
         length = state.prompt_length + len(state.tokens)
         first = 0 if is_whole else state.prompt_length + block.start
         last = length if is_whole or self.cache == "prefix" else state.prompt_length + block.stop
@@ -153,7 +156,7 @@ class FastDLLM(Decoder):
         return replace(branch, visible=((0, first), (last, length)))
 
     def _choose(self, state: RowState, confidences: Sequence[float], block: range, number: int) -> list[int]:
-        """Return the indices of the masks that the block's forward of a number, from 0, unmasks."""
+        """Return the indices of the masks to unmask in the block's forward with this number, from 0."""
         ranked = most_certain(confidences)
         if self.threshold is not None:
             allowed = ranked[: self._allowance(state, number)]

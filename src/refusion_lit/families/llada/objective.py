@@ -17,24 +17,34 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Masked(Objective):
-    """Masks response tokens independently and predicts them from all others, in both directions.
+    """Masks response tokens independently and predicts them from all other tokens, in both directions.
 
-    Supervised fine-tuning of LLaDA (arXiv 2502.09992, equation 5): p = (1 - eps) t + eps with one t per sample; the
-    loss is, for each sample, the sum over masked tokens of cross-entropy / p, divided by the response length; then
-    the mean over samples. The only term is ``mdm``. Deliberate difference: LLaDA pads responses with end-of-sequence
-    tokens to the longest of the batch; here they are padded to a multiple of ``pad_responses_to``, so that a sample's
-    loss does not depend on the rest of its batch.
+    Supervised fine-tuning of LLaDA (arXiv 2502.09992, equation 5): a sample draws t, and its tokens are masked with
+    probability p = (1 - eps) t + eps. A sample's loss is the sum over masked tokens of cross-entropy / p, divided by
+    the response length; the only term, ``mdm``, is the mean over samples. Deliberate difference: LLaDA pads responses
+    with EOS tokens to the longest in the batch; here they are padded to a multiple of ``pad_responses_to``, so that a
+    sample's loss does not depend on its batch.
 
     Attributes:
         eps: Smallest mask probability, in (0, 1].
-        pad_responses_to: Lengthen responses with end-of-sequence tokens, masked and scored like any other, to a
-            multiple of this; at least 1. Set it to the canvas length that decoders will use, so that the model learns
-            to end on a canvas longer than the answer. ``None``: no lengthening.
-        shifted: The hidden state at position i - 1 predicts the mask at position i, as the head of an autoregressive
-            model does (Dream, arXiv 2508.15487). A sample without a prompt then has no target for its first token.
+        pad_responses_to: Lengthen responses to a multiple of this number, at least 1, with EOS tokens that are masked
+            and scored like other tokens. Set it to the canvas length of the decoders, so that the model learns to end
+            on a canvas longer than the answer. ``None``: no lengthening.
+        shifted: The hidden state at position i - 1 predicts the mask at position i, as in an autoregressive model
+            (Dream, arXiv 2508.15487). The first token of a sample without a prompt is then no target.
         cart_p: Replace 1 / p by Dream's context-adaptive token-level weights (CART, arXiv 2508.15487) of this
-            sharpness, in (0, 1]: a mask weighs more, the more clean tokens are near it. The rest of the normalisation
-            stays. ``None``: 1 / p.
+            sharpness, in (0, 1]: a mask weighs more if more clean tokens are near it. ``None``: 1 / p.
+
+    >>> import torch
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> from refusion_lit.types import SpecialTokens
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> corrupted = Masked().corrupt(batch, KeyedNoise(batch.sample_keys), special, mask_ratio=torch.ones(1))
+    >>> corrupted.input_ids, corrupted.labels
+    (tensor([[5, 2, 2, 2]]), tensor([[-100,    6,    7,    8]]))
     """
 
     term = "mdm"
@@ -46,7 +56,7 @@ class Masked(Objective):
 
     @property
     def traits(self) -> ModelTraits:
-        """Bidirectional attention; masks predict themselves or, shifted, are predicted by the position before."""
+        """Bidirectional attention; a mask is predicted at its position or, ``shifted``, at the position before."""
         return ModelTraits(attention="bidirectional", predictions=("mask_shifted" if self.shifted else "mask",))
 
     def corrupt(
@@ -80,12 +90,12 @@ class Masked(Objective):
 
 
 def cart_weights(is_clean: Bool[Tensor, "batch token"], sharpness: float) -> Float[Tensor, "batch token"]:
-    """Weigh positions by the clean tokens around them: half the sum over these of p (1 - p)^(distance - 1).
+    """Return the weight of positions: half the sum, over clean tokens, of p (1 - p)^(distance - 1).
 
-    The geometric kernel of CART (Dream, arXiv 2508.15487). Prompt tokens are clean, padding is not.
+    This is the geometric kernel of CART (Dream, arXiv 2508.15487). Prompt tokens are clean; padding is not.
 
     Args:
-        is_clean: Positions that hold a token and no mask.
+        is_clean: Positions with a token instead of a mask.
         sharpness: p of the geometric distribution, in (0, 1]; 1 counts direct neighbours only.
     """
     positions = torch.arange(is_clean.shape[1], device=is_clean.device)

@@ -1,4 +1,4 @@
-"""Lossless self-speculative decoding: drafters on frozen models, and slots of hybrid models left to right.
+"""Lossless self-speculative decoding, with a drafter on a frozen model or with a hybrid model's masks.
 
-The decoder ``SelfSpeculative``, the objective ``GatedDraft``, and the program that an exported drafter brings along.
+The decoder ``SelfSpeculative``, the objective ``GatedDraft``, and the program of exported drafters.
 """

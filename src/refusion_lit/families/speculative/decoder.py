@@ -1,9 +1,9 @@
-"""Self-speculative decoding: a model's masks draft tokens and its own next-token predictions verify them, losslessly.
+"""Lossless self-speculative decoding: a model's masks draft tokens, and its next-token predictions verify them.
 
-Related: Orthrus (arXiv 2605.12825) and gated LoRA for multi-token prediction (arXiv 2507.11851), which draft by a
+Related: Orthrus (arXiv 2605.12825) and gated LoRA for multi-token prediction (arXiv 2507.11851), which draft with a
 second view of a frozen model. Deliberate differences: a forward has masks after several possible acceptances, so that
-a round may be a single forward. With a temperature, drafts and verification share their noise, so that sampled text is
-the same token for token. Rejection sampling is an option: it accepts more drafts, but preserves only the distribution.
+a round may be a single forward. With a temperature, drafts and verification share noise, so that sampled text is the
+same, token for token. Rejection sampling is optional: it accepts more drafts, but preserves only the distribution.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from refusion_lit.types import ModelTraits
 from refusion_lit.utils.require import require
 
 Layout = Literal["two_forwards", "single_forward"]
-"""Where the masks of a round stand: in a forward of their own, or after every possible acceptance of a verification."""
+"""Where a round's masks stand: in a separate forward, or after every possible acceptance of the verification."""
 
 _NEXT_TOKEN = Autoregressive()
 
 _LEAST_GAIN = 0.01
-"""Share of the time per token that drafting must save by this estimate: acceptance varies within a text."""
+"""Minimum share of the time per token that drafting must save: acceptance varies within a text."""
 
-_SURE_COST = 0.32
-"""Share of a model's ``forward_cost`` that is relied on with a drafter, which must not slow its base down: positions
-are that dear on the slowest CPU that was measured (experiments/lossless/rule.py)."""
+_DRAFTER_COST_FACTOR = 0.32
+"""Discount on ``forward_cost`` with a drafter: the worst case measured (experiments/lossless/rule.py), so that drafting
+never slows the base model."""
 
-_HYBRID_COST = 0.6
-"""The same for hybrid models, which are trained to draft."""
+_HYBRID_COST_FACTOR = 0.6
+"""Discount on ``forward_cost`` for hybrid models, which are trained to draft."""
 
 _NUM_ASSUMED = 8.0
-"""Drafts of an unknown text that the recent ones are averaged with: of four, bad luck would stop drafting too soon."""
+"""Number of assumed drafts that are averaged with recent drafts: with 4, bad luck would stop drafting too soon."""
 
 _HALF_LIFE = 32.0
-"""Tokens after which a draft counts half: each trial in a text that is hard to draft costs a fifth of a forward."""
+"""Number of tokens after which a draft counts half. A trial in a text that is hard to draft costs a fifth of a
+forward."""
 
 _ADAPTERS = 0.2
-"""Share of a drafter's adapters in a forward's fixed cost; fits in experiments/lossless are 0.10 to 0.27."""
+"""Cost of a drafter's adapters, as a share of a forward's fixed cost; fits in experiments/lossless are 0.10 to 0.27."""
 
 
 @dataclass(kw_only=True)
@@ -49,9 +50,9 @@ class SpeculativeState(RowState):
     """State of self-speculative decoding.
 
     Attributes:
-        drafts: Drafts of the tokens after the committed ones.
-        proposals: The drafts with their distributions, for rejection sampling.
-        acceptance: How many of the recent drafts were accepted.
+        drafts: Drafts of the tokens after the committed tokens.
+        proposals: Drafts with their distributions, for rejection sampling.
+        acceptance: Acceptance rate of recent drafts.
     """
 
     drafts: list[int] = field(default_factory=list)
@@ -61,32 +62,39 @@ class SpeculativeState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfSpeculative(Decoder):
-    """Self-speculative decoder: a forward accepts drafts while they equal the sequential decoder's, and adds one token.
+    """Self-speculative decoder: a forward accepts drafts that equal the sequential decoder's text, and adds a token.
 
-    On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft`) the text is that of
-    :class:`Autoregressive`. With ``slot_size`` it runs on hybrid models: the text is that of decoding slots left to
-    right, a slot's first token read at its mask and each other token at the token before it.
+    On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft`) the text is the same as with
+    :class:`Autoregressive`. On hybrid models, with ``slot_size``, it is the text of decoding slots left to right: a
+    slot's first token is read at its mask, other tokens at the token before them.
 
-    A forward feeds the pending token, the drafts after it, and groups of masks. Each group drafts the tokens that
-    follow if exactly a given number of drafts is accepted. The texts are equal in exact arithmetic. In floating point,
-    forwards of other shapes round differently, so the texts may differ where two tokens are almost equally probable.
+    A forward feeds the pending token, the drafts after it, and groups of masks. A group drafts the tokens that follow
+    if a certain number of drafts is accepted. The texts are equal in exact arithmetic. In floating point, forwards of
+    different shapes round differently, so texts may differ where two tokens are almost equally probable.
 
     Attributes:
         num_drafts: Maximum number of drafts verified by a forward; ``None``: the drafter's number of masks, or
             ``slot_size``.
         slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
         layout: ``two_forwards``: draft and verify in turn. ``single_forward``: masks after every possible acceptance,
-            so that each forward verifies and drafts, which computes more positions. ``None``: the one that takes less
-            time per token by ``forward_cost`` and the share of recent drafts that were accepted, or no drafts where
-            few are accepted or many rows share that cost; see :func:`cheapest`. Changes forwards, and the text only
-            with ``coupling: rejection``.
-        forward_cost: Fixed cost of a forward, in positions: a / b of a cost a + b * positions. ``None``: of 32 on a
-            CPU (10 to 108 were measured) and of 256 on accelerators (assumed) a share of 0.32 with a drafter, and of
-            0.6 with ``slot_size``.
-        coupling: How sampled drafts and verified tokens depend on each other; at temperature 0 it changes nothing.
-            ``shared_noise``: they are drawn with the same noise, so that the text is the sequential decoder's, token
-            for token. ``rejection``: rejection sampling, which keeps the most drafts that any scheme can. The text
+            so that all forwards verify and draft, which computes more positions. ``None``: the layout with less time
+            per token, given ``forward_cost`` and the recent acceptance rate, or no drafts if few are accepted or many
+            rows share the cost; see :func:`cheapest`. Changes forwards, and the text only with
+            ``coupling: rejection``.
+        forward_cost: Fixed cost of a forward, in positions: a / b in a cost a + b * positions. ``None``: 0.32 (with a
+            drafter) or 0.6 (with ``slot_size``) times 32 on CPUs (10 to 108 were measured) or 256 on accelerators
+            (assumed).
+        coupling: Dependence between sampled drafts and verified tokens; without effect at temperature 0.
+            ``shared_noise``: both are drawn with the same noise, so that the text is the sequential decoder's, token
+            for token. ``rejection``: rejection sampling, which keeps the largest possible number of drafts. The text
             has the same distribution, but depends on the drafts and so on all options.
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+    >>> decoder = SelfSpeculative(slot_size=8, layout="two_forwards")
+    >>> [answer] = model.generate(["12+34,56+78>"], decoder=decoder, max_new_tokens=32)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=46;56+78=134;', 20, 4)
     """
 
     state = SpeculativeState
@@ -107,21 +115,21 @@ class SelfSpeculative(Decoder):
         require(self.coupling == "shared_noise" or self.layout is not None, "coupling", expected, self.coupling, fix)
 
     def requirements(self) -> ModelRequirements:
-        """Return next-token predictions or, with ``slot_size``, the predictions of the hybrid objective."""
+        """Require next-token predictions or, with ``slot_size``, the predictions of the hybrid objective."""
         if self.slot_size is None:
             return ModelRequirements(attention="causal", predictions=("next_token",), drafter=self.num_drafts != 0)
         return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
 
     def mismatch_fix(self, traits: ModelTraits) -> str:
-        """Return that hybrid models need ``slot_size``, if that is all that is wrong."""
+        """Return the advice to set ``slot_size``, if the model only lacks it."""
         fits = self.slot_size is None and not replace(self, slot_size=1).requirements().mismatches(traits)
-        fix = "Set slot_size to the model's, one of the slot_sizes that its objective Hybrid was trained with."
+        fix = "Set slot_size to the model's, one of the slot_sizes in its training with the objective Hybrid."
         return fix if fits else super().mismatch_fix(traits)
 
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
-        """Run one forward: verify the drafts, commit the exact ones and the token after them, draft the next ones.
+        """Run a forward: verify the drafts, commit the exact drafts and the token after them, draft the next tokens.
 
-        Where drafting does not pay, the steps are those of :class:`Autoregressive`, at its cost.
+        Where drafting does not pay, a step is a step of :class:`Autoregressive`, at the same cost.
         """
         if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, 0):
             state.acceptance.count(1)
@@ -129,12 +137,12 @@ class SelfSpeculative(Decoder):
         return self._round(state)
 
     def _round(self, state: SpeculativeState) -> Steps[None]:
-        """Run one forward that verifies or drafts."""
+        """Run a forward that verifies or drafts."""
         start = state.prompt_length
         place = state.num_committed
         drafts = state.drafts[: len(state.tokens) - place - 1]
         tokens = [*text_between(state, state.num_cached, start + place), *drafts]
-        anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is wanted
+        anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is read
         groups = self._groups(state, place, len(drafts), write_at=state.num_cached + len(tokens))
         main = Branch(
             tokens=tokens,
@@ -169,13 +177,13 @@ class SelfSpeculative(Decoder):
         return self.slot_size is not None and place % self.slot_size == 0
 
     def _exact(self, place: int, num_drafts: int, main: Reading, groups: dict[int, Reading]) -> list[int]:
-        """Return the sequential decoder's token after each anchor: at a slot's start it is read at the slot's mask."""
+        """Return the sequential decoder's tokens after the anchors; a slot's first token is read at the slot's mask."""
         following = iter(main.tokens)
         places = range(place, place + num_drafts + 1)
         return [groups[j].tokens[0] if self._starts_slot(p) else next(following) for j, p in enumerate(places)]
 
     def _groups(self, state: SpeculativeState, place: int, num_drafts: int, *, write_at: int) -> dict[int, Branch]:
-        """Return, by number of accepted drafts, the masks that draft the next tokens; they see no other drafts."""
+        """Return, by number of accepted drafts, the masks that draft the next tokens; they see no rejected drafts."""
         size = self.slot_size
         masks = state.special_tokens.draft_token_ids
         groups: dict[int, Branch] = {}
@@ -200,17 +208,17 @@ class SelfSpeculative(Decoder):
         return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
 
     def _num_masks(self, state: SpeculativeState, num_drafts: int, accepted: int) -> int:
-        """Return how many masks to put after the first ``accepted`` of a forward's drafts."""
+        """Return the number of masks to put after the first ``accepted`` drafts of a forward."""
         size = self.slot_size
-        num_own = len(state.special_tokens.draft_token_ids) if size is None else size
-        wanted = num_own if self.num_drafts is None else self.num_drafts
+        available = len(state.special_tokens.draft_token_ids) if size is None else size
+        wanted = available if self.num_drafts is None else self.num_drafts
         if size is None:
-            wanted = min(wanted, num_own)
+            wanted = min(wanted, available)
         wanted = min(wanted, len(state.tokens) - state.num_committed - accepted - 1)
         layout = self.layout
         if layout is None and wanted > 0:
-            sure, adapters = (_SURE_COST, _ADAPTERS) if size is None else (_HYBRID_COST, 0.0)
-            cost = sure * state.forward_cost if self.forward_cost is None else self.forward_cost
+            factor, adapters = (_DRAFTER_COST_FACTOR, _ADAPTERS) if size is None else (_HYBRID_COST_FACTOR, 0.0)
+            cost = factor * state.forward_cost if self.forward_cost is None else self.forward_cost
             cost /= state.num_rows  # rows share it
             layout, wanted = cheapest(cost, adapters * cost, round(state.acceptance.rate, 2), wanted)
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
@@ -220,7 +228,7 @@ class SelfSpeculative(Decoder):
     def _drafts(
         self, groups: dict[int, Branch], read: dict[int, Reading], accepted: int, draw: Draw
     ) -> Steps[Reading]:  # fmt: skip
-        """Return the next drafts, from the masks after the accepted ones; no drafts if there are no such masks."""
+        """Return the drafts at the masks after the accepted drafts; nothing if there are no such masks."""
         offset = int(self.slot_size is not None)  # a hybrid model's first mask stands where the exact token does
         length = len(groups[accepted].tokens) if accepted in groups else 0
         if length <= offset:
@@ -236,19 +244,22 @@ class SelfSpeculative(Decoder):
 def cheapest(forward_cost: float, adapters: float, acceptance: float, num_masks: int) -> tuple[Layout, int]:
     """Return the layout and number of masks with the lowest cost per token, in positions.
 
-    Each draft is assumed accepted with the same probability a, so that d drafts commit E = a + a^2 + ... + a^d tokens
-    besides the model's own. Without drafts, a token costs F + 1 positions, F the fixed cost of a forward.
-    ``two_forwards`` commits E + 2 tokens for two forwards, with d masks in the first and d drafts in the second;
-    ``single_forward`` commits E + 1 tokens for one, with d drafts and d masks after each of d + 1 acceptances.
+    Every draft is assumed accepted with the same probability a, so that d drafts commit E = a + a^2 + ... + a^d tokens
+    besides the model's next token. Without drafts, a token costs F + 1 positions, where F is a forward's fixed cost.
+    ``two_forwards`` commits E + 2 tokens in two forwards, with d masks in the first and d drafts in the second.
+    ``single_forward`` commits E + 1 tokens in a forward, with d drafts, and d masks after all d + 1 acceptances.
 
     Args:
         forward_cost: F, at least 0.
-        adapters: What a drafter's adapters add to a forward with masks, in positions.
+        adapters: Additional cost of a drafter's adapters in a forward with masks, in positions.
         acceptance: a, in [0, 1].
         num_masks: Maximum of d.
 
     Returns:
-        The layout and d; 0 where drafts do not save 1 %.
+        The layout and d; d is 0 if drafts save less than 1 %.
+
+    >>> cheapest(forward_cost=32, adapters=0, acceptance=0.8, num_masks=8)
+    ('two_forwards', 8)
     """
     best: tuple[float, Layout, int] = ((1 - _LEAST_GAIN) * (forward_cost + 1), "two_forwards", 0)
     expected = 0.0

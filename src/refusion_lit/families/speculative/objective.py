@@ -1,4 +1,4 @@
-"""Training of a drafter: masks after many anchors of a text predict the next tokens of the frozen model."""
+"""Training of a drafter: masks after many anchors of a text predict the frozen model's next tokens."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from refusion_lit.utils.require import require
 class GatedDraft(Objective):
     """Trains a drafter's masks to predict the next tokens of a frozen causal model (``backbone.drafter``).
 
-    An anchor is the prompt's last token or a token of the response, at position a. The drafter's K masks follow it at
-    positions a+1 to a+K. They see the text up to the anchor and the masks before them, but no masks of other anchors.
-    The model itself predicts the token at a+1 from the anchor, so mask k predicts the token at a+1+k. Many anchors of a
-    text are trained together: the frozen model runs once over the text, then the masks of all anchors run in a second
-    pass.
+    An anchor, at position a, is the prompt's last token or a token of the response. The drafter's K masks follow at
+    positions a+1 to a+K. They see the text up to the anchor and earlier masks of the anchor, but no masks of other
+    anchors. The frozen model predicts the token at a+1 from the anchor, so mask k predicts the token at a+1+k. Many
+    anchors of a text are trained together: the frozen model runs once over the text, then the masks of all anchors run
+    in a second pass.
 
-    Train on text that the model itself generates greedily, so that the targets are the model's own tokens. The only
-    term is ``draft``, a mean over all labelled masks, weighted by ``decay``.
+    Train on text that the model generates greedily, so that the targets are the model's tokens. The only term,
+    ``draft``, is a mean over all labelled masks, weighted by ``decay``.
 
     Attributes:
-        stride: Distance between anchors in tokens, at least 1; the first one is drawn at random.
-        decay: Weight of mask k is decay to the power k - 1, in (0, 1]: a draft counts only if those before it are
-            accepted.
+        stride: Distance between anchors in tokens, at least 1; the first anchor is drawn at random.
+        decay: Base of the weights, in (0, 1]: mask k has weight decay^(k - 1), because a draft counts only if all
+            earlier drafts are accepted.
+
+    >>> GatedDraft(stride=4).term
+    'draft'
     """
 
     trained = ModelTraits(attention="causal", predictions=("next_token",))
-    """The frozen model's: causal attention; every token predicts the next."""
+    """Traits of the frozen model: causal attention; every token predicts the next token."""
 
     term = "draft"
     packs = False
@@ -47,7 +50,7 @@ class GatedDraft(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Append groups of masks to the texts; see :meth:`Objective.corrupt`.
+        """Append groups of masks to the text; see :meth:`Objective.corrupt`.
 
         Raises:
             ValueError: If the model has no drafter.
@@ -55,7 +58,7 @@ class GatedDraft(Objective):
         del mask_ratio  # nothing is masked
         masks = special_tokens.draft_token_ids
         fix = "set model.backbone.drafter, or train with another objective"
-        require(bool(masks), "objective", "a model with a drafter for GatedDraft", "one without", fix)
+        require(bool(masks), "objective", "a model with a drafter for GatedDraft", "a model without", fix)
         ids = batch.input_ids
         device = ids.device
         length = ids.shape[1]
@@ -63,11 +66,11 @@ class GatedDraft(Objective):
         offset = (noise.uniform("anchor", 1)[:, 0] * self.stride).long()
         num_anchors = -(-int(batch.response_lengths.amax().item()) // self.stride)
         anchors = (batch.prompt_lengths - 1 + offset)[:, None] + self.stride * torch.arange(num_anchors, device=device)
-        # A group's masks stand side by side.
+        # The masks of an anchor are adjacent.
         anchor = repeat(anchors, "batch anchor -> batch (anchor mask)", mask=len(masks))
         distance = repeat(1 + torch.arange(len(masks), device=device), "mask -> (anchor mask)", anchor=num_anchors)
         positions = anchor.clamp(min=0) + distance
-        # Without a prompt, there is no token before the response that could be an anchor.
+        # Without a prompt, no token precedes the response to be the first anchor.
         is_real = (positions + 1 < batch.ends[:, None]) & (anchor >= 0)
         labels = ids.gather(1, (positions + 1).clamp(max=length - 1)).where(is_real, IGNORE_INDEX)
         weights = (self.decay ** (distance - 1).double()).expand_as(positions).where(is_real, 0.0)

@@ -1,4 +1,4 @@
-"""Decoders give the texts of the programs of LLaDA2.x, diffusers and SDAR-MoE, in as many forwards."""
+"""Decoders give the texts of the programs of LLaDA2.0, LLaDA2.1 and diffusers, in as many forwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import refusion_lit
-from refusion_lit.decoding import BlockDiffusion, Decoder, Generation, decode
+from refusion_lit.decoding import BlockDiffusion, Decoder, Generation, TokenEditing, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams
@@ -70,15 +70,46 @@ def test_llada2_stops_earlier_in_few_runs() -> None:
 
 
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", [0, 1, 2, 5])
-def test_sdar_moe(setting: int, batch_size: int) -> None:
-    options = reference("sdar_moe_generate")["settings"][setting]
-    is_dynamic = options["remasking_strategy"] == "low_confidence_dynamic"
-    decoder = BlockDiffusion(
+@pytest.mark.parametrize(
+    ("name", "setting"), [*(("llada21_generate", i) for i in range(10)), *(("llada21_editing", i) for i in range(6))]
+)
+def test_llada21(name: str, setting: int, batch_size: int) -> None:
+    options = reference(name)["settings"][setting]
+    decoder = TokenEditing(
         block_size=options["block_length"],
-        num_steps=options["denoising_steps"],
-        threshold=options["confidence_threshold"] if is_dynamic else 1.0,
-        confidence="filtered",
+        mask_threshold=options["threshold"],
+        edit_threshold=options["editing_threshold"],
+        max_post_steps=options["max_post_steps"],
+        min_num_filled=options.get("num_to_transfer", 1),
+        stop_at_eos=options["eos_early_stop"],
     )
-    for run, row in decoded("sdar_moe_generate", setting, decoder, batch_size):
-        assert row.num_forwards == forwards_until_final(run) <= run["num_forwards"]
+    for run, row in decoded(name, setting, decoder, batch_size):
+        assert row.num_forwards == run["num_forwards"]
+
+
+def forwards_in_later_blocks(run: dict[str, Any], block_size: int) -> int:
+    """Return how many of a run's last forwards only wrote blocks after that of the first EOS."""
+    length = len(run["prompt"])
+    end = ((length + len(run["output"]) - 1) // block_size + 1) * block_size - length
+    later = [bool(changes) and min(changes)[0] >= end for changes in run["changes_per_forward"]]
+    return next((i for i, is_later in enumerate(reversed(later)) if not is_later), len(later))
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", range(7))
+def test_diffusers(setting: int, batch_size: int) -> None:
+    """The pipeline makes a further block if EOS was written before other tokens on its left; ours stops."""
+    options = reference("llada2_diffusers")["settings"][setting]
+    stops = options["eos_early_stop"]
+    decoder = TokenEditing(
+        block_size=options["block_length"],
+        mask_threshold=options["threshold"],
+        edit_threshold=options["editing_threshold"] or 1.0,
+        max_post_steps=options.get("max_post_steps", 16) + 1,
+        num_steps=min(options["num_inference_steps"], options["gen_length"] // options.get("minimal_topk", 1)),
+        stop_at_eos=stops,
+        stop_in_block=stops,
+    )
+    for run, row in decoded("llada2_diffusers", setting, decoder, batch_size):
+        num_extra = forwards_in_later_blocks(run, options["block_length"]) if stops else 0
+        assert row.num_forwards == run["num_forwards"] - num_extra

@@ -1,0 +1,72 @@
+"""Corrects the counters with which Lightning resumes, so that a run may be stopped any number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+
+_COUNTERS = ("ready", "started", "processed", "completed")
+"""Lightning's counters of a batch or an epoch, in the order in which it raises them."""
+
+
+def count_finished_epochs(fit_loop: Mapping[str, Any]) -> int:
+    """Return the number of epochs whose batches are all done.
+
+    Args:
+        fit_loop: State of Lightning's fit loop, as in a checkpoint's ``loops``.
+    """
+    return _current_epoch(fit_loop) + bool(fit_loop["epoch_loop.batch_progress"]["is_last_batch"])
+
+
+def _current_epoch(fit_loop: Mapping[str, Any]) -> int:
+    """Return the index of the epoch of the last batch."""
+    current = fit_loop["epoch_progress"]["current"]
+    # In the hooks at the end of an epoch, the epoch counts as processed, but not as completed.
+    return current["processed"] - (current["completed"] < current["processed"])
+
+
+def correct_counters(fit_loop: dict[str, Any]) -> None:
+    """Rewrite the state of a fit loop, so that Lightning resumes from the same point after any number of stops.
+
+    The counters depend on the hook in which a checkpoint is saved. Lightning 2.6 distinguishes six combinations,
+    and raises the counters of epochs wrongly after some of them: a second stop at the end of an epoch then skips an
+    epoch. This function leaves two combinations: a batch in mid-epoch whose hooks are about to end, which Lightning
+    resumes rightly, and an epoch that is about to start.
+
+    Args:
+        fit_loop: State of the loop, as in a checkpoint's ``loops``; changed in place.
+    """
+    batches = fit_loop["epoch_loop.batch_progress"]
+    epoch = _current_epoch(fit_loop)
+    is_after_epoch = fit_loop["epoch_progress"]["current"]["processed"] > epoch
+    num_finished = count_finished_epochs(fit_loop)
+    # Lightning counts a step for the loggers after the validation that may follow the step.
+    state = fit_loop["epoch_loop.state_dict"]
+    if num_finished > epoch:
+        epochs = dict.fromkeys(_COUNTERS, num_finished)
+        batches["current"] = dict.fromkeys(_COUNTERS, 0)
+        batches["total"]["completed"] = batches["total"]["processed"]
+        batches["is_last_batch"] = False
+        state["_batches_that_stepped"] += not is_after_epoch
+    else:
+        epochs = {"ready": epoch + 1, "started": epoch + 1, "processed": epoch, "completed": epoch}
+        for progress in (batches["current"], batches["total"]):
+            progress["completed"] = progress["processed"] - 1
+        state["_batches_that_stepped"] -= is_after_epoch
+    for name in ("current", "total"):
+        fit_loop["epoch_progress"][name] = dict(epochs)
+
+
+def begin_resumed_epoch(trainer: L.Trainer) -> None:
+    """Complete what Lightning restores before the first batch of a resumed training; nothing for another training.
+
+    Call this function in ``on_train_start``.
+    """
+    # With max_epochs, the schedule asks for the number of batches, and Lightning makes the loader before it reads the
+    # loader's state from the checkpoint, which it then never passes on.
+    trainer.fit_loop._load_combined_loader_states()
+    loop = trainer.fit_loop.epoch_loop
+    if loop.restarting and loop.batch_progress.current.ready == 0:
+        loop.restarting = False  # the epoch starts as any other

@@ -1,0 +1,149 @@
+"""Training data is encoded as a whole: the tokens of the rendered conversation, with the template's end of turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from refusion_lit.data.detokenizer import Detokenizer
+from refusion_lit.data.encoding import encode_prompt, encode_text, end_of_turn
+from refusion_lit.data.evaluation import encode_given
+from refusion_lit.data.examples import encode_example
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.templates import Template
+from refusion_lit.data.tokenizers import PretrainedTokenizer
+from refusion_lit.modeling.vocabulary import prompt_prefix
+from refusion_lit.tasks import Example, InstructionFiles
+from support.tokenizer_zoo import KINDS, ZEPHYR, make_model, make_tokenizer
+
+TURNS = ({"role": "user", "content": "Where is Paris?"}, {"role": "assistant", "content": "In France."},
+         {"role": "user", "content": "And Rome?\n"})  # fmt: skip
+ENDS = {
+    "llama2": "</s>",
+    "llama3": "<|eot_id|>",
+    "gpt2": "<|endoftext|>",
+    "qwen": "<|im_end|>",
+    "gemma": "<end_of_turn>",
+}
+TOKENIZERS = {(kind, template): make_tokenizer(kind, chat=True, **({"chat_template": ZEPHYR} if template else {}))
+              for kind in KINDS for template in (None, ZEPHYR)}  # fmt: skip
+TEXTS = st.text(st.sampled_from(" \nab世.Pi-"), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize(("kind", "template"), TOKENIZERS)
+@settings(max_examples=25, deadline=None)
+@given(answer=TEXTS, num_turns=st.sampled_from([1, 3]))
+def test_a_chat_is_trained_as_its_template_renders_it(
+    kind: str, template: str | None, answer: str, num_turns: int
+) -> None:
+    assume(answer.strip())
+    tokenizer = TOKENIZERS[kind, template]
+    sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=TURNS[:num_turns]))
+    found = [*sample.prompt_ids, *sample.response_ids]
+    turns = [*TURNS[:num_turns], {"role": "assistant", "content": answer}]
+    whole: Any = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+    assert tokenizer.decode(whole).startswith(tokenizer.decode(found))
+    prompt: Any = tokenizer.apply_chat_template(turns[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    if whole[: len(prompt)] == prompt:  # else a token reaches over the border, which no prompt has
+        assert found == whole[: len(found)]
+    end = tokenizer.convert_ids_to_tokens(found[-1])
+    assert end == (tokenizer.eos_token if template else ENDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(query=TEXTS, answer=TEXTS)
+def test_plain_text_is_trained_as_a_whole(kind: str, query: str, answer: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    template = "Q: {query}\nA:\n"
+    sample = encode_example(tokenizer, Example(id="0", query=query, response=answer), template)
+    found = [*sample.prompt_ids, *sample.response_ids]
+    text = template.replace("{query}", query)
+    whole = [*prompt_prefix(tokenizer), *encode_text(tokenizer, text + answer)]
+    if whole[: len(sample.prompt_ids)] == [*sample.prompt_ids]:
+        assert found == [*whole, tokenizer.eos_token_id]
+    assert tokenizer.decode(found, skip_special_tokens=True) == text + answer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", ["{query}", "Q: {query}\nA:"])
+def test_names_of_special_tokens_in_a_query_are_text_within_text(kind: str, template: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    query = f"What is {tokenizer.eos_token} here?"
+    expected = [*prompt_prefix(tokenizer), *encode_text(tokenizer, template.replace("{query}", query))]
+    assert encode_prompt(tokenizer, query, template) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_given_text_of_templates_gains_no_space(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    detokenize = Detokenizer(tokenizer)
+    [hash_id] = encode_text(tokenizer, "a#")[-1:]
+    prompt = encode_prompt(tokenizer, "Fill in:")
+    for text in ("A{{1}}B", '{"name": "{{2}}", "age": {{1}}}', " A {{1}} B"):
+        [tokens] = Template.parse(text).encode(tokenizer)
+        filled = [hash_id if token is None else token for token in tokens]
+        expected = text.replace("{{1}}", "#").replace("{{2}}", "##")
+        assert detokenize(filled, prompt) == expected
+    example = Example(id="0", query="", response="In France.", spans=((3, 9),))
+    given_ids = encode_given(tokenizer, example)
+    assert detokenize([token for token in given_ids if token is not None], prompt) == "In ."
+
+
+def test_the_trained_end_of_turn_ends_answers(tmp_path: Path) -> None:
+    """A base's tokenizer may name another EOS token than its template."""
+    folder = make_model("qwen", tmp_path / "model", chat=True)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"query": "Where?", "response": "Here."}) + "\n")
+    task = InstructionFiles(train=str(path), validation=str(path))
+    data = InstructionDataModule(task, PretrainedTokenizer(source=str(folder)), batch_size=1)
+    tokenizer = data.built_tokenizer
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end_of_turn(tokenizer) == end
+    assert end in tokenizer.init_kwargs["ends_of_sequence"]
+    batch = next(iter(data.train_dataloader())).batch
+    assert batch.input_ids[0, -1] == end
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tools_and_calls_of_a_chat_reach_the_template(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": None, "tool_calls": CALL},
+             {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+             {"role": "assistant", "content": "Sunny."}]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
+    [example] = InstructionFiles(train=str(path), preset="messages", validation_fraction=0).examples("train")
+    tokenizer = make_tokenizer("qwen", chat=True, chat_template=TOOL_TEMPLATE)
+    sample = encode_example(tokenizer, example)
+    found = [*sample.prompt_ids, *sample.response_ids]
+    whole: Any = tokenizer.apply_chat_template(turns, tools=TOOLS, return_dict=True)["input_ids"]
+    assert found == whole[: len(found)]
+    assert tokenizer.decode(sample.response_ids) == "Sunny.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        ({"content": "I look.", "tool_calls": CALL}, "tool_calls"),
+        ({"content": "4", "reasoning_content": "two and two"}, "reasoning_content"),
+        ({"content": "bad", "weight": 0}, "weight"),
+    ],
+)
+def test_what_an_answer_would_lose_is_refused_by_name(tmp_path: Path, answer: dict[str, Any], word: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [TURNS[0], {"role": "assistant", **answer}]}) + "\n")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: messages: .*{word}"):
+        InstructionFiles(train=str(path), preset="messages", validation_fraction=0).examples("train")

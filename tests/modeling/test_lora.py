@@ -1,0 +1,127 @@
+"""A model with trained adapters has the same logits merged, in a checkpoint, exported, and as adapters alone."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import refusion_lit
+from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata
+from refusion_lit.checkpoints.models import restore_metadata
+from refusion_lit.data.tokenizers import load_tokenizer
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.drafter import DrafterOptions
+from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.modeling.lora import LoraOptions, merged
+from refusion_lit.modeling.saving import save_adapters, save_model
+from refusion_lit.modeling.source import ModelSource
+from refusion_lit.text_model import TextModel
+from support.tiny import make_base
+
+peft = pytest.importorskip("peft")
+
+CHARACTERS = "0123456789+=,;>"
+MASK = 2 + len(CHARACTERS)
+IDS = torch.tensor([[5, 6, MASK, 9, 4, MASK, 7]])
+POSITIONS = torch.arange(IDS.shape[1])[None]
+
+
+def _logits(backbone: Backbone) -> Tensor:
+    with torch.no_grad():
+        return backbone.logits(backbone(IDS, POSITIONS))
+
+
+def _library_logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
+
+
+def _adapt(source: Path, target_modules: list[str] | str) -> TextModel:
+    """Return a model whose adapters differ from zero, as after a training."""
+    opened = ModelSource.open(str(source), option="source")
+    tokenizer = load_tokenizer(opened)
+    options = LoraOptions(rank=4, target_modules=target_modules)
+    backbone = BackboneConfig(source=str(source), lora=options).build(tokenizer, seed=0).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in backbone.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return TextModel(backbone, tokenizer, "{query}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mask", ["added row", "spare row", "in the vocabulary"])
+@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj"], ["q_proj", "embed_tokens"], r".*embed_tokens"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_way_out_has_the_trained_logits(
+    tmp_path: Path, tied: bool, target_modules: list[str] | str, mask: str
+) -> None:
+    characters: Any = [*CHARACTERS, "<|mask|>"] if mask == "in the vocabulary" else CHARACTERS
+    base = make_base(tmp_path / "base", characters, tied=tied, num_rows=MASK + 5 if mask == "spare row" else None)
+    trained = _adapt(base, target_modules)
+    backbone = trained.backbone
+    expected = _logits(backbone)
+    base_logits = _logits(BackboneConfig(source=str(base)).build(trained.tokenizer).eval())
+    assert (expected - base_logits).abs().max() > 0.1
+    with backbone.model.disable_adapter():  # the reference of a policy
+        torch.testing.assert_close(_logits(backbone), base_logits)
+
+    def assert_equal(logits: Tensor) -> None:
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+    assert_equal(_library_logits(merged(deepcopy(backbone.model))))
+
+    state = {f"backbone.{name}": value.clone() for name, value in backbone.state_dict().items()}
+    checkpoint = {METADATA_KEY: CheckpointMetadata.of(trained).to_checkpoint(), "state_dict": state}
+    torch.save(checkpoint, tmp_path / "trained.ckpt")
+    assert_equal(_logits(refusion_lit.load(tmp_path / "trained.ckpt").backbone))
+    tested = BackboneConfig(config=CheckpointMetadata.of(trained).backbone_config().config).build(trained.tokenizer)
+    restore_metadata(checkpoint, tested, trained.tokenizer, resumes=False)
+    tested.load_state_dict({name.removeprefix("backbone."): value for name, value in checkpoint["state_dict"].items()})
+    assert_equal(_logits(tested.eval()))
+
+    is_embedding = target_modules not in ("all-linear", ["q_proj"])
+    alone = TextModel(deepcopy(backbone), trained.tokenizer, "{query}")
+    if is_embedding and (tied or mask != "in the vocabulary"):
+        with pytest.raises(ValueError, match=r"adapter_only: expected .* export without adapter_only"):
+            save_adapters(alone.backbone, alone.tokenizer, tmp_path / "adapters")
+        assert not (tmp_path / "adapters").exists()
+    else:
+        save_adapters(alone.backbone, alone.tokenizer, tmp_path / "adapters")
+        model = AutoModelForCausalLM.from_pretrained(base)
+        if mask == "added row":
+            model.resize_token_embeddings(MASK + 1)
+        model = peft.PeftModel.from_pretrained(model, tmp_path / "adapters")
+        assert_equal(_library_logits(model))
+        assert_equal(_library_logits(model.merge_and_unload()))
+
+    save_model(backbone, trained.tokenizer, tmp_path / "export")
+    assert_equal(_library_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "export")))
+    exported = refusion_lit.load(tmp_path / "export")
+    assert_equal(_logits(exported.backbone))
+    options = BackboneConfig(source=str(tmp_path / "export"), drafter=DrafterOptions())
+    assert_equal(_logits(options.build(exported.tokenizer).eval()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("target_modules", [["lm_head"], ["q_proj", "lm_head"], r".*(lm_head|q_proj)"])
+def test_the_head_is_refused_by_the_options_name(tmp_path: Path, tied: bool, target_modules: list[str] | str) -> None:
+    base = make_base(tmp_path / "base", CHARACTERS, tied=tied)
+    with pytest.raises(ValueError, match=r"backbone\.lora\.target_modules: expected .*leave the head out"):
+        _adapt(base, target_modules)
+
+
+def test_a_mask_token_that_the_vocabulary_holds_keeps_its_row(tmp_path: Path) -> None:
+    characters: Any = [*CHARACTERS, "<|mask|>", "a"]
+    base = make_base(tmp_path / "base", characters)
+    expected = AutoModelForCausalLM.from_pretrained(base).model.embed_tokens.weight
+    loaded = refusion_lit.load(base)
+    assert loaded.backbone.special_tokens.mask_token_id == MASK
+    assert torch.equal(loaded.backbone.body.get_submodule("embed_tokens").weight, expected)

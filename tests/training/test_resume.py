@@ -1,0 +1,124 @@
+"""A training that stops any number of times, in any hook that saves checkpoints, equals one that does not stop."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from refusion_lit import SlotDiffusionModule
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.tokenizers import CharacterTokenizer
+from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.objectives import Masked
+from refusion_lit.tasks import Additions
+from refusion_lit.training.optimizer import WarmupCosine
+from support.tiny import TINY_QWEN
+
+HOOKS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
+
+
+class StoppedError(Exception):
+    """Ends a training as a kill after the last checkpoint would."""
+
+
+class StopAt(L.Callback):
+    """Saves a checkpoint in a hook after an optimizer step, and ends the training there."""
+
+    def __init__(self, step: int, hook: str, path: Path) -> None:
+        self._step = step
+        self._path = path
+        setattr(self, hook, self._stop)
+
+    def _stop(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            trainer.save_checkpoint(self._path)
+            raise StoppedError
+
+
+class Recorded(SlotDiffusionModule):
+    """Records the step, the epoch and the samples of every corrupted batch."""
+
+    seen: list[tuple[int, int, list[str]]]
+
+    def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
+        self.seen.append((self.global_step, self.current_epoch, batch.ids))
+        return super().corrupt(batch)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Options of a training with two samples a batch."""
+
+    num_batches: int
+    num_accumulated: int = 1
+    limits: dict[str, int] = field(default_factory=dict)
+    validates: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, stops: Sequence[tuple[int, str]] = ()) -> tuple[dict[str, Tensor], list[Any], tuple[int, int]]:
+        """Train with stops; return the weights, what :class:`Recorded` has seen, and the final step and epoch."""
+        seen: list[Any] = []
+        path: Path | None = None
+        with tempfile.TemporaryDirectory() as folder:
+            for number, stop in enumerate([*stops, (-1, HOOKS[0])]):
+                saved = Path(folder) / f"{number}.ckpt"
+                task = Additions(num_train=2 * self.num_batches, num_validation=1, num_test=1)
+                data = InstructionDataModule(task, CharacterTokenizer(), 2)
+                backbone = BackboneConfig(config={**TINY_QWEN, "attention_dropout": 0.1})
+                schedule = WarmupCosine(warmup_steps=2)
+                module = Recorded(backbone, data.built_tokenizer, Masked(), schedule=schedule)
+                module.seen = seen
+                trainer = L.Trainer(
+                    accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+                    enable_checkpointing=False, callbacks=[StopAt(*stop, saved)], num_sanity_val_steps=0,
+                    accumulate_grad_batches=self.num_accumulated, **self.limits, **self.validates,
+                )  # fmt: skip
+                try:
+                    trainer.fit(module, data, ckpt_path=path)
+                except StoppedError:
+                    path = saved
+                else:
+                    break
+        return module.model.state_dict(), seen, (trainer.global_step, trainer.current_epoch)
+
+    def check(self, stops: Sequence[tuple[int, str]]) -> None:
+        """Compare a training with stops with one without."""
+        expected, found = self.run(), self.run(stops)
+        assert found[1:] == expected[1:]
+        assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
+
+
+TRAININGS = st.builds(
+    Training,
+    num_batches=st.integers(2, 4),
+    num_accumulated=st.integers(1, 3),
+    limits=st.sampled_from([{"max_epochs": 3}, {"max_epochs": 4, "max_steps": 7}, {"max_steps": 6}]),
+    validates=st.sampled_from(
+        [
+            {"check_val_every_n_epoch": 1},
+            {"check_val_every_n_epoch": 2},
+            {"check_val_every_n_epoch": None, "val_check_interval": 2},
+        ]
+    ),
+)
+STOPS = st.lists(st.tuples(st.integers(1, 11), st.sampled_from(HOOKS)), max_size=4, unique_by=lambda stop: stop[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@example(Training(3, limits={"max_epochs": 4}), [(3, HOOKS[0]), (6, HOOKS[0]), (9, HOOKS[0])])
+@example(Training(3, limits={"max_epochs": 4}), [(3, HOOKS[2]), (6, HOOKS[2]), (8, HOOKS[0])])
+@example(Training(4, 3, limits={"max_epochs": 4}), [(2, HOOKS[1]), (3, HOOKS[0]), (6, HOOKS[1])])
+@given(TRAININGS, STOPS)
+def test_stops_change_nothing(training: Training, stops: list[tuple[int, str]]) -> None:
+    training.check(sorted(stops))
