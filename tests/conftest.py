@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 from support import browser
-from support.effort import THOROUGH
+from support.example_counts import THOROUGH
 from support.shape_checks import check_shapes, num_calls
 
 check_shapes()

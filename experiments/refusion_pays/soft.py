@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput
-from refusion_lit.learning.objective import Head, in_chunks
+from refusion_lit.learning.objective import Head, map_chunks
 from refusion_lit.objectives import MaskWindows
 
 
@@ -47,7 +47,7 @@ class SoftWindows(MaskWindows):
             return (losses * weights).sum()
 
         others = states[teachers].detach(), corrupted.labels[is_mask], corrupted.weights[is_mask]
-        sums = in_chunks(chunk_sum, head, states[masks], *others, chunk_size=self.chunk_size)
+        sums = map_chunks(chunk_sum, head, states[masks], *others, chunk_size=self.chunk_size)
         return replace(text, sums=torch.stack((text.sums[0], torch.stack(sums).sum())))
 
 

@@ -46,7 +46,7 @@ from support.decoder_cases import (
     traits_for,
     weighs_rows,
 )
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 from support.scripted import letters
 

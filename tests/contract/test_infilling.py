@@ -39,7 +39,7 @@ from support.decoder_cases import (
     traits_for,
     weighs_rows,
 )
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
 
 KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,

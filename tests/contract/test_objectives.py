@@ -30,8 +30,8 @@ from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Objective
 from refusion_lit.types import SpecialTokens
-from support.dense import attention_mask
-from support.effort import examples
+from support.attention_masks import attention_mask
+from support.example_counts import examples
 from support.shadow_device import SHADOW, ShadowDevice
 from support.subclasses import concrete_subclasses
 

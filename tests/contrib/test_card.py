@@ -13,7 +13,7 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.objectives import GatedDraft
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import prompts
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import MASK, HashModel, tiny_backbone
 from support.slow_decoding import best_allowed, cut
 

@@ -12,7 +12,7 @@ from refusion_lit.decoding import decode
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 from support.fakes import SPECIAL, tiny_backbone
 
 EOS, MASK = 1, 2

@@ -15,7 +15,7 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import Prompt, SamplingParams
 from support.decoder_cases import prompts, traits_for
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import MASK, SPECIAL, HashModel, tiny_backbone
 from support.slow_decoding import best_allowed, cut
 

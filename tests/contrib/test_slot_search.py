@@ -18,7 +18,7 @@ from refusion_lit.decoding import ReFusion, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
 from support.decoder_cases import prompts
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import EOS, MASK, HashModel, tiny_backbone
 from support.slow_decoding import best_allowed, cut
 

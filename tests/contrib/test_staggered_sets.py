@@ -12,7 +12,7 @@ from refusion_lit.contrib.set_diffusion import staggered_times
 from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import SpecialTokens
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 
 EOS, MASK = 1, 2
 MakeBatch = Callable[..., ResponseBatch]

@@ -23,7 +23,7 @@ from refusion_lit.data.schemas import Schemas
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Constraint, Prompt, SamplingParams
-from support.effort import examples
+from support.example_counts import examples
 from support.tiny import make_base, make_bytes_base
 
 PERSON = {

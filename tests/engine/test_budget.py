@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from refusion_lit.decoding import Autoregressive, Generation, GenerationCallback, ReFusion, RowState, decode
 from refusion_lit.types import SamplingParams
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import HYBRID, HashModel
 from support.scripted import ORDER, prompts_of
 

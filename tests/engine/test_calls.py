@@ -26,7 +26,7 @@ from refusion_lit.engine.requests import (
 )
 from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.types import Prompt, SamplingParams
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
 
 GREEDY = Draw(sampling=SamplingParams())

@@ -27,7 +27,7 @@ from refusion_lit.decoding import (
     decode,
 )
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import SPECIAL, HashModel, OracleModel, oracle_text
 from support.scripted import ORDER, Scripted, one, prompts_of
 

@@ -19,7 +19,7 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import Constraint, ConstraintState, DecodingOptions, Prompt, SamplingParams
 from support.decoder_cases import DECODERS, hash_models, is_accepted, setups, traits_for
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import VOCAB, HashModel
 from support.scripted import letters
 

@@ -26,7 +26,7 @@ from refusion_lit.engine.scheduler import admit
 from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.types import Prompt, SamplingParams
 from support.decoder_cases import DECODERS, hash_models, setups, temperatures, traits_for
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import HYBRID, VOCAB, HashModel, tiny_backbone
 
 NEXT = SamplingParams(max_new_tokens=4)

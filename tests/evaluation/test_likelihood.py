@@ -15,8 +15,8 @@ from refusion_lit.decoding import LLaDA
 from refusion_lit.evaluation.likelihood import is_greedy_text, monte_carlo_masked
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.load import BackboneConfig
+from support.attention_masks import order_mask
 from support.fakes import tiny_backbone
-from support.orders import order_mask
 from support.published import MODELS, published_model
 
 CONTEXT = [1, 2, 10, 3, 4, 14]

@@ -13,7 +13,7 @@ from torch import Tensor
 from refusion_lit.decoding import ModelMismatchError, WeDLM, decode
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import prompts
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import MASK, PAD, SPECIAL, VOCAB, HashModel, tiny_backbone, tiny_qwen
 from support.slow_decoding import best_allowed
 

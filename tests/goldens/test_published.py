@@ -10,8 +10,8 @@ from torch import Tensor
 
 from refusion_lit.decoding import BlockDiffusion, Decoder, DecodingOutput, FastDLLM, LLaDA, decode
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.attention_masks import order_mask, pattern_order
 from support.decoder_cases import LastState
-from support.orders import order_mask, pattern_order
 from support.published import published_model, reference
 
 BATCH_SIZES = [1, 16]

@@ -17,7 +17,7 @@ from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import DualStream
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from support.orders import order_mask, pattern_order
+from support.attention_masks import order_mask, pattern_order
 from support.published import published_model, reference
 
 BATCH_SIZES = [1, 16]

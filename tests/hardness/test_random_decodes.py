@@ -7,7 +7,7 @@ import pytest
 from hardness.random_decodes import random_decodes
 from refusion_lit.decoding import Decoder
 from support.decoder_cases import DECODERS
-from support.effort import examples
+from support.example_counts import examples
 
 
 @pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)

@@ -13,7 +13,7 @@ import torch
 from refusion_lit.data.batches import collate_responses
 from refusion_lit.data.examples import EncodedExample
 from refusion_lit.learning.batch import CorruptedBatch
-from refusion_lit.learning.objective import Objective, corrupt_checked
+from refusion_lit.learning.objective import Objective, corrupt_and_check
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, Masked
 from support.fakes import SPECIAL
@@ -41,7 +41,7 @@ def with_(found: CorruptedBatch, **changes: Any) -> CorruptedBatch:
 def corrupted(objective: Objective) -> CorruptedBatch:
     batch = collate_responses(SAMPLES, pad_token_id=0)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
-    return corrupt_checked(objective, batch, noise, SPECIAL)
+    return corrupt_and_check(objective, batch, noise, SPECIAL)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, MaskWindows, Objective
 from refusion_lit.types import ModelTraits, SpecialTokens
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 from support.tiny import TINY_QWEN
 
 PAD, EOS, MASK, VOCAB = 0, 1, 2, 60

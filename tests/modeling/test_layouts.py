@@ -22,7 +22,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits
-from support.orders import order_mask, pattern_order
+from support.attention_masks import order_mask, pattern_order
 from support.published import MODELS, published_model, reference
 
 QWEN: dict[str, Any] = {

@@ -19,7 +19,7 @@ from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, DualStream, Hybrid, Masked, Objective
 from refusion_lit.types import ModelTraits, SpecialTokens
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 from support.tiny import TINY_QWEN
 
 VOCAB = 60

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from refusion_lit.modeling.backbone import body_of
+from refusion_lit.modeling.backbone import get_body
 from refusion_lit.modeling.drafter import load_drafter
 from refusion_lit.modeling.saving import save_drafter
 from refusion_lit.modeling.weights import weights_digest
@@ -49,7 +49,7 @@ def test_a_models_own_drafter_goes_with_it_in_float16(tmp_path: Path) -> None:
     model = tiny_backbone()
     assert model.drafter is not None
     torch.nn.init.constant_(model.head.weight, 1.003907)  # float16 rounds it to a tie of bfloat16, which goes to 1
-    save_drafter(model.drafter, body_of(model.model.float()), tmp_path, vocab_size=8)
+    save_drafter(model.drafter, get_body(model.model.float()), tmp_path, vocab_size=8)
     half = copy.deepcopy(model.model).half()
     assert weights_digest(half) != weights_digest(model.model)
-    load_drafter(body_of(half), tmp_path)
+    load_drafter(get_body(half), tmp_path)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from refusion_lit.decoding import RecomputeKV, ReFusion, decode
 from refusion_lit.types import Prompt, SamplingParams
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import EOS, MASK, VOCAB, HashModel, OracleModel, oracle_text, tiny_backbone
 from support.reference_refusion import SlowReFusion
 from support.refusion_cases import decoders, prompt_of

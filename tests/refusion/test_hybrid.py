@@ -17,7 +17,7 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid
 from refusion_lit.refusion.objective import draw_slot_sizes
 from refusion_lit.types import ModelTraits, SpecialTokens
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 
 PAD, MASK = 0, 2
 GOLDENS = Path(__file__).parents[1] / "goldens"

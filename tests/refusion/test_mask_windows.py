@@ -9,7 +9,7 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import MaskWindows
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 from support.fakes import tiny_backbone
 
 SIZES = [(3, 9), (1, 2), (5, 12), (0, 4)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from refusion_lit.decoding import RecomputeKV, ReFusion, decode
 from refusion_lit.types import SamplingParams
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import EOS, VOCAB, HashModel, OracleModel, oracle_text
 from support.refusion_cases import decoders, prompt_of
 

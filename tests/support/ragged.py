@@ -1,4 +1,4 @@
-"""Ragged rows to test attention over a cache with, and attention a token at a time."""
+"""Random batches of rows with unequal lengths over a KV cache, and slow attention token by token to compare with."""
 
 from __future__ import annotations
 

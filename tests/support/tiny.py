@@ -1,4 +1,4 @@
-"""The architecture of the smallest model that tests train, save and load, and a directory with such a model."""
+"""Tiny Qwen3 models that tests train, save and load: a config, and functions that write model directories."""
 
 from __future__ import annotations
 

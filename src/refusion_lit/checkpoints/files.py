@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from refusion_lit.modeling.fsdp import INDEX, check_index
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
 _PLAIN_VALUES = "meta.pt"
@@ -53,7 +53,8 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise ValueError(
-            f"ckpt_path: {path} cannot be read as a checkpoint ({reason_of(error)}); check the path, or give another."
+            f"ckpt_path: {path} cannot be read as a checkpoint ({error_reason(error)}); check the path, or "
+            "give another."
         ) from error
 
 

@@ -14,7 +14,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.version import __version__
 
 METADATA_KEY = "refusion_lit"
@@ -104,7 +104,7 @@ class CheckpointMetadata:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"ckpt_path: the metadata in {path}, which refusion-lit {stored.get('version')} wrote, cannot be read "
-                f"({reason_of(error)}). Export it with that version."
+                f"({error_reason(error)}). Export it with that version."
             ) from error
 
     def backbone_config(self) -> BackboneConfig:

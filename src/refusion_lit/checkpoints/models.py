@@ -31,7 +31,7 @@ from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import AddBos, set_add_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import AttentionKind, ModelTraits
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_choice
 
 _WEIGHTS_PREFIX = "backbone."
@@ -169,7 +169,7 @@ def _device(name: str | torch.device) -> torch.device:
         device = torch.device(default_device() if name == "auto" else name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is missing
-        got = f"{str(name)!r} ({reason_of(error)})"
+        got = f"{str(name)!r} ({error_reason(error)})"
         raise ValueError(f"device: expected a device of this machine, got {got}; use cpu, or auto.") from error
     return device
 

@@ -17,7 +17,7 @@ from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.decoding import Decoder, SelfSpeculative, check_model
 from refusion_lit.families.defaults import NAMEABLE
 from refusion_lit.reports.results import CONFIG, RESULTS
-from refusion_lit.utils.errors import reason_of, write_failure
+from refusion_lit.utils.errors import error_reason, write_error_reason
 from refusion_lit.utils.files import require_empty, write_atomically
 from refusion_lit.utils.require import require
 
@@ -155,7 +155,7 @@ def _upload(directory: str, repository: str, *, private: bool) -> None:
         api.upload_folder(repo_id=repository, folder_path=directory, commit_message="Upload from refusion-lit")
     except Exception as error:  # errors of the hub, its client library or the network
         raise ValueError(
-            f"push_to_hub: the upload to {repository!r} failed ({reason_of(error)}); {directory} is complete. "
+            f"push_to_hub: the upload to {repository!r} failed ({error_reason(error)}); {directory} is complete. "
             "Log in with `hf auth login`, check the name and the network, and upload it with `hf upload`."
         ) from error
 
@@ -195,7 +195,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         for parent in missing:
             with suppress(OSError):
                 parent.rmdir()
-        reason = write_failure(error)
+        reason = write_error_reason(error)
         if reason is None or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
         raise ValueError(

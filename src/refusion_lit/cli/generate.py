@@ -28,7 +28,7 @@ from refusion_lit.evaluation.predictions import (
 )
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.errors import NothingToDoError
-from refusion_lit.utils.files import decoded_text, read_text
+from refusion_lit.utils.files import decode_text, read_text
 from refusion_lit.utils.require import require
 from refusion_lit.utils.rows import DataRow, parse_json_lines
 
@@ -310,7 +310,7 @@ def read_prompts(source: str, template: str | None = None) -> Iterator[PromptReq
         ValueError: If the file is missing or a line is malformed.
     """
     if source == "-":
-        text = decoded_text(sys.stdin.buffer.read(), "standard input", "prompts")
+        text = decode_text(sys.stdin.buffer.read(), "standard input", "prompts")
     else:
         text = read_text(source, "prompts")
     if source.endswith((".jsonl", ".json")) or text.split("\n", 1)[0].lstrip().startswith("{"):

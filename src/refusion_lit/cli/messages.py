@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
+from pathlib import Path
 from signal import SIGPIPE
+from traceback import extract_tb
 
-from refusion_lit.utils.errors import NothingToDoError, place_in_own_code
+from refusion_lit.utils.errors import NothingToDoError
+
+_INSTALLED = (Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix))
 
 
 def show_warnings() -> None:
@@ -42,8 +47,24 @@ def print_failure(error: ValueError | OSError | KeyboardInterrupt) -> int:
     if isinstance(error, KeyboardInterrupt):
         message, code = "interrupted", 130
     elif isinstance(error, ValueError):
-        message += place_in_own_code(error)
+        message += user_code_location(error)
     elif error.errno is not None:  # a library's own error, such as a failed download, has no errno
         message = f"{error.filename or 'standard output or a log file'}: {error.strerror or error}"
     print(f"refusion-lit: error: {message}", file=sys.stderr)
     return code
+
+
+def user_code_location(error: BaseException) -> str:
+    """Return ``" (FILE, line N)"`` if a user's decoder, objective or task led to an error, else an empty string.
+
+    A message that names an option needs no location.
+    """
+    frames = [
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _INSTALLED)
+        and Path(frame.filename).is_file()  # last: folders that this user may not read raise an error
+    ]
+    if not frames or re.match(r"[\w.]+: expected ", str(error)):
+        return ""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})"

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from refusion_lit.utils.errors import place_in_own_code
+from refusion_lit.cli.messages import user_code_location
 from refusion_lit.utils.require import require
 
 PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, SyntaxError, ImportError, NameError)
@@ -105,7 +105,7 @@ def explain_error(parser: ArgumentParser, error: Exception) -> str:
     """Return the line of an error of parsing; an error in a user's module has its type and place."""
     if isinstance(error, ValueError):
         return explain(parser, str(error))
-    return f"{type(error).__name__}: {error}{place_in_own_code(error)}"
+    return f"{type(error).__name__}: {error}{user_code_location(error)}"
 
 
 def explain(parser: ArgumentParser, message: str) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from refusion_lit.engine.decoder import RowState
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import Head, MaskRatio, Objective, in_chunks, mask_probability, required_mask_id
+from refusion_lit.learning.objective import Head, MaskRatio, Objective, map_chunks, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import extend_to_multiple
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -187,7 +187,7 @@ class R2FT(Objective):
         def losses(logits: Tensor, pairs: Tensor) -> Tensor:
             return torch.stack([F.cross_entropy(logits, targets, reduction="none") for targets in pairs.unbind(1)])
 
-        values = torch.cat(in_chunks(losses, head, states, pairs, chunk_size=self.chunk_size), 1)
+        values = torch.cat(map_chunks(losses, head, states, pairs, chunk_size=self.chunk_size), 1)
         spread = values.new_zeros(2, *labels.shape)
         spread[:, rows, columns] = values  # positions outside the rejected text have no second loss
         is_rejected = rejected != IGNORE_INDEX

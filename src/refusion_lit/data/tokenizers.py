@@ -20,7 +20,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
 from refusion_lit.tasks.base import Example, Task
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
 _PAD = "<|pad|>"
@@ -174,7 +174,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         tokenizer = _read_tokenizer(source)
     except Exception as error:  # the tokenizers library raises this very class
         raise ValueError(
-            f"tokenizer.source: no tokenizer can be loaded from {source.name!r} ({reason_of(error)}). "
+            f"tokenizer.source: no tokenizer can be loaded from {source.name!r} ({error_reason(error)}). "
             "Check the path, or the id and the network; a model directory needs tokenizer.json."
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -24,11 +24,10 @@ from refusion_lit.engine.sampler import Sampler
 from refusion_lit.engine.scheduler import admit, fit_into_forward, group_by_cache_size
 from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.engine.stopping import StopFinder, cut_at_stop
-from refusion_lit.modeling.devices import synchronised_time
+from refusion_lit.modeling.devices import is_out_of_memory, synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
 
 

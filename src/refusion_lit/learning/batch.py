@@ -128,7 +128,7 @@ class LossOutput:
         counts: Denominator of each sum.
         terms: Coefficient of each term in the total, by the term's name, in order.
         draft_counts: Which masks would be accepted as drafts, without gradients only; see
-            :func:`~refusion_lit.learning.drafts.draft_figures`.
+            :func:`~refusion_lit.learning.draft_figures.draft_figures`.
     """
 
     sums: Float[Tensor, " term"]

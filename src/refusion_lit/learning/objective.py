@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.drafts import draft_counts, read_drafts
+from refusion_lit.learning.draft_figures import count_drafts, read_drafts
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import check_options, require
@@ -130,14 +130,14 @@ class Objective(ABC):
             return (F.one_hot(groups, len(corrupted.counts)).to(losses.dtype) * losses[:, None]).sum(0)
 
         states = hidden.flatten(0, 1)[selected]
-        sums = torch.stack(in_chunks(chunk_sums, head, states, *of_labels, chunk_size=self.chunk_size)).sum(0)
+        sums = torch.stack(map_chunks(chunk_sums, head, states, *of_labels, chunk_size=self.chunk_size)).sum(0)
         loss = LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
         if offsets is not None:
-            loss.draft_counts = draft_counts(torch.cat(reads, 1), offsets[is_labelled])
+            loss.draft_counts = count_drafts(torch.cat(reads, 1), offsets[is_labelled])
         return loss
 
 
-def corrupt_checked(
+def corrupt_and_check(
     objective: Objective,
     batch: ResponseBatch,
     noise: KeyedNoise,
@@ -169,7 +169,7 @@ def corrupt_checked(
     return found
 
 
-def in_chunks(
+def map_chunks(
     function: Callable[..., Tensor],
     head: Head,
     states: Float[Tensor, "position hidden"],

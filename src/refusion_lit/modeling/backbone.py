@@ -1,6 +1,6 @@
 """Adapter of a transformers causal language model to the :class:`LanguageModel` interface.
 
-It refuses models and options that this package would silently compute wrongly.
+The adapter refuses models and options that this package would silently compute wrongly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from refusion_lit.modeling.config import check_supported, learns_positions, slid
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
-from refusion_lit.modeling.fused.linear import Linear, PackedWeights, untraced
+from refusion_lit.modeling.fused.linear import Linear, PackedWeights, dispatch_inference
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
 from refusion_lit.modeling.library import library_states
@@ -27,15 +27,15 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 
 class Backbone(nn.Module, LanguageModel):
-    """A decoder-only transformers model with its body and head called separately.
+    """A decoder-only transformers model whose body and LM head are called separately.
 
     Args:
         model: A model with a body and one plain linear head.
-        traits: What it was trained to do.
-        special_tokens: Its special ids.
-        fused_body: Decode with :class:`~refusion_lit.modeling.fused.body.FusedBody` where the architecture is known,
-            which is faster. Other architectures, and training, use the library's forward.
-        batch_invariant: Decode so that a token's logits do not depend on what else is in a forward.
+        traits: What the model was trained to do.
+        special_tokens: Ids of the tokenizer's special tokens.
+        fused_body: Decode with the faster :class:`~refusion_lit.modeling.fused.body.FusedBody` if the architecture is
+            known. Other architectures, and training, use transformers' forward.
+        batch_invariant: Decode such that a token's logits do not depend on other tokens of the forward pass.
 
     Raises:
         ValueError: If the head is not one plain linear map, or a layer's attention cannot take explicit masks.
@@ -51,9 +51,9 @@ class Backbone(nn.Module, LanguageModel):
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()
-        check_supported(model, body_of(model))
+        check_supported(model, get_body(model))
         if batch_invariant:
-            check_invariant(body_of(model), is_fused=fused_body)
+            check_invariant(get_body(model), is_fused=fused_body)
         self.model = model
         self.config = model.config
         self.traits = traits
@@ -62,7 +62,7 @@ class Backbone(nn.Module, LanguageModel):
         self.fused_body = fused_body
         self.batch_invariant = batch_invariant
         self.max_positions = getattr(model.config, "max_position_embeddings", None)
-        self.learns_positions = learns_positions(model, body_of(model))
+        self.learns_positions = learns_positions(model, get_body(model))
         self.window = sliding_window(model.config)
         """Tokens that sliding-window layers see. Explicit masks have no window, so that it limits the context."""
         if self.window is not None:
@@ -70,16 +70,16 @@ class Backbone(nn.Module, LanguageModel):
             self.learns_positions = True
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
-        """Options and base of low-rank adapters that the model holds unmerged."""
+        """Options and base model of unmerged low-rank adapters."""
 
     @property
     def body(self) -> nn.Module:
-        """The transformer without its head."""
-        return body_of(self.model)
+        """The transformer without the LM head."""
+        return get_body(self.model)
 
     @property
     def head(self) -> nn.Linear:
-        """The linear head."""
+        """The LM head."""
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
@@ -89,31 +89,33 @@ class Backbone(nn.Module, LanguageModel):
         return self.head.weight.device
 
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return :meth:`hidden_states` with the modules inspected once: they may be replaced between two decodes."""
+        """Return a faster :meth:`hidden_states` for one decode; modules may be replaced between two decodes."""
         fused = self.make_fused_body()
         general = partial(library_states, self.body, self.special_tokens.draft_token_ids, window=self.window)
-        return general if fused is None else untraced(fused, general)
+        return general if fused is None else dispatch_inference(fused, general)
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
-        """Return :meth:`logits` with the head inspected once."""
+        """Return a faster :meth:`logits` for one decode."""
         head = self.head
         is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
         if not (is_plain and self.fused_body):
             return head
-        return untraced(Linear([head.weight], [head.bias], self.packed, batch_invariant=self.batch_invariant), head)
+        return dispatch_inference(
+            Linear([head.weight], [head.bias], self.packed, batch_invariant=self.batch_invariant), head
+        )
 
     @property
     def forward_cost(self) -> float:
-        """Fixed cost of a forward, in positions of one row.
+        """Fixed cost of a forward pass, in positions of one row.
 
-        Constants, so that forwards do not depend on the machine's load. That of CPUs is of SmolLM2-135M on one thread
-        of an AMD EPYC, where fits gave 19 to 36, and 10 to 16 on one without 16-bit products (experiments/lossless).
-        That of accelerators is an assumption: there, reading the weights bounds a forward.
+        The costs are constants, so that decoding does not depend on the machine's load. The CPU constant was fitted to
+        SmolLM2-135M on one EPYC thread: fits gave 19 to 36, and 10 to 16 on an EPYC without 16-bit products
+        (experiments/lossless). The constant for accelerators is an assumption: reading the weights bounds a pass there.
         """
         return 32.0 if self.device.type == "cpu" else 256.0
 
     def _apply(self, *args: Any, **kwargs: Any) -> Backbone:  # noqa: ANN401 - as torch has it
-        # Moved or converted weights may reuse memory addresses of old ones.
+        # Moved or converted weights may reuse memory addresses of old weights.
         self.packed = PackedWeights()
         return super()._apply(*args, **kwargs)
 
@@ -127,14 +129,14 @@ class Backbone(nn.Module, LanguageModel):
         attention_mask: AttentionMask | None = None,
         num_drafts: int = 0,
     ) -> Float[Tensor, "batch token hidden"]:
-        """Return hidden states computed by the library's forward, with gradients, for training.
+        """Return hidden states from transformers' forward, with gradients, for training.
 
-        It is the entry point for wrappers that only intercept ``forward`` (DDP, FSDP). For arguments see
-        :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens of each row are the draft masks of
+        DDP and FSDP intercept ``forward`` only, so training enters here. Arguments are described in
+        :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens of every row are draft masks, see
         :func:`~refusion_lit.modeling.drafter.draft_states`.
         """
         if torch.is_grad_enabled():
-            # A training step follows, and fused optimizers change weights without raising torch's count of changes.
+            # A training step follows, and fused optimizers change weights without raising torch's version counter.
             self.packed = PackedWeights()
         known = self.special_tokens.draft_token_ids
         if num_drafts:
@@ -143,13 +145,13 @@ class Backbone(nn.Module, LanguageModel):
         return library_states(self.body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:
-        """Return the fused backbone on the weights as they are now; ``None`` if the library's forward decodes."""
+        """Return a fused backbone with the current weights; ``None`` if transformers' forward decodes."""
         if not (self.fused_body and is_known(self.body)):
             return None
         return FusedBody(self.body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
 
 
-def body_of(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
-    """Return a model's transformer without its head."""
+def get_body(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
+    """Return a model's transformer without the LM head."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return model.get_submodule(model.base_model_prefix)

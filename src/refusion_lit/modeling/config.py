@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
 _SIZES = (
@@ -119,8 +119,8 @@ def load_config(
             ) from error
         raise ValueError(
             f"backbone.source: expected a Hugging Face directory or hub id, got {source!r}, which cannot be loaded "
-            f"({reason_of(error) if isinstance(error, OSError | ValueError) else _last_line(error)}). Check the path, "
-            "or the id and the network."
+            f"({error_reason(error) if isinstance(error, OSError | ValueError) else _last_line(error)}). "
+            "Check the path, or the id and the network."
         ) from error
     for name in unknown:
         raise _unknown_option(name, config)
@@ -163,7 +163,7 @@ def read_traits(entry: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
         require(isinstance(entry, Mapping), "refusion_lit", "a mapping of traits", entry, "remove it")
         return ModelTraits.from_dict(entry)
     except (ValueError, TypeError) as error:
-        reason = reason_of(error).removesuffix(".")
+        reason = error_reason(error).removesuffix(".")
         raise ValueError(
             f"backbone.source: refusion_lit in the config of {source} cannot be read ({reason}); correct or remove it."
         ) from error

@@ -1,7 +1,4 @@
-"""What depends on the device: copies to it, time, and a fast argmax.
-
-A copy from pageable memory to a GPU would wait until all work queued there is done, as a copy to the host does.
-"""
+"""Operations that depend on the device: copies, synchronised time, argmax, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[int] | np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting for it.
+    """Copy numbers to a device without waiting for the device.
 
     Args:
         values: Integers, or an array or CPU tensor of any type.
@@ -26,22 +23,30 @@ def to_device(values: Sequence[int] | np.ndarray | Tensor, device: torch.device)
     if device.type == "cpu":
         return values
     if device.type == "cuda":
-        values = values.pin_memory()  # copies from pageable memory would block the host
+        values = values.pin_memory()  # a copy from pageable memory would wait until all queued work is done
     return values.to(device, non_blocking=True)
 
 
 def synchronised_time(device: torch.device) -> float:
-    """Return the time in seconds once a device has finished its work."""
+    """Wait until a device has finished its work, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " position"]:
-    """Return the index of each row's highest value, the lowest index among ties; NaN counts as the highest.
+    """Return the index of every row's highest value, and the lowest index among ties; NaN counts as the highest.
 
-    On CPUs torch takes up to ten times as long as numpy, which takes a row at a time (benchmarks/fast_paths.py).
+    On CPUs, torch takes up to ten times as long as numpy row by row (benchmarks/fast_paths.py).
     """
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     return to_device([row.argmax() for row in logits.numpy()], logits.device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports that memory ran out, on the host or on a device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # On CPUs, torch raises a plain RuntimeError.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

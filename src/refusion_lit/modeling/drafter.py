@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from refusion_lit.modeling.library import library_mask
 from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.modeling.weights import weights_digest
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import check_options, require
 
 OPTIONS_FILE = "drafter.json"
@@ -197,7 +197,7 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter:
     except (OSError, LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(
             f"draft: expected a directory with {OPTIONS_FILE} and {WEIGHTS_FILE}, as export writes it, got {path} "
-            f"({reason_of(error)}); check the path, or export the drafter again."
+            f"({error_reason(error)}); check the path, or export the drafter again."
         ) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
     found = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has

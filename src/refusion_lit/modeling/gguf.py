@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
 
@@ -41,7 +41,7 @@ def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # the reader has errors for damaged files and unknown architectures
         raise ValueError(
-            f"file: {file} cannot be read ({reason_of(error)}); it may be truncated, or of an architecture that "
+            f"file: {file} cannot be read ({error_reason(error)}); it may be truncated, or of an architecture that "
             "transformers does not read from GGUF files."
         ) from error
     if hasattr(loaded.config, "quantization_config"):

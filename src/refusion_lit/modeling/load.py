@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from refusion_lit.modeling.backbone import Backbone, body_of
+from refusion_lit.modeling.backbone import Backbone, get_body
 from refusion_lit.modeling.config import new_config, read_traits
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
 from refusion_lit.modeling.fused.body import is_known
@@ -185,12 +185,12 @@ def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTo
 def _make_drafter(options: BackboneConfig, model: PreTrainedModel) -> Drafter | None:
     """Return the drafter to train, and freeze the model; ``None`` if the options name no drafter."""
     if options.draft is not None:
-        drafter = load_drafter(body_of(model.requires_grad_(False)), options.draft)
+        drafter = load_drafter(get_body(model.requires_grad_(False)), options.draft)
         drafter.origin = replace(drafter.origin, base=options.source)
         return drafter
     if options.drafter is None:
         return None
-    return Drafter(body_of(model.requires_grad_(False)), options.drafter, options.source)
+    return Drafter(get_body(model.requires_grad_(False)), options.drafter, options.source)
 
 
 def attach(backbone: Backbone, drafter: Drafter) -> None:

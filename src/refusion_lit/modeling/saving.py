@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.modeling.backbone import Backbone, body_of
+from refusion_lit.modeling.backbone import Backbone, get_body
 from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter
 from refusion_lit.modeling.lora import adapts_embedding, merged, quiet_peft
 from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
@@ -71,7 +71,7 @@ def save_model(
     if drafter is not None:
         model.config.refusion_lit[HAS_DRAFTER] = True
         path.mkdir(parents=True, exist_ok=True)
-        save_drafter(drafter, body_of(model), path, vocab_size=backbone.special_tokens.vocab_size)
+        save_drafter(drafter, get_body(model), path, vocab_size=backbone.special_tokens.vocab_size)
     elif has_own_decoder(backbone.traits):
         named = stored.get("decoder") or {}
         options = (named.get("init_args") or {}) if named.get("class_path") == "ReFusion" else {}

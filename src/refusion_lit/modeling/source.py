@@ -14,7 +14,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from refusion_lit.modeling.config import load_config
 from refusion_lit.modeling.formats import CheckpointFormat, find_format
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
 _SECONDS = 10.0
@@ -136,7 +136,7 @@ def _read_config(name: str, option: str, revision: str | None) -> dict[str, Any]
     except (OSError, ValueError, TypeError, RecursionError) as error:
         if not file.is_file():
             return {}
-        reason = reason_of(error.__context__ if isinstance(error.__context__, ValueError) else error)
+        reason = error_reason(error.__context__ if isinstance(error.__context__, ValueError) else error)
         raise ValueError(f"{option}: {file} is not JSON, or no JSON object ({reason}); fetch it again.") from error
     require(isinstance(values, dict), option, f"a JSON object in {file}", values, "fetch it again")
     return values
@@ -167,7 +167,7 @@ def _check_hub(name: str, option: str) -> None:
                 return
             except Exception as error:  # any error of the library's HTTP client
                 constants.HF_HUB_OFFLINE = is_cached  # a source that is not there must not put a process offline
-                reason = reason_of(error)
+                reason = error_reason(error)
     if not is_cached:
         raise ValueError(
             f"{option}: expected a directory or a hub id, got {name!r}: there is no such directory, and the hub "

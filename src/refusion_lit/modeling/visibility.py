@@ -38,7 +38,7 @@ class Span:
     context: tuple[tuple[int, int], ...] = ()
     order: Sequence[int] | None = None
 
-    def own_stops(self) -> Int[np.ndarray, " token"]:
+    def visible_stops(self) -> Int[np.ndarray, " token"]:
         """Return how many of the span's first tokens each of them sees."""
         if self.order is None:
             return np.arange(1, self.length + 1)
@@ -70,7 +70,7 @@ class Visibility:
                 ranges[span.sequence, :, 0] = span.first_key, span.first_key + 1  # what padding sees
             tokens = ranges[span.sequence, span.offset : span.offset + span.length]
             tokens[:, 0, 0] = span.first_key
-            tokens[:, 0, 1] = span.first_key + span.own_stops()
+            tokens[:, 0, 1] = span.first_key + span.visible_stops()
             tokens[:, 1 : 1 + len(span.context)] = np.reshape(span.context, (-1, 2))
         return torch.from_numpy(ranges)
 
@@ -89,7 +89,7 @@ class Visibility:
             if span.order is None:
                 groups = [(low, high, low)]  # the tokens before the part are context of all of its tokens
             else:  # tokens of one order see the same tokens of their span
-                stops = span.own_stops()
+                stops = span.visible_stops()
                 borders = [low, *(low + 1 + np.flatnonzero(np.diff(stops[low:high]))).tolist(), high]
                 groups = [(first, last, int(stops[first])) for first, last in pairwise(borders)]
             for first, last, num_seen in groups:

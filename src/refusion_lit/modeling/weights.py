@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.source import ModelSource
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -78,7 +78,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
         )
     except Exception as error:  # readers of formats have errors of their own for damaged files
         raise ValueError(
-            f"backbone.source: the weights of {source.name!r} cannot be loaded ({reason_of(error)}). They may be "
+            f"backbone.source: the weights of {source.name!r} cannot be loaded ({error_reason(error)}). They may be "
             "truncated or of another architecture than config.json says; fetch them again."
         ) from error
     model, report = loaded
@@ -191,7 +191,7 @@ def _check_stored(source: ModelSource) -> None:
     except Exception as error:  # transformers' models raise errors of their own
         raise ValueError(
             f"backbone.source: expected options that fit together in the config of {source.name!r}, got "
-            f"{type(error).__name__}: {reason_of(error)}; correct config.json."
+            f"{type(error).__name__}: {error_reason(error)}; correct config.json."
         ) from error
     num_wanted, num_stored = sum(weight.numel() for weight in model.parameters()), sum(map(prod, shapes.values()))
     if num_wanted > 2 * num_stored:  # smaller differences are named by weight

@@ -24,12 +24,12 @@ from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.engine.requests import MoreDrafts
 from refusion_lit.engine.stopping import TextStream
+from refusion_lit.modeling.devices import is_out_of_memory
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.serving import Limits
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.errors import is_out_of_memory
 from refusion_lit.utils.require import require
 
 log = logging.getLogger("refusion_lit.serving")  # users' texts are logged at level DEBUG only

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.tasks.base import Example, Split, Task
-from refusion_lit.utils.errors import reason_of
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_number
 from refusion_lit.utils.rows import DataRow, read_rows
 
@@ -65,7 +65,7 @@ class FileTask(Task):
             return getattr(datasets, function)(self.dataset, self.dataset_name, **options)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"task.dataset: the hub data set {self.dataset!r} cannot be loaded ({reason_of(error)}). "
+                f"task.dataset: the hub data set {self.dataset!r} cannot be loaded ({error_reason(error)}). "
                 "Check task.dataset and task.dataset_name, and the network."
             ) from error
 

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from refusion_lit.checkpoints.files import read_checkpoint
-from refusion_lit.utils.errors import reason_of, write_failure
+from refusion_lit.utils.errors import error_reason, write_error_reason
 from refusion_lit.utils.files import atomic_writer
 
 
@@ -205,7 +205,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with atomic_writer(path) as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:  # torch raises either for a failed write
-            reason = write_failure(error) or reason_of(error)
+            reason = write_error_reason(error) or error_reason(error)
             raise ValueError(
                 f"checkpoint: {path} cannot be written ({reason}). Make room or choose another runs_dir, "
                 "then resume with --resume RUN; earlier checkpoints are as they were."

@@ -23,7 +23,7 @@ from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import corrupt_checked
+from refusion_lit.learning.objective import corrupt_and_check
 from refusion_lit.learning.packing import pack
 from refusion_lit.learning.step import MicroBatch, OptimizerStep
 from refusion_lit.modeling.backbone import Backbone
@@ -237,7 +237,7 @@ class SlotDiffusionModule(L.LightningModule):
         """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if it says so."""
         batch = batch.to(self.device)
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=self.seed, epoch=self.current_epoch)
-        found = corrupt_checked(self.training_objective, batch, noise, self.model.special_tokens)
+        found = corrupt_and_check(self.training_objective, batch, noise, self.model.special_tokens)
         if batch.rows is None:
             return found
         return pack(found, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.drafts import NUM_OFFSETS, draft_figures
-from refusion_lit.learning.objective import Objective, corrupt_checked
+from refusion_lit.learning.draft_figures import NUM_OFFSETS, draft_figures
+from refusion_lit.learning.objective import Objective, corrupt_and_check
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.types import SpecialTokens
@@ -55,7 +55,7 @@ class Validation(L.Callback):
         strata = torch.remainder(batch.sample_keys, _NUM_STRATA)
         ratio = (strata.double() + 0.5) / _NUM_STRATA
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
-        return corrupt_checked(self._objective, batch, noise, special_tokens, mask_ratio=ratio)
+        return corrupt_and_check(self._objective, batch, noise, special_tokens, mask_ratio=ratio)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Log the losses."""
@@ -101,7 +101,8 @@ class TermMeans(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return the mean of every term and their weighted ``total``, in nats; zero for a term without targets.
 
-        With objectives that train slots, also the figures of :func:`~refusion_lit.learning.drafts.draft_figures`.
+        For objectives that train slots, also return the figures of
+        :func:`~refusion_lit.learning.draft_figures.draft_figures`.
         """
         loss = LossOutput(sums=self.sums, counts=self.counts, terms=self.terms)
         drafts = draft_figures(self.draft_counts) if self.draft_counts.any() else {}

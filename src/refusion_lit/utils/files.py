@@ -138,10 +138,10 @@ def read_text(path: str | Path, option: str, expected: str = "a file") -> str:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{option}: expected {expected}, got {path} ({error.strerror}); check the path.") from error
-    return decoded_text(content, str(path), option)
+    return decode_text(content, str(path), option)
 
 
-def decoded_text(content: bytes, source: str, option: str) -> str:
+def decode_text(content: bytes, source: str, option: str) -> str:
     """Decode UTF-8 text like :func:`read_text`, from bytes that ``source`` gave."""
     try:
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()

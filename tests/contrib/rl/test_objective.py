@@ -25,7 +25,7 @@ from refusion_lit.decoding import Autoregressive, ReFusion, SelfSpeculative, dec
 from refusion_lit.learning.batch import LossOutput
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import Prompt, SamplingParams
-from support.effort import THOROUGH
+from support.example_counts import THOROUGH
 from support.fakes import EOS, tiny_backbone
 
 TEXTS = [(5, 6, 7, 8, EOS), (9, EOS), (4, 5, 6)]

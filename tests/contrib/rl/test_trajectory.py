@@ -11,7 +11,7 @@ from refusion_lit.contrib.rl import Trajectory, TrajectoryRecorder
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion, decode
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import hash_models, prompts, setups
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import HashModel
 from support.subclasses import concrete_subclasses
 

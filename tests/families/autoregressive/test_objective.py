@@ -11,7 +11,7 @@ from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive
 from refusion_lit.types import ModelTraits, SpecialTokens
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 
 LENGTHS = [(3, 9), (1, 1), (0, 17), (5, 4)]
 

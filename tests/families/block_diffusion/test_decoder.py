@@ -22,7 +22,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
-from support.effort import examples
+from support.example_counts import examples
 
 ROOT = Path(__file__).parents[3]
 CLEAN = ROOT / "tests" / "goldens" / "models" / "additions-clean"

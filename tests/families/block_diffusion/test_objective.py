@@ -17,7 +17,7 @@ from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, Masked
 from refusion_lit.types import ModelTraits, SpecialTokens
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 
 PAD, EOS, MASK = 0, 1, 2
 MakeBatch = Callable[..., ResponseBatch]

@@ -17,7 +17,7 @@ from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import as_mask
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import fill_until_accepted, prompts, traits_for
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import MASK, SPECIAL, VOCAB, FakeModel, HashModel, tiny_backbone
 from support.slow_decoding import best_allowed, cut
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from refusion_lit.decoding import FastDLLM, LLaDA
 from refusion_lit.engine.requests import Reading
-from support.effort import examples
+from support.example_counts import examples
 from support.reference_masked import EOS, PROMPTS, by_factor, by_quota, by_threshold, fast_dllm, run, unmasked
 from support.slow_decoding import cut
 

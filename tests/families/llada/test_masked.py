@@ -14,7 +14,7 @@ from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Masked
 from refusion_lit.types import ModelTraits, SpecialTokens
-from support.dense import attention_mask
+from support.attention_masks import attention_mask
 
 PAD, EOS, MASK = 0, 1, 2
 Noise = Callable[..., KeyedNoise]

@@ -23,7 +23,7 @@ from refusion_lit.modeling.drafter import DraftMasks
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import LastState, prompts, temperatures
-from support.effort import examples
+from support.example_counts import examples
 from support.fakes import (
     DRAFTS,
     EOS,

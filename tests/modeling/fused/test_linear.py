@@ -28,7 +28,7 @@ def weight(dtype: torch.dtype, *, rows: int = 300, columns: int = 320) -> torch.
 
 
 def needs(dtype: torch.dtype) -> None:
-    if not PackedWeights.takes([weight(dtype)]):
+    if not PackedWeights.supports([weight(dtype)]):
         pytest.skip(f"this processor has no fast {dtype} product")
 
 
@@ -116,7 +116,7 @@ def test_layers_with_the_same_input_are_one_product(dtype: torch.dtype, columns:
             torch.testing.assert_close(joint(x), expected, atol=tolerance, rtol=0)
             weights[2].mul_(2)
             joint = Linear(weights, own, packed)
-    assert packed is None or len(packed._copies) == int(PackedWeights.takes(weights))
+    assert packed is None or len(packed._copies) == int(PackedWeights.supports(weights))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -125,7 +125,7 @@ def test_a_changed_weight_is_repacked(dtype: torch.dtype) -> None:
     needs(dtype)
     packed, one, x = PackedWeights(), weight(dtype), torch.ones(4, 320, dtype=dtype)
     before = Linear([one], packed=packed)(x)
-    assert packed.of([one]) is packed.of([one])
+    assert packed.get_copy([one]) is packed.get_copy([one])
     one.mul_(2)
     assert torch.equal(Linear([one], packed=packed)(x), before * 2)
 
@@ -142,7 +142,7 @@ def test_small_weights_and_other_types_have_no_copy() -> None:
 def test_copies_of_a_model_hold_no_packed_weights() -> None:
     needs(torch.float32)
     packed, one = PackedWeights(), weight(torch.float32)
-    packed.of([one])
+    packed.get_copy([one])
     assert len(packed._copies) == 1
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
         assert len(other._copies) == 0
@@ -151,8 +151,8 @@ def test_copies_of_a_model_hold_no_packed_weights() -> None:
 def test_two_threads_pack_weights_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     needs(torch.float32)
     packed, weights = PackedWeights(), [weight(torch.float32) for _ in range(3)]
-    packed.of(weights[:1])
-    second = threading.Thread(target=packed.of, args=(weights[2:],))
+    packed.get_copy(weights[:1])
+    second = threading.Thread(target=packed.get_copy, args=(weights[2:],))
 
     def num_bytes(_: Sequence[Tensor]) -> int:
         # In the middle of the first thread's look at the copies, the second one tries to add another.
@@ -162,7 +162,7 @@ def test_two_threads_pack_weights_at_the_same_time(monkeypatch: pytest.MonkeyPat
         return 1
 
     monkeypatch.setattr(linear, "_num_bytes", num_bytes)
-    packed.of(weights[1:2])
+    packed.get_copy(weights[1:2])
     second.join()
     assert len(packed._copies) == 3
 
@@ -188,7 +188,7 @@ def test_tokens_do_not_depend_on_packing(decoder: Decoder, monkeypatch: pytest.M
     prompts = [Prompt(token_ids=tuple(range(5 + i, 17 + i)), id=str(i)) for i in range(3)]
     found = decode(model, decoder, prompts, sampling, batch_size=3).rows
     assert len(model.packed._copies) > 0
-    monkeypatch.setattr(PackedWeights, "takes", lambda *_: False)
+    monkeypatch.setattr(PackedWeights, "supports", lambda *_: False)
     expected = decode(model, decoder, prompts, sampling, batch_size=3).rows
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from refusion_lit.contrib.rl.likelihood import Answers, LaidOut, Likelihood, NextToken
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput, ResponseBatch
-from refusion_lit.learning.objective import Head, MaskRatio, Objective, in_chunks
+from refusion_lit.learning.objective import Head, MaskRatio, Objective, map_chunks
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.tasks.base import Example
 from refusion_lit.types import ModelTraits, SamplingParams, SpecialTokens
@@ -211,7 +211,7 @@ class GroupPolicy(Objective):
                 entropy = torch.special.entr(drawn.exp()).sum(-1)
             return torch.stack((drawn.gather(1, labels[:, None])[:, 0], plain, entropy))
 
-        values = torch.cat(in_chunks(read, head, states, labels, chunk_size=self.chunk_size), 1)
+        values = torch.cat(map_chunks(read, head, states, labels, chunk_size=self.chunk_size), 1)
         spread = values.new_zeros(3, *corrupted.labels.shape)
         spread[:, rows, columns] = values
         return spread[0], spread[1].detach(), spread[2].detach()

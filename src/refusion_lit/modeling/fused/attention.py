@@ -7,9 +7,9 @@ queries are then cut into chunks, whose masks are computed again in every layer.
 Batch invariance: libraries choose the order of summation by the shape of a product. A token's states therefore differ
 in their last bits between a forward of one token and one of eight, or between a row alone and in a batch. In low
 precision that changes texts. With ``batch_invariant``, every product has 8 rows
-(:func:`~refusion_lit.modeling.fused.linear.in_blocks`), and attention has 8 queries and a multiple of 512 keys, padded
-where necessary. 512 is the number of keys that torch's kernel processes at a time. So no result depends on the number
-of tokens, rows or entries.
+(:func:`~refusion_lit.modeling.fused.linear.multiply_in_blocks`), and attention has 8 queries and a multiple of 512
+keys, padded where necessary. torch's kernel processes 512 keys at a time. So no result depends on the number of tokens,
+rows or entries.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Rows:
     shape: torch.Size
     real: Tensor | None
 
-    def padded(self, states: Float[Tensor, "token ..."]) -> Float[Tensor, "row place ..."]:
+    def pad(self, states: Float[Tensor, "token ..."]) -> Float[Tensor, "row place ..."]:
         """Scatter states of the real tokens to their places; zeros at padding."""
         if self.real is not None:
             states = states.new_zeros(self.shape.numel(), *states.shape[1:]).index_copy_(0, self.real, states)
         return states.view(*self.shape, *states.shape[1:])
 
-    def widened(self, width: int) -> Rows:
+    def widen(self, width: int) -> Rows:
         """Return the batch with more padding in each row."""
         real = torch.arange(self.shape.numel()) if self.real is None else self.real
         length = self.shape[1]
         return Rows(torch.Size((self.shape[0], width)), real // length * width + real % length)
 
-    def real_of(self, states: Tensor) -> Tensor:
+    def select_real(self, states: Tensor) -> Tensor:
         """Take the states of the real tokens."""
         return states if self.real is None else states[self.real]
 
@@ -166,17 +166,17 @@ class RowAttention:
         """Store a layer's keys and values of the real tokens, and return the heads' outputs."""
         rows = self._rows
         if self._cache is None:
-            keys, values = rows.padded(key), rows.padded(value)
+            keys, values = rows.pad(key), rows.pad(value)
         else:
             keys, values = self._cache.store(layer, key, value)
-        query = rows.padded(query)
+        query = rows.pad(query)
         if self._calls[0].places == _ALL:
             mixed = self._calls[0](query, keys, values)
         else:
             mixed = torch.zeros_like(query)  # padding must be finite: later layers may compute it
             for call in self._calls:
                 mixed[call.rows, call.places] = call(query, keys, values)
-        return rows.real_of(mixed.flatten(0, 1))
+        return rows.select_real(mixed.flatten(0, 1))
 
 
 def plan_attention(
@@ -327,7 +327,7 @@ def invariant_attention(
         padded[:, :, : own.shape[2], : own.shape[3]] = own
         calls.append(Call(_ALL, storage, slice(start, start + NUM_ROWS), slice(num_keys), padded))
     # Whole blocks of queries, and of keys where these are the tokens themselves.
-    return RowAttention(rows.widened(_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
+    return RowAttention(rows.widen(_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
 
 
 def _up(number: int, step: int) -> int:

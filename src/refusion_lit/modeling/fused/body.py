@@ -131,10 +131,10 @@ class FusedBody:
         """
         # Only attention includes padding: everything else is computed for the stored tokens only.
         rows = Rows(input_ids.shape, None if cache is None else cache.source_index)
-        rotation = self._rotation(rows.real_of(position_ids.flatten()))
+        rotation = self._rotation(rows.select_real(position_ids.flatten()))
         attention = plan_attention(rows, attention_mask, cache, self._embedding, batch_invariant=self._batch_invariant)
-        hidden = self._run(rows.real_of(input_ids.flatten()), rotation, attention)
-        return rows.padded(hidden)
+        hidden = self._run(rows.select_real(input_ids.flatten()), rotation, attention)
+        return rows.pad(hidden)
 
     def _run(
         self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: RowAttention

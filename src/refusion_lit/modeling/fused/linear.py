@@ -1,9 +1,9 @@
 """Linear layers of the fused backbone, with packed weights that make products of a few tokens fast on CPUs.
 
-A decode step multiplies a few tokens with every weight. The usual product is optimised for one row or for many.
+A decode step multiplies a few tokens with every weight. torch's usual product is optimised for one row or for many.
 oneDNN's product with packed weights takes down to half the time for numbers in between, and about the same time for
-others. Layers with the same input, such as those of queries, keys and values, are one product, since each call of
-oneDNN costs as much as a small product (``benchmarks/kernels.py``).
+others. Layers with the same input, such as the query, key and value layers, are one product, because a call of oneDNN
+costs as much as a small product (``benchmarks/kernels.py``).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _TYPES = (torch.float32, torch.bfloat16)
 
 _FEWEST_ELEMENTS = 1 << 16
-"""Smaller weights stay in the processor's caches in any layout."""
+"""Smaller weights are not packed: they stay in the processor's caches in any layout."""
 
 _MOST_BYTES = 4 << 30
 
 NUM_ROWS = 8
-"""Rows of every product with batch invariance."""
+"""Rows per product with batch invariance."""
 
 
 NUM_PADDED_ROWS = 4
-"""Rows of a padded product of one token."""
+"""Rows of a padded one-token product."""
 
 _MOST_PADDED_TIME = 0.9
-"""Largest time of a padded product, relative to the plain one, at which products are padded."""
+"""One-token products are padded if the padded product takes at most this share of the plain product's time."""
 
 _MEASURED_SECONDS = 2e-3
 
@@ -45,9 +45,8 @@ _is_padding_faster: dict[tuple[Any, ...], bool] = {}
 class PackedWeights:
     """Copies of weights in oneDNN's layout, made on first use and renewed after a weight has changed.
 
-    They take as much memory as the weights, 4 GiB at most. A change that goes around torch's count of changes (by
-    ``Tensor.data``, or by a fused optimizer) is not seen: ``Backbone.forward`` drops all copies when it runs for
-    training.
+    Copies take as much memory as the weights, at most 4 GiB. Changes through ``Tensor.data`` or by a fused optimizer
+    bypass torch's version counter and are not noticed. ``Backbone.forward`` therefore drops all copies in training.
     """
 
     def __init__(self) -> None:
@@ -55,12 +54,12 @@ class PackedWeights:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[PackedWeights], tuple[()]]:
-        """Leave the copies out of copies and pickles of a model."""
+        """Exclude packed weights when a model is copied or pickled."""
         return PackedWeights, ()
 
     @staticmethod
-    def takes(weights: Sequence[Float[Tensor, "_ input"]]) -> bool:
-        """Whether weights may have a joint copy: not on other devices, nor in other types, nor small ones."""
+    def supports(weights: Sequence[Float[Tensor, "_ input"]]) -> bool:
+        """Return whether weights can be packed together: large float32 or bfloat16 weights on a CPU."""
         return not _is_small(weights) and all(
             weight.device.type == "cpu"
             and weight.dtype in _TYPES
@@ -69,14 +68,14 @@ class PackedWeights:
             for weight in weights
         )
 
-    def of(self, weights: Sequence[Float[Tensor, "_ input"]]) -> Tensor | None:
-        """Return the joint copy of weights that :meth:`takes` allows; ``None`` if the memory for it is used up."""
+    def get_copy(self, weights: Sequence[Float[Tensor, "_ input"]]) -> Tensor | None:
+        """Return the packed copy of supported weights, concatenated; ``None`` if the memory limit is reached."""
         first = weights[0]
         with self._lock:  # threads that decode with one model share its copies
-            found = self._copies.get(first)
+            cached = self._copies.get(first)
             state = [(weight.data_ptr(), weight._version) for weight in weights]
-            if found is not None and found[0] == state:
-                return found[1]
+            if cached is not None and cached[0] == state:
+                return cached[1]
             others = sum(size for other, (_, _, size) in self._copies.items() if other is not first)
             num_bytes = _num_bytes(weights)
             if others + num_bytes > _MOST_BYTES:
@@ -87,12 +86,12 @@ class PackedWeights:
 
 
 class Linear:
-    """y = W x + b without gradients, of one layer or of several with the same input, with a copy of W if it pays.
+    """y = W x + b without gradients, for one layer or for several layers with the same input.
 
     Args:
-        weights: W of each layer; their outputs are concatenated.
-        biases: b of each layer, or ``None`` for all of them.
-        packed: Store of copies; ``None`` for no copies.
+        weights: W per layer; the layers' outputs are concatenated.
+        biases: b per layer, or ``None`` for all layers.
+        packed: Store of packed weights; ``None``: use torch's product.
         batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
@@ -107,26 +106,26 @@ class Linear:
         batch_invariant: bool = False,
     ) -> None:
         present = [bias for bias in biases if bias is not None]
-        assert len(present) in (0, len(weights)), "layers that are one product have biases all or none"
+        assert len(present) in (0, len(weights)), "layers in one product must all have biases, or none"
         self.weights = tuple(weights)
         self.biases = tuple(biases) if present else (None,) * len(self.weights)
         self.bias = torch.cat(present) if len(present) > 1 else next(iter(present), None)
         self._small = torch.cat([weight.detach() for weight in weights]) if _is_small(weights) else None
         self._transposed = None if self._small is None or batch_invariant else self._small.t()
         self._batch_invariant = batch_invariant
-        self._packed = packed if packed is not None and packed.takes(weights) else None
+        self._packed = packed if packed is not None and packed.supports(weights) else None
         self._copy: Tensor | None = None
         self._pads: bool | None = None
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
         """Return y."""
-        return in_blocks(self._product, x) if self._batch_invariant else self._product(x)
+        return multiply_in_blocks(self._product, x) if self._batch_invariant else self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:
         if self._small is not None:
             return F.linear(x, self._small, self.bias)
         if self._copy is None and self._packed is not None:
-            self._copy = self._packed.of(self.weights)
+            self._copy = self._packed.get_copy(self.weights)
         if self._copy is None:
             outputs = [F.linear(x, *layer) for layer in zip(self.weights, self.biases, strict=True)]
             return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
@@ -137,7 +136,10 @@ class Linear:
         return (_padded_product if self._pads else _packed_product)(x, self._copy, self.bias)
 
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
-        """Add y to states in place; for layers without biases. Small ones are one call (benchmarks/fast_paths.py)."""
+        """Add y to hidden states in place, for layers without biases.
+
+        Small layers need one call only (benchmarks/fast_paths.py).
+        """
         if self._transposed is not None:
             hidden.addmm_(x, self._transposed)
         else:
@@ -155,15 +157,15 @@ def _padded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pads_one_token(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether to pad products of one token, because a padded product is faster.
+    """Return whether one-token products are faster when padded to ``NUM_PADDED_ROWS`` rows.
 
-    On some processors, oneDNN's product of four rows takes less time than the product of one row. The first call for a
-    shape, type and number of threads measures both, so that all products of a process round alike.
+    On some processors, oneDNN multiplies four rows in less time than one row. The first call per weight shape, type and
+    number of threads measures both products. Later calls repeat the decision, so that a process always rounds alike.
 
     Args:
-        x: One token's input.
+        x: Input of one token.
         weight: Packed weights.
-        bias: Added to the product.
+        bias: Bias of the layer.
     """
     key = (weight.shape, weight.dtype, bias is None, torch.get_num_threads())
     if key not in _is_padding_faster:
@@ -181,7 +183,9 @@ def pads_one_token(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return _is_padding_faster[key]
 
 
-def in_blocks(product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
+def multiply_in_blocks(
+    product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]
+) -> Float[Tensor, "*shape output"]:
     """Multiply ``NUM_ROWS`` rows at a time, the last ones padded.
 
     Args:
@@ -207,11 +211,11 @@ def _is_supported(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def untraced(fast: Callable[..., Tensor], general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that calls ``fast``, which has no gradients and no autocast, or ``general`` where one is on."""
+def dispatch_inference(fast: Callable[..., Tensor], general: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that calls ``general`` with gradients or autocast, which ``fast`` lacks, and else ``fast``."""
 
-    def call(first: Tensor, *others: Any) -> Tensor:  # noqa: ANN401 - of all kinds
-        is_traced = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
-        return (general if is_traced else fast)(first, *others)
+    def call(first: Tensor, *others: Any) -> Tensor:  # noqa: ANN401 - any arguments
+        needs_general = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
+        return (general if needs_general else fast)(first, *others)
 
     return call

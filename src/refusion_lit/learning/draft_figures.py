@@ -20,7 +20,7 @@ def read_drafts(logits: Float[Tensor, "draft vocab"], labels: Int[Tensor, " draf
     return torch.stack(((tokens == labels).to(logits.dtype), (best - logits.logsumexp(-1)).exp()))
 
 
-def draft_counts(reads: Float[Tensor, "read draft"], offsets: Int[Tensor, " draft"]) -> Float[Tensor, "offset figure"]:
+def count_drafts(reads: Float[Tensor, "read draft"], offsets: Int[Tensor, " draft"]) -> Float[Tensor, "offset figure"]:
     """Return counts by offset in the slot; see :func:`draft_figures`.
 
     Args:

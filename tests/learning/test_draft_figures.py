@@ -7,7 +7,7 @@ import torch
 from experiments.refusion_pays.serial import SerialHybrid
 
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
-from refusion_lit.learning.drafts import NUM_OFFSETS, THRESHOLD, draft_figures
+from refusion_lit.learning.draft_figures import NUM_OFFSETS, THRESHOLD, draft_figures
 from refusion_lit.learning.packing import pack
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Hybrid, Masked, MaskWindows, Objective

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refusion_lit.types import ModelTraits
-from support.orders import order_mask, pattern_order
+from support.attention_masks import order_mask, pattern_order
 
 
 @given(data=st.data(), rows=st.integers(1, 3), length=st.integers(1, 7))

@@ -1,4 +1,4 @@
-"""Attention patterns as matrices, for slow references."""
+"""Attention masks as matrices [batch, query, key], for slow references."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from refusion_lit.learning.batch import CorruptedBatch
+from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.types import ModelTraits
+
+
+def attention_mask(corrupted: CorruptedBatch) -> Tensor | None:
+    """Return a batch's mask [batch, query, key], ``True`` where a query sees a key; ``None``: causal attention."""
+    return None if corrupted.visible is None else ranges_mask(corrupted.visible, corrupted.input_ids.shape[1])
 
 
 def order_mask(order: Int[Tensor, "batch token"], lengths: Int[Tensor, " batch"]) -> Bool[Tensor, "batch token token"]:
