@@ -17,7 +17,7 @@ MASK, PAD = 1, 0
 SPECIAL = SpecialTokens(mask_token_id=MASK, pad_token_id=PAD, eos_token_ids=(2,), vocab_size=1000)
 
 
-def batch_of(sizes: list[tuple[int, int]], seed: int) -> ResponseBatch:
+def make_batch(sizes: list[tuple[int, int]], seed: int) -> ResponseBatch:
     """Return a batch in which every token is another one."""
     width = max(prompt + response for prompt, response in sizes)
     ids = torch.full((len(sizes), width), PAD)
@@ -38,53 +38,53 @@ def batch_of(sizes: list[tuple[int, int]], seed: int) -> ResponseBatch:
 def test_a_row_is_a_prefix_and_a_block(
     sizes: list[tuple[int, int]], slot_size: int, block_size: int, seed: int
 ) -> None:
-    batch = batch_of(sizes, seed)
+    batch = make_batch(sizes, seed)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
     corrupted = SerialHybrid(slot_sizes=(slot_size,), block_size=block_size).corrupt(batch, noise, SPECIAL)
     assert corrupted.is_real is not None
     assert corrupted.is_masked is not None
-    longest = max(block_size // slot_size, 1)
+    slots_per_block = max(block_size // slot_size, 1)
     for row, (prompt, response) in enumerate(sizes):
         length = int(corrupted.is_real[row].sum())
         assert corrupted.is_real[row, :length].all()
         positions = corrupted.position_ids[row, :length]
-        assert sorted(positions.tolist()) == list(range(length)), "what is fed has no gaps"
+        assert sorted(positions.tolist()) == list(range(length)), "position ids have no gaps"
         assert length == prompt + response or (length - prompt) % slot_size == 0
         tokens, masked, labels = (
             values[row, :length] for values in (corrupted.input_ids, corrupted.is_masked, corrupted.labels)
         )
-        own = batch.input_ids[row][positions]
-        assert torch.equal(tokens, torch.where(masked, MASK, own))
-        assert torch.equal(labels[masked], own[masked])
+        original = batch.input_ids[row][positions]
+        assert torch.equal(tokens, torch.where(masked, MASK, original))
+        assert torch.equal(labels[masked], original[masked])
         assert (corrupted.labels[row, length:] == IGNORE_INDEX).all()
-        # Slots that are masked, or stand before none in sequence order but after a later one, are of the block.
+        # All masked slots lie in the block. The slots before the block lead the sequence, in text order.
         slots = (positions[prompt:] - prompt) // slot_size
         num_slots = -(-(length - prompt) // slot_size)
-        block = range(max(num_slots - longest, 0), num_slots)
+        block = range(max(num_slots - slots_per_block, 0), num_slots)
         assert {int(slot) for slot in slots[masked[prompt:]]} <= {*block}
-        before = [int(slot) for slot in slots if slot < block.start]
-        assert before == sorted(before), "the prefix is in text order"
-        assert slots[: len(before)].tolist() == before
+        prefix_slots = [int(slot) for slot in slots if slot < block.start]
+        assert prefix_slots == sorted(prefix_slots), "the prefix is in text order"
+        assert slots[: len(prefix_slots)].tolist() == prefix_slots
 
 
-def test_positions_beyond_the_block_are_saved() -> None:
-    batch = batch_of([(4, 200)] * 16, 3)
+def test_text_after_the_block_is_left_out() -> None:
+    batch = make_batch([(4, 200)] * 16, 3)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
     corrupted = SerialHybrid(slot_sizes=(4,), block_size=16).corrupt(batch, noise, SPECIAL)
     assert corrupted.is_real is not None
     share = float(corrupted.is_real.sum()) / (16 * 204)
-    assert 0.3 < share < 0.8  # half of the response in the mean, and prompt and block
+    assert 0.3 < share < 0.8  # on average the prompt, half of the response, and the block
 
 
 def test_a_given_ratio_masks_as_hybrid_does() -> None:
-    batch = batch_of([(4, 30), (2, 17)], 5)
+    batch = make_batch([(4, 30), (2, 17)], 5)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
     ratio = torch.tensor([0.4, 0.9])
-    own, plain = (
+    serial, hybrid = (
         cls(slot_sizes=(4,)).corrupt(batch, noise, SPECIAL, mask_ratio=ratio) for cls in (SerialHybrid, Hybrid)
     )
-    assert torch.equal(own.input_ids, plain.input_ids)
-    assert torch.equal(own.weights, plain.weights)
+    assert torch.equal(serial.input_ids, hybrid.input_ids)
+    assert torch.equal(serial.weights, hybrid.weights)
 
 
 def test_a_block_below_one_token_is_refused() -> None:

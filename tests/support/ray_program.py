@@ -22,7 +22,7 @@ import ray_predict
 import ray_serve
 from ray import serve
 
-from refusion_lit.serving.app import LOCAL
+from refusion_lit.serving.app import LOCAL_HOSTS
 
 BATCH = 8
 
@@ -85,9 +85,9 @@ async def ask(port: int, name: str) -> dict[str, list[str]]:
 def replicas(model: str, folder: Path) -> None:
     """Serve with two replicas."""
     with socket.socket() as free:
-        free.bind((LOCAL[0], 0))
+        free.bind((LOCAL_HOSTS[0], 0))
         port = free.getsockname()[1]
-    serve.start(http_options={"host": LOCAL[0], "port": port})
+    serve.start(http_options={"host": LOCAL_HOSTS[0], "port": port})
     serve.run(ray_serve.application(model, 2))
     [deployment] = serve.status().applications["default"].deployments.values()
     states = {str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items()}

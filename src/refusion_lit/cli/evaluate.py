@@ -89,6 +89,6 @@ def run(args: list[str]) -> int:
         sys.stdout.write(text)
     else:
         write_atomically(options.output, text)
-        names = dict.fromkeys(type(decoder).__name__ for decoder in model.ran)
+        names = dict.fromkeys(type(decoder).__name__ for decoder in model.used_decoders)
         sys.stdout.write(f"{', '.join(names) or 'no decoder'}: {options.output}\n")
     return 0

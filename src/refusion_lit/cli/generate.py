@@ -54,7 +54,7 @@ def build_parser() -> ModelParser:
 
 
 def run(args: list[str]) -> int:
-    """Print the answer of one prompt as it grows, or write the answers of a file as JSON lines.
+    """Print the answer to ``--prompt`` as it grows; with ``--prompts`` or ``--output``, write answers as JSON lines.
 
     Raises:
         ValueError: If an option, a prompt or the model is wrong, or the output cannot be written.
@@ -63,7 +63,8 @@ def run(args: list[str]) -> int:
     for name in ("resume", "overwrite"):
         require(bool(options.output or not options[name]), name, "--output, the file of answers", None, "give --output")
     if (options.prompt is None) == (options.prompts is None):
-        raise ValueError("prompt: expected exactly one of --prompt and --prompts; give one of them.")
+        got = "neither" if options.prompt is None else "both"
+        raise ValueError(f"prompt: expected exactly one of --prompt and --prompts, got {got}; give one of them.")
     if options.prompt == "":
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
     if options.prompts is None and options.output is None:

@@ -43,7 +43,7 @@ def run(args: list[str]) -> int:
     limits = build_options(Limits, options)
     require(0 <= options.port < 65536, "port", "a number below 65536", options.port, "use 8000, say")
     try:
-        from refusion_lit.serving.app import API_KEY, LOCAL, Server, build_app
+        from refusion_lit.serving.app import API_KEY, LOCAL_HOSTS, Server, build_app
         from refusion_lit.serving.service import Service
         from refusion_lit.serving.worker import Worker
     except ImportError as error:
@@ -51,7 +51,7 @@ def run(args: list[str]) -> int:
         raise ValueError(f"serve: needs {error.name}; run pip install {packages}.") from error
     key = os.environ.get(API_KEY) or None
     fix = f"set {API_KEY} to a secret that clients send, or use 127.0.0.1"
-    is_safe = key is not None or options.host in LOCAL
+    is_safe = key is not None or options.host in LOCAL_HOSTS
     require(is_safe, "host", f"127.0.0.1, ::1 or localhost where {API_KEY} is not set", options.host, fix)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("refusion_lit.serving").setLevel(logging.DEBUG if options.log_prompts else logging.INFO)

@@ -1,6 +1,6 @@
 """The decoding engine: runs any decoder on many prompts with continuous batching, prefix sharing and streaming.
 
-:meth:`Engine.step` is the whole loop: admit, schedule, run, postprocess.
+:meth:`Engine.step` is one iteration of the loop: admit, schedule, run, postprocess.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Engine:
 
     @torch.inference_mode()  # less work per operation than no_grad, which small models feel
     def step(self) -> dict[int, Generation]:
-        """Serve all prompts once; return the finished generations by their prompts' numbers."""
+        """Run one iteration; return the finished generations by prompt number."""
         decoder = self.decoder if self.options.share_prefixes else None
         admitted = admit(self.waiting, self.running, self.cached_prompts, self.num_rows, decoder)
         self.running += [self._begin(*admission) for admission in admitted]

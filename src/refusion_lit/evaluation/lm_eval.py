@@ -20,7 +20,7 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require_at_least, require_choice
 
-_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
+_GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 _MAX_TOKENS = 256
 """Maximum response length in tokens if the task sets none."""
 
@@ -39,7 +39,7 @@ class RefusionLitModel(LM):
         allow_mismatch: Only warn if the model was not trained for the decoder or the estimate.
 
     Attributes:
-        ran: The different decoders that have generated; a default decoder is fitted to the tasks' lengths.
+        used_decoders: Distinct decoders that have generated text. The default decoder depends on a task's length limit.
 
     Raises:
         ValueError: If an option is impossible.
@@ -66,7 +66,7 @@ class RefusionLitModel(LM):
         self.batch_size = batch_size
         self.seed = seed
         self.allow_mismatch = allow_mismatch
-        self.ran: list[Decoder] = []
+        self.used_decoders: list[Decoder] = []
         self._has_template = False
         self._totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -92,8 +92,8 @@ class RefusionLitModel(LM):
             groups[str(request.task_name), sampling].append(index)
         for (task, sampling), indices in groups.items():
             decoder = self._decoder_for(sampling)
-            if decoder not in self.ran:
-                self.ran.append(decoder)
+            if decoder not in self.used_decoders:
+                self.used_decoders.append(decoder)
             started = time.perf_counter()
             generations = self.model.generate_ids(
                 [prompts[i] for i in indices],
@@ -171,8 +171,8 @@ class RefusionLitModel(LM):
         except (TypeError, ValueError) as error:
             got = f"{dict(options)} ({error})"
             raise ValueError(f"generation_kwargs: expected options of the harness, got {got}; correct them.") from error
-        expected = ", ".join(sorted(_OPTIONS))
-        got = ", ".join(sorted(values.keys() - _OPTIONS))
+        expected = ", ".join(sorted(_GENERATION_OPTIONS))
+        got = ", ".join(sorted(values.keys() - _GENERATION_OPTIONS))
         if got:
             raise ValueError(
                 f"generation_kwargs: expected {expected}, got {got}; remove what no decoder here can honour."
@@ -240,7 +240,7 @@ def evaluate(model: RefusionLitModel, tasks: Sequence[Any], **options: Any) -> d
     results = simple_evaluate(model=model, tasks=list(tasks), **options)
     assert results is not None
     settings = {
-        "decoders": [repr(decoder) for decoder in model.ran],
+        "decoders": [repr(decoder) for decoder in model.used_decoders],
         "batch_size": model.batch_size,
         "likelihood": model.likelihood,
         "num_draws": model.num_draws if model.likelihood == "monte_carlo_masked" else None,

@@ -32,16 +32,16 @@ from refusion_lit.utils.require import check_options, require
 OPTIONS_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
 FORMAT = 2
-"""Format 1 had a digest that counted the rows of the embedding, to which a mask token adds one."""
+"""Format 1 is refused: its digest included the embedding's number of rows, which changes when a mask token is added."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a block that are adapted."""
-_JOINT = {
+_FUSED_PARTS = {
     "attention": ("self_attn-q_proj", "self_attn-k_proj", "self_attn-v_proj"),
     "output": ("self_attn-o_proj",),
     "mlp": ("mlp-gate_proj", "mlp-up_proj"),
     "down": ("mlp-down_proj",),
 }
-"""Linear layers of a block that are one product each."""
+"""Adapted linear layers by part of a block. The fused backbone computes the layers of a part in one matrix product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ class DraftMasks:
             return (down.detach() * self._drafter.scale).to(dtype).t(), up.detach().to(dtype).t()
 
         return [
-            {part: [adapter(f"layers-{number}-{name}") for name in names] for part, names in _JOINT.items()}
+            {part: [adapter(f"layers-{number}-{name}") for name in names] for part, names in _FUSED_PARTS.items()}
             for number in range(self._num_layers)
         ]
 

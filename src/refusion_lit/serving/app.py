@@ -29,8 +29,9 @@ from refusion_lit.serving.service import Service
 API_KEY = "REFUSION_LIT_API_KEY"
 """Environment variable with the API key that clients must send."""
 _GRACE_SECONDS = 5.0
-"""Time for a call of the model after the time to drain is over; then the process ends without the call."""
-LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
+"""Seconds that a running model call gets after the drain limit. Then the process exits without waiting for the call."""
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
+"""Host headers that are accepted when no API key is set."""
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -39,7 +40,7 @@ _PAGE_POLICY = (
 
 
 def build_app(service: Service, *, key: str | None = None) -> FastAPI:
-    """Return the application.
+    """Return the FastAPI application that serves a service's model.
 
     Without a key, the application answers only requests whose host is this machine. This prevents DNS rebinding: a page
     of another site cannot reach the server through a host name that points here. Bodies must be declared as JSON, which
@@ -58,12 +59,12 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
         worker.drain(0.0)
         await asyncio.to_thread(worker.thread.join, _GRACE_SECONDS)
 
-    # The framework's own pages load scripts from elsewhere.
     handlers: Any = dict.fromkeys((HTTPException, RequestValidationError, Exception), partial(_refuse, service))
+    # FastAPI's documentation pages are off: they load scripts from a CDN.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, exception_handlers=handlers)
     app.add_middleware(_limit_bodies, max_bytes=worker.limits.max_body_bytes)
     if not key:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS)
 
     async def check_key(credentials: _Credentials) -> None:
         if key and not (credentials and hmac.compare_digest(credentials.credentials.encode(), key.encode())):
