@@ -119,7 +119,7 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
     wrong["flag"] = [*gsm8k, "--overwrite=true"]
     wrong["packed"] = [*gsm8k, f"--output={tmp_path / 'p.jsonl.gz'}"]  # which would be read as a compressed file
     messages = {
-        "flag": "overwrite: expected no value, got 'true'; write --overwrite alone.",
+        "flag": "overwrite: expected no value, got 'true'",
         "packed": "output: expected a name without .gz, as it is not compressed, got",
         "a directory": "predictions: expected a file, got '.'; name a file in that directory.",
         "folder": "output: expected a file in a directory that exists",

@@ -145,6 +145,9 @@ def explain(parser: ArgumentParser, message: str) -> str:
         reason = re.sub(r"Expected an instantiatable class.*", f"expected a class that is not abstract; {fix}", reason)
         fix = "run in the module's directory with PYTHONPATH=. set, or correct the name"
         reason = re.sub(r"(No module named '.+?').*", rf"\1; {fix}", reason)
+        reason = re.sub(
+            r"(\w+): ignored explicit argument (.+)", r"\1: expected no value, got \2; write --\1 alone.", reason
+        )
         reason = re.sub(r"Import path.* does not correspond to (a subclass of \w+)", r"expected \1", reason)
     inner = re.match(r"([\w.]+): ", reason)
     if option and inner:
