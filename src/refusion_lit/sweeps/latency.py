@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -25,7 +26,8 @@ def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, conso
     """Measure the decoders of finished points and write the speeds into their ``results.json``.
 
     Every decoder decodes prompts of its own test. Decoders that a model was not trained for are left out. Nothing is
-    measured again while points and options are the same.
+    measured again while points and options are the same. The points' ``num_threads`` hold here too, if they are
+    equal: a small model is slower on more threads.
 
     Args:
         folders: Finished points by directory.
@@ -33,7 +35,14 @@ def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, conso
         console: Where progress is shown.
     """
     files = {folder: folder / "test" / RESULTS for folder in folders}
-    key = digest([str(options), *([str(file), read_object(file).get("fingerprints")] for file in files.values())])
+    num_threads = {point.configs["test"].get("num_threads") for point in folders.values()}
+    key = digest(
+        [
+            str(options),
+            str(num_threads),
+            *([str(file), read_object(file).get("fingerprints")] for file in files.values()),
+        ]
+    )
     if all((read_object(file).get("latency_results") or {}).get("key") == key for file in files.values()):
         return
     entrants: dict[str, Entrant] = {}
@@ -52,7 +61,13 @@ def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, conso
                 tenth = 10 * num_done // num_batches
                 console.print(f"speeds: {10 * tenth} %", highlight=False)
 
-        timings = measure_latency(entrants, options, progress=report)
+        num_threads_before = torch.get_num_threads()
+        if len(num_threads) == 1 and (number := next(iter(num_threads))) is not None:
+            torch.set_num_threads(number)
+        try:
+            timings = measure_latency(entrants, options, progress=report)
+        finally:
+            torch.set_num_threads(num_threads_before)
     summary = summarize(timings, choose_baseline(entrants))
     for folder, file in files.items():
         prefix = f"{folder.name}{_SEPARATOR}"
