@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from refusion_lit.cli import main
+from refusion_lit.decoding import ReFusion
 from refusion_lit.sweeps.latency import summary_sentence
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +32,26 @@ def sweep_file(folder: Path, **options: object) -> str:
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return str(path)
+
+
+def test_speeds_are_measured_with_the_threads_of_the_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    step = ReFusion.step
+
+    def counting(self: ReFusion, *args: object) -> object:
+        seen.append(torch.get_num_threads())
+        return step(self, *args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(ReFusion, "step", counting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        arguments = ["sweep", "--config", sweep_file(tmp_path), "--directory", str(tmp_path / "sweep")]
+        assert main(arguments) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}
 
 
 def test_decoders_of_all_points_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
