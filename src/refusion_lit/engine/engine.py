@@ -46,14 +46,16 @@ def decode(
 ) -> DecodingOutput:
     """Decode prompts; every prompt gets exactly the tokens that it would get alone.
 
-    >>> import refusion_lit
-    >>> from refusion_lit.decoding import ReFusion
-    >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
-    >>> prompts = [Prompt(token_ids=tuple(model.encode(query)), id=query) for query in ("12+34,56+78>", "31+22,40+15>")]
-    >>> output = decode(model.backbone, ReFusion(slot_size=4), prompts, SamplingParams(max_new_tokens=24),
-    ...                 detokenize=model.detokenize, batch_size=2)
-    >>> [(row.text, row.num_forwards) for row in output.rows]
-    [('12+34=46;56+78=134;', 3), ('31+22=53;40+15=55;', 3)]
+    Examples:
+        >>> import refusion_lit
+        >>> from refusion_lit.decoding import ReFusion
+        >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
+        >>> queries = ["12+34,56+78>", "31+22,40+15>"]
+        >>> prompts = [Prompt(token_ids=tuple(model.encode(query)), id=query) for query in queries]
+        >>> output = decode(model.backbone, ReFusion(slot_size=4), prompts, SamplingParams(max_new_tokens=24),
+        ...                 detokenize=model.detokenize, batch_size=2)
+        >>> [(row.text, row.num_forwards) for row in output.rows]
+        [('12+34=46;56+78=134;', 3), ('31+22=53;40+15=55;', 3)]
 
     Args:
         model: The model.

@@ -44,9 +44,10 @@ class Sweep:
         latency: Options of :class:`~refusion_lit.evaluation.latency.LatencyOptions`. After all points have run, every
             decoder is timed on its model, all in turns in one process. ``None``: speeds are not measured.
 
-    >>> sweep = Sweep(grid={"slot_size": [4, 8]}, entries=[{"seed": 0}, {"seed": 1}])
-    >>> list(sweep.combinations())[:2]
-    [{'seed': 0, 'slot_size': 4}, {'seed': 0, 'slot_size': 8}]
+    Examples:
+        >>> sweep = Sweep(grid={"slot_size": [4, 8]}, entries=[{"seed": 0}, {"seed": 1}])
+        >>> list(sweep.combinations())[:2]
+        [{'seed': 0, 'slot_size': 4}, {'seed': 0, 'slot_size': 8}]
     """
 
     base: list[str] = field(default_factory=list)

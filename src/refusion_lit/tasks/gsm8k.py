@@ -26,10 +26,11 @@ class Gsm8k(InstructionFiles):
     period are ignored. A response with neither marker is wrong, even if it contains the number. For files and splits
     see :class:`InstructionFiles`; for the hub data set use ``dataset: openai/gsm8k`` and ``dataset_name: main``.
 
-    >>> task = Gsm8k(dataset="openai/gsm8k", dataset_name="main")
-    >>> example = Example(id="0", query="6 eggs at $3?", response="6 * 3 = 18\n#### 18")
-    >>> [task.score(example, text) for text in ("#### $18.00", r"so \boxed{18}", "18")]
-    [1.0, 1.0, 0.0]
+    Examples:
+        >>> task = Gsm8k(dataset="openai/gsm8k", dataset_name="main")
+        >>> example = Example(id="0", query="6 eggs at $3?", response="6 * 3 = 18\n#### 18")
+        >>> [task.score(example, text) for text in ("#### $18.00", r"so \boxed{18}", "18")]
+        [1.0, 1.0, 0.0]
     """
 
     preset: Preset = "question_answer"
