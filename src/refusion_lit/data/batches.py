@@ -93,7 +93,7 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
         }
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches per epoch, whatever ``start`` is."""
+        """Return the number of this rank's batches per epoch; ``start`` does not change the number."""
         return self._num_samples // (self.batch_size * self.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -25,9 +25,9 @@ _SEPARATOR = "/"
 def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, console: Console) -> None:
     """Measure the decoders of finished points and write the speeds into their ``results.json``.
 
-    Every decoder decodes prompts of its own test. Decoders that a model was not trained for are left out. Nothing is
-    measured again while points and options are the same. The points' ``num_threads`` hold here too, if they are
-    equal: a small model is slower on more threads.
+    A decoder decodes prompts of the test of its point. Decoders that a model was not trained for are left out. A second
+    call with the same points and options measures nothing. Measuring uses the points' ``num_threads`` if all points
+    have the same number, and otherwise torch's default: a small model is slower on more threads.
 
     Args:
         folders: Finished points by directory.
