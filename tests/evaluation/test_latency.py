@@ -46,7 +46,9 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
         assert {first, second} == decoders.keys()
         assert batch == again
     assert {name for name, _ in turns[::2]} == decoders.keys(), "each goes first in some turns"
-    assert {size: {name: len(timings.seconds) for name, timings in speeds.items()} for size, speeds in found.items()} == {
+    assert {
+        size: {name: len(timings.seconds) for name, timings in speeds.items()} for size, speeds in found.items()
+    } == {
         1: {"refusion": 4, "left to right": 4},
         2: {"refusion": 3, "left to right": 3},
     }

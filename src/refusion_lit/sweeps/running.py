@@ -74,7 +74,9 @@ def run(
     latency = None if sweep.latency is None else _latency_options(sweep.latency)
     varies_threads = any(name.rpartition(".")[2] == "num_threads" for name in sweep.option_names)
     variable = os.environ.get("OMP_NUM_THREADS") if varies_threads else None
-    require(variable is None, "num_threads", "no OMP_NUM_THREADS, which replaces the points' values", variable, "unset it")
+    require(
+        variable is None, "num_threads", "no OMP_NUM_THREADS, which replaces the points' values", variable, "unset it"
+    )
     if sweep.description:
         _print_line(console, sweep.description)
     points = plan(sweep, Path(relative_to).resolve(), resolve)
@@ -110,7 +112,7 @@ def _latency_options(options: Config) -> LatencyOptions:
     """Return the options as a class; raise ValueError if an option is unknown or wrong."""
     from refusion_lit.evaluation.latency import LatencyOptions  # imports torch
 
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
     try:
         return LatencyOptions(**values)
     except TypeError as error:
