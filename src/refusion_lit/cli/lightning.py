@@ -390,9 +390,9 @@ def _use_source(config: Namespace, source: str) -> None:
     )
     backbone.update(Namespace(source=source, config={}, lora=None, drafter=None))
     options = {"revision": backbone.revision, "checkpoint_format": backbone.checkpoint_format}
-    stored = ModelSource.open(source, option="ckpt_path", **options).entry
-    _use_template(config, stored.get("prompt_template", "{query}"))
-    if backbone.draft is None and stored.get(HAS_DRAFTER):
+    opened = ModelSource.open(source, option="ckpt_path", **options)
+    _use_template(config, opened.prompt_template)
+    if backbone.draft is None and opened.entry.get(HAS_DRAFTER):
         backbone.draft = own_draft(source, backbone.revision)
     config.ckpt_path = None  # Lightning reads checkpoints only; the backbone loads the directory
 
