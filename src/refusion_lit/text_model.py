@@ -29,7 +29,7 @@ from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt, SamplingParams
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_template
 
 
 class TextModel:
@@ -46,7 +46,7 @@ class TextModel:
     ) -> None:
         self.backbone = backbone
         self.tokenizer = tokenizer
-        self.prompt_template = prompt_template
+        self.prompt_template = require_template(prompt_template)
         self.verifier: Backbone | None = None
 
     @property

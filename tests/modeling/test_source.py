@@ -145,3 +145,41 @@ def test_a_decoder_that_a_config_names_is_that_one_or_refused(
             _ = model.default_decoder
     else:
         assert model.default_decoder == expected == read_default_decoder(source)
+
+
+@pytest.mark.parametrize("template", [5, ["{query}"], None, True, {"a": 1}, "", "no place for it"])
+def test_a_prompt_template_without_text_or_query_is_refused_by_every_door(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: object
+) -> None:
+    _write_entry(tmp_path, {"prompt_template": template})
+    with pytest.raises(ValueError, match=r"prompt_template.*\{query\}"):
+        refusion_lit.load(tmp_path)
+    data = ["--data.task=Additions", "--data.task.num_test=1"]
+    for command in (["generate", "--prompt=1+1>"], ["test", *data], ["export", f"--output={tmp_path / 'out'}"]):
+        assert main([*command, f"--ckpt_path={tmp_path}"]) == 2
+        assert "prompt_template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("entry", [5, "abc", ["a"], True])
+def test_an_entry_that_is_no_mapping_is_refused(tmp_path: Path, entry: object) -> None:
+    _write_entry(tmp_path, entry)
+    with pytest.raises(ValueError, match=r"refusion_lit.*mapping"):
+        refusion_lit.load(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["../outside/model.safetensors", "{parent}/outside/model.safetensors"])
+def test_shards_outside_the_directory_are_not_read(tmp_path: Path, shard: str) -> None:
+    model, outside = tmp_path / "model", tmp_path / "outside"
+    shutil.copytree(MODEL, model)
+    outside.mkdir()
+    shutil.move(model / "model.safetensors", outside / "model.safetensors")
+    weight_map = {"model.norm.weight": shard.format(parent=tmp_path)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json.*outside"):
+        refusion_lit.load(model)
+
+
+def _write_entry(directory: Path, entry: object) -> None:
+    shutil.copytree(MODEL, directory, dirs_exist_ok=True)
+    config = json.loads((MODEL / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "refusion_lit": entry}))

@@ -167,6 +167,30 @@ def test_files_outside_cannot_be_read_changed_or_deleted(sandbox: Sandbox, tmp_p
     assert (before.st_mode, before.st_mtime_ns) == (after.st_mode, after.st_mtime_ns)
 
 
+@pytest.mark.parametrize("call", ["inotify_init", "inotify_init1", "fanotify_init"])
+def test_names_in_closed_directories_stay_unknown(sandbox: Sandbox, call: str) -> None:
+    outcome = sandbox.run(
+        f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+descriptor = libc.{call}(0, 0)
+watches = [libc.inotify_add_watch(d, b"/tmp", 0xFFF) for d in range(-1, 10)]
+""",
+        "assert descriptor == -1 and set(watches) == {-1}, (descriptor, watches)",
+    )
+    assert outcome.passed, outcome.message
+
+
+def test_a_program_that_replaces_the_compiler_does_not_replace_its_tests(sandbox: Sandbox) -> None:
+    program = """
+import builtins
+compile_, exec_ = builtins.compile, builtins.exec
+builtins.compile = lambda source, *args, **options: compile_("pass", *args, **options)
+builtins.exec = lambda code, *args: None
+"""
+    assert not sandbox.run(program, "assert False").passed
+
+
 def test_the_environment_is_hidden(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED_TOKEN", "secret")
     program = (

@@ -15,6 +15,7 @@ from refusion_lit.modeling.lora import Adapters
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import error_reason
+from refusion_lit.utils.require import require_template
 from refusion_lit.version import __version__
 
 METADATA_KEY = "refusion_lit"
@@ -97,7 +98,7 @@ class CheckpointMetadata:
                 architecture=json.loads(stored["architecture"]),
                 traits=ModelTraits.from_dict(json.loads(stored["traits"])),
                 tokenizer_files=stored["tokenizer_files"],
-                prompt_template=stored.get("prompt_template", "{query}"),
+                prompt_template=require_template(stored.get("prompt_template", "{query}")),
                 adapters=None if adapters is None else Adapters.from_dict(json.loads(adapters)),
                 drafter=None if drafter is None else DrafterOrigin.from_dict(json.loads(drafter)),
             )

@@ -26,7 +26,7 @@ from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, load_draft
 from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_dtype, default_device
 from refusion_lit.modeling.lora import merged, untie
-from refusion_lit.modeling.saving import HAS_DRAFTER, PROMPT_TEMPLATE
+from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import AddBos, set_add_bos
 from refusion_lit.text_model import TextModel
@@ -194,6 +194,7 @@ def _from_directory(options: BackboneConfig, device: torch.device) -> TextModel:
     """Return the model of a Hugging Face directory or a hub id, without a drafter."""
     source = options.open_source("ckpt_path")
     config = source.config  # refuses an unknown architecture before its tokenizer
+    prompt_template = source.prompt_template
     if options.dtype == "auto":
         options = replace(options, dtype=decoding_dtype(config, device))
     tokenizer = load_tokenizer(source)
@@ -202,7 +203,7 @@ def _from_directory(options: BackboneConfig, device: torch.device) -> TextModel:
     stated = stored.get("attention")
     is_kept = None in (stated, options.attention) or stated == options.attention
     require(is_kept, "attention", f"{stated}, which the model was trained with", options.attention, "leave it out")
-    return TextModel(backbone, tokenizer, stored.get(PROMPT_TEMPLATE, "{query}"))
+    return TextModel(backbone, tokenizer, prompt_template)
 
 
 def load_checkpoint(

@@ -21,7 +21,7 @@ from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.vocabulary import AddBos, add_eos_tokens, describe_bos, set_add_bos
 from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.types import Prompt
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import require, require_at_least, require_template
 
 _LAZY_ABOVE = 20_000
 """Generated splits with more examples are encoded when they are read; all other splits once, before training."""
@@ -81,8 +81,6 @@ class InstructionDataModule(L.LightningDataModule):
         expected = f"at least max_length, which is {max_length}"
         fix = "raise it, lower max_length, or set it to null"
         require(fits, "data.pack_length", expected, pack_length, fix)
-        has_query = prompt_template is None or "{query}" in prompt_template
-        require(has_query, "data.prompt_template", "a text with {query} in it", prompt_template, "add {query}")
         if tokenizer is None:
             raise ValueError(
                 "data.tokenizer: expected a value, got none; set it, or use a config that sets it, such as "
@@ -93,7 +91,8 @@ class InstructionDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.max_length = max_length
-        self.prompt_template = prompt_template or "{query}"
+        is_given = prompt_template is not None
+        self.prompt_template = require_template(prompt_template, "data.prompt_template") if is_given else "{query}"
         self.pack_length = pack_length
         self.num_workers = num_workers
         self.seed = seed

@@ -15,7 +15,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from refusion_lit.modeling.config import load_config
 from refusion_lit.modeling.formats import CheckpointFormat, find_format
 from refusion_lit.utils.errors import error_reason
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_template
 
 _SECONDS = 10.0
 
@@ -108,10 +108,23 @@ class ModelSource:
         """The entry ``refusion_lit`` of the config: traits, default decoder, prompt template.
 
         Raises:
-            ValueError: If a published config needs something that transformers' architecture lacks.
+            ValueError: If the entry is no mapping, or a published config needs something that transformers'
+                architecture lacks.
         """
         values = self.values if self.published is None else self.published.library_options(self.values)
-        return values.get("refusion_lit") or {}
+        entry = values.get("refusion_lit") or {}
+        require(isinstance(entry, dict), f"refusion_lit in the config of {self.name}", "a mapping", entry, "correct it")
+        return entry
+
+    @property
+    def prompt_template(self) -> str:
+        """The template that turns a query into a prompt if the tokenizer has no chat template.
+
+        Raises:
+            ValueError: If the config holds something else than a text with ``{query}`` in it.
+        """
+        option = f"refusion_lit.prompt_template in the config of {self.name}"
+        return require_template(self.entry.get("prompt_template", "{query}"), option)
 
     @cached_property
     def tokenizer_values(self) -> dict[str, Any]:

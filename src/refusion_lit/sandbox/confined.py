@@ -49,8 +49,10 @@ _DENIED = {
     "shared memory, message queues": (29, 30, 31, 64, 66, 68, 71, 240, 319),
     "io_uring, bpf, perf, keys, userfaultfd": (425, 426, 427, 321, 248, 249, 250, 298, 323),
     "priorities of other processes": (141, 142, 144, 203, 251, 314),
+    "names of files in directories that Landlock closes (inotify, fanotify)": (253, 254, 255, 294, 300, 301),
 }  # fmt: skip
 _CLONE3 = 435
+_compile, _exec = compile, exec  # a program that replaces the builtins must not replace its tests
 
 
 def main() -> None:
@@ -77,7 +79,8 @@ def run(program: str, tests: str) -> str | None:
     sys.argv[:] = ["solution"]
     for part, source in (("program", program), ("tests", tests)):
         try:
-            exec(compile(source, f"<{part}>", "exec", dont_inherit=True), module.__dict__)  # not this file's imports
+            code = _compile(source, f"<{part}>", "exec", dont_inherit=True)  # not this file's imports
+            _exec(code, module.__dict__)
         except BaseException as error:
             return f"{part}: {type(error).__name__}: {error}"[:500]
     return None

@@ -8,7 +8,8 @@ The sandbox does not prevent:
 
 - wrong passes: program and tests share an interpreter, so code that targets this package can return objects that
   compare equal to everything, or forge a message on the control socket. It passes, but gains no access;
-- discovery of the existence, sizes and times of outside files;
+- discovery of the existence, sizes and times of outside files, and of the targets of symbolic links;
+- at level ``limits``: processes that a program starts and detaches, which outlive its time limit;
 - many files that fill the disk until the time limit; the directory is deleted at the end;
 - kernel exploits.
 

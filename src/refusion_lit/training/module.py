@@ -42,7 +42,7 @@ from refusion_lit.training.optimizer import (
     warn_of_slow_precision,
 )
 from refusion_lit.training.progress import TrainingProgress
-from refusion_lit.training.resume import begin_resumed_epoch, correct_counters
+from refusion_lit.training.resume import begin_resumed_epoch, correct_counters, keep_patience
 from refusion_lit.training.step_source import make_step_source
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
@@ -146,6 +146,8 @@ class SlotDiffusionModule(L.LightningModule):
         resumes = trainer is not None and trainer.state.fn == "fit"
         if resumes and "fit_loop" in checkpoint.get("loops", {}):
             correct_counters(checkpoint["loops"]["fit_loop"])
+        if trainer is not None and resumes:
+            keep_patience(checkpoint.get("callbacks", {}), trainer.early_stopping_callbacks)
         if METADATA_KEY in checkpoint:
             restore_metadata(checkpoint, self.model, self.tokenizer, resumes=resumes)
         # A strategy that shards the weights restores them after the setup; no process holds them all.

@@ -52,6 +52,17 @@ def require(condition: bool, option: str, expected: str, got: object, fix: str) 
         raise OptionError(f"{option}: expected {expected}, got {got!r}; {fix}.", option)
 
 
+def require_template(template: object, option: str = "prompt_template") -> str:
+    """Return a prompt template; refuse a value that is no text or leaves out the query.
+
+    >>> require_template("Question: {query}")
+    'Question: {query}'
+    """
+    holds = isinstance(template, str) and "{query}" in template
+    require(holds, option, "a text with {query} in it", template, "put {query} where the query belongs")
+    return str(template)
+
+
 def is_number(value: object, kind: type) -> bool:
     """Whether a value is a number of a kind; a boolean is not a number."""
     return isinstance(value, kind) and not isinstance(value, bool)
