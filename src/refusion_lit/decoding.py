@@ -20,6 +20,7 @@ from refusion_lit.families.defaults import default_decoder, named_decoder, regis
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.families.uniform_diffusion import UniformDiffusion
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.families.zarya import FirstHitting
 from refusion_lit.plugins import find_class
@@ -53,6 +54,7 @@ __all__ = [
     "TextStream",
     "TokenEditing",
     "TraceRound",
+    "UniformDiffusion",
     "WeDLM",
     "check_context",
     "check_model",

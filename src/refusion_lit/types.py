@@ -28,6 +28,7 @@ class SpecialTokens:
         vocab_size: Number of ids that the tokenizer knows. Decoders never produce ids from here on.
         draft_token_ids: A drafter's mask ids, nearest token first. They lie beyond all embedding rows and never
             appear in a text.
+        draws_padding: Whether padding is a token that the model predicts, as in DiffusionGemma's canvases.
     """
 
     mask_token_id: int | None
@@ -35,11 +36,13 @@ class SpecialTokens:
     pad_token_id: int
     vocab_size: int
     draft_token_ids: tuple[int, ...] = ()
+    draws_padding: bool = False
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids below ``vocab_size`` that a decoder never produces: mask, and padding unless it ends a response."""
-        banned = {self.mask_token_id, self.pad_token_id} - {None, *self.eos_token_ids}
+        """Ids below ``vocab_size`` that a decoder never produces: mask, and padding unless the model predicts it."""
+        allowed = {None, *self.eos_token_ids} | ({self.pad_token_id} if self.draws_padding else set())
+        banned = {self.mask_token_id, self.pad_token_id} - allowed
         return tuple(sorted(token for token in banned if token is not None))
 
 
@@ -60,7 +63,8 @@ class ModelTraits:
         predictions: What the logits mean. ``mask``: a mask predicts its own position;
             ``mask_shifted``: the position before a mask predicts the mask;
             ``isolated_mask``: a mask that sees no other mask predicts its own position;
-            ``visible``: a clean token predicts what belongs at its own position;
+            ``visible``: a token that is no mask predicts what belongs at its own position (with ``causal``: the tokens
+            of a canvas, which see the whole canvas);
             ``next_token_in_slot``: a clean token predicts the next token of its slot;
             ``next_token``: a clean token predicts the next token everywhere;
             ``verifier``: a second model, which predicts the next token, runs the forwards with a cache.

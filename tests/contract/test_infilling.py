@@ -24,6 +24,7 @@ from refusion_lit.decoding import (
     ReFusion,
     SelfSpeculative,
     TokenEditing,
+    UniformDiffusion,
     WeDLM,
     decode,
 )
@@ -44,7 +45,7 @@ from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, O
 
 KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,
          SlotSearch, TokenEditing, WeDLM}  # fmt: skip
-REFUSES = {APD, Autoregressive, SelfSpeculative, CARD}
+REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, UniformDiffusion}
 
 
 def filling(size: int, spans: dict[int, Span]) -> Constraint:

@@ -167,6 +167,7 @@ class Engine:
         self.running: list[PromptSequence] = []
         self.sampler = Sampler(model, all_probabilities=self.trace)
         self.run_body = model.runner()
+        self.run_canvas = model.canvas_runner()
         self.device = model.device
         self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
 
@@ -260,8 +261,10 @@ class Engine:
         chosen = [sequence for sequence in self.running if sequence.request is not None]
         if self.options.max_tokens_per_forward is not None:
             chosen = fit_into_forward(chosen, self.options.max_tokens_per_forward)
-        groups = ([sequence for sequence in chosen if sequence.forward.cached is cached] for cached in (True, False))
-        return [group for group in groups if group]
+        groups: dict[tuple[bool, bool], list[PromptSequence]] = {}
+        for sequence in chosen:
+            groups.setdefault(sequence.forward.kind, []).append(sequence)
+        return [groups[kind] for kind in sorted(groups, reverse=True)]
 
     def _run(self, group: Sequence[PromptSequence]) -> Tensor:
         """Run a group's forwards in one call; return all prompts' hidden states, in order.
@@ -276,7 +279,9 @@ class Engine:
                 self.cache.compact(sequence.cache_row, forward.keep.indices, forward.keep.num_leading)
         cache = self.cache if forwards[0].cached else None
         batch = Batch(forwards, [sequence.cache_row for sequence in group], self.device, cache)
-        hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
+        inputs = batch.ids, batch.positions, batch.visibility, cache
+        hidden = self.run_canvas(*inputs, signal=batch.signal) if forwards[0].canvas else self.run_body(*inputs)
+        hidden = hidden.flatten(0, 1)
         self.output.num_calls += 1
         self.output.num_positions += len(hidden)
         parts = hidden.split([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])

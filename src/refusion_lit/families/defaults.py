@@ -13,6 +13,7 @@ from refusion_lit.families.block_diffusion.token_editing import TokenEditing
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.families.uniform_diffusion import UniformDiffusion
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.plugins import load_plugins
 from refusion_lit.refusion.decoder import ReFusion
@@ -21,7 +22,17 @@ from refusion_lit.utils.require import require
 
 NAMEABLE: dict[str, type[Decoder]] = {
     cls.__name__: cls
-    for cls in (Autoregressive, BlockDiffusion, FastDLLM, LLaDA, ReFusion, SelfSpeculative, TokenEditing, WeDLM)
+    for cls in (
+        Autoregressive,
+        BlockDiffusion,
+        FastDLLM,
+        LLaDA,
+        ReFusion,
+        SelfSpeculative,
+        TokenEditing,
+        UniformDiffusion,
+        WeDLM,
+    )
 }
 """Decoders that a model's config may name. Only these: a name in a config never causes an import."""
 
@@ -77,7 +88,8 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     decide:
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if masks predict nothing; :class:`WeDLM` if masks predict
-      themselves and clean tokens predict the next token everywhere;
+      themselves and clean tokens predict the next token everywhere; :class:`UniformDiffusion` if the tokens of a canvas
+      predict themselves;
     - bidirectional: :class:`LLaDA`;
     - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict themselves.
 
@@ -117,6 +129,8 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
         return ReFusion()
     if "mask" in traits.predictions:
         return WeDLM()
+    if "visible" in traits.predictions:
+        return UniformDiffusion()
     return Autoregressive()
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.config import check_supported, learns_positions, sliding_window
+from refusion_lit.modeling.diffusion_gemma import DiffusionGemmaBody
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
@@ -61,13 +62,13 @@ class Backbone(nn.Module, LanguageModel):
         self.drafter: Drafter | None = None
         self.fused_body = fused_body
         self.batch_invariant = batch_invariant
-        self.max_positions = getattr(model.config, "max_position_embeddings", None)
+        text_config = model.config.get_text_config()
+        self.max_positions = getattr(text_config, "max_position_embeddings", None)
+        names = ("image_token_id", "boi_token_id", "eoi_token_id")
+        images = (getattr(model.config, name, None) for name in names)
+        self.image_token_ids = tuple(token for token in images if token is not None)
         self.learns_positions = learns_positions(model, get_body(model))
-        self.window = sliding_window(model.config)
-        """Tokens that sliding-window layers see. Explicit masks have no window, so that it limits the context."""
-        if self.window is not None:
-            self.max_positions = min(self.window, self.max_positions or self.window)
-            self.learns_positions = True
+        self.window = sliding_window(text_config)
         self.packed = PackedWeights()
         self.adapters: Adapters | None = None
         """Options and base model of unmerged low-rank adapters."""
@@ -93,6 +94,14 @@ class Backbone(nn.Module, LanguageModel):
         fused = self.make_fused_body()
         general = partial(library_states, self.body, self.special_tokens.draft_token_ids, window=self.window)
         return general if fused is None else dispatch_inference(fused, general)
+
+    def canvas_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:  # noqa: D102
+        body = self.body
+        return body.canvas_states if isinstance(body, DiffusionGemmaBody) else super().canvas_runner()
+
+    def soft_embeddings(self, probabilities: Float[Tensor, "token vocab"]) -> Float[Tensor, "token hidden"] | None:  # noqa: D102
+        body = self.body
+        return body.soft_embeddings(probabilities) if isinstance(body, DiffusionGemmaBody) else None
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return a faster :meth:`logits` for one decode."""
@@ -120,7 +129,8 @@ class Backbone(nn.Module, LanguageModel):
         return super()._apply(*args, **kwargs)
 
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
-        return KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
+        num_layers = self.config.get_text_config().num_hidden_layers
+        return KVCache(num_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
 
     def forward(
         self,

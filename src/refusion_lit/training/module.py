@@ -161,8 +161,10 @@ class SlotDiffusionModule(L.LightningModule):
         """Check data and model before training, and record the objective's traits in the model."""
         data = getattr(self.trainer, "datamodule", None)
         self._check_mask(data.training_prompt().token_ids if isinstance(data, InstructionDataModule) else ())
-        if isinstance(data, InstructionDataModule) and self.model.max_positions is not None:
-            data.check_context(self.model.max_positions)
+        in_text_order = self.objective.traits.predictions == ("next_token",)
+        context = self.model.context(in_text_order=in_text_order)
+        if isinstance(data, InstructionDataModule) and context is not None:
+            data.check_context(context)
         self.step_source.start(self)
         self.model.traits = self.objective.traits
         self._warn_of_misfits()
