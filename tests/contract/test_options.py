@@ -13,6 +13,7 @@ from refusion_lit.objectives import Objective
 MINIMA = {
     ("SelfSpeculative", "num_drafts"): 0,
     ("TokenEditing", "max_post_steps"): 0,
+    ("UniformDiffusion", "stability_threshold"): 0,
     ("GroupPolicy", "group_size"): 2,
     ("SoftTail", "tail"): 1.0,
 }

@@ -183,11 +183,22 @@ class UniformDiffusion(Decoder):
 class _DiffusionGemmaFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Add the settings of the generation config to the default decoder; keep what training has stored."""
+        text = values.get("text_config")
+        where = f"backbone.source: text_config of a {self.name} checkpoint"
+        fix = "fetch config.json again"
+        require(isinstance(text, Mapping), where, "a mapping of options", text, fix)
+        assert isinstance(text, Mapping)
+        known = {"full_attention", "sliding_attention"}
+        unknown = sorted({*map(str, text.get("layer_types") or ())} - known)
+        require(not unknown, f"{where}: layer_types", " or ".join(sorted(known)), ", ".join(unknown), fix)
+        experts = [text.get(name) for name in ("top_k_experts", "num_experts")]
+        fits = all(isinstance(count, int) for count in experts) and 1 <= experts[0] <= experts[1]
+        require(fits, f"{where}: top_k_experts and num_experts", "1 or more, and at least as many", experts, fix)
         own = {"generation_config", "refusion_lit"}
         options = super().library_options({name: value for name, value in values.items() if name not in own})
         settings = values.get("generation_config") or {}
         settings = {**settings, **(settings.get("sampler_config") or {}), "canvas_length": values.get("canvas_length")}
-        settings["vocab_size"] = (values.get("text_config") or {}).get("vocab_size")
+        settings["vocab_size"] = text.get("vocab_size")
         named = {name: settings.get(theirs) for name, theirs in _SETTINGS.items()}
         entry = options["refusion_lit"]
         entry["decoder"]["init_args"] |= {name: value for name, value in named.items() if value is not None}

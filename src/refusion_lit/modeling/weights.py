@@ -65,7 +65,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     Raises:
         ValueError: If the files are damaged, or do not hold exactly the weights that the config asks for.
     """
-    _check_stored(source)
+    shapes = _check_stored(source)
     published = source.published
     fused = None if published is None or not published.fused_weights else published
     loader: Any = AutoModelForCausalLM if fused is None else _splitting_class(source.config, fused)
@@ -93,7 +93,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             "truncated or of another architecture than config.json says; fetch them again."
         ) from error
     model, report = loaded
-    if loader is DiffusionGemmaForBlockDiffusion and getattr(source.config, "vision_config", None) is not None:
+    if loader is DiffusionGemmaForBlockDiffusion and (not shapes or any(name.startswith(VISION) for name in shapes)):
         warnings.warn(f"{source.name}: the vision tower is not loaded; the model reads text only.", stacklevel=2)
     if fused is not None:
         model.__class__ = loader.__base__  # the subclass only loads
@@ -177,8 +177,10 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
     return {name: weights[0] if len(weights) == 1 else torch.cat(weights) for name, weights in ordered.items()}
 
 
-def _check_stored(source: ModelSource) -> None:
+def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
     """Compare the headers of a directory's files with the config, before memory is allocated for weights.
+
+    Returns the shapes of the stored tensors, see :func:`_stored_shapes`.
 
     Raises:
         ValueError: If the config asks for far more weights than the files hold, or for another number of experts, or
@@ -188,13 +190,14 @@ def _check_stored(source: ModelSource) -> None:
     shapes = _stored_shapes(Path(source.name))
     config = source.config.get_text_config()
     if not shapes or getattr(config, "quantization_config", None) is not None:  # quantised weights are packed
-        return
+        return shapes
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    numbers = [int(match[1]) for name in shapes if (match := _EXPERT.search(name))]
-    if num_experts and numbers and max(numbers) + 1 != num_experts:
+    counts = [int(match[1]) + 1 for name in shapes if (match := _EXPERT.search(name))]
+    counts += [shape[0] for name, shape in shapes.items() if name.endswith(".experts.down_proj")]
+    if num_experts and counts and max(counts) != num_experts:
         raise ValueError(
             f"backbone.source: expected weights of {num_experts} experts per layer in {source.name!r}, as its config "
-            f"says, got {max(numbers) + 1}. Take the config that they were trained with."
+            f"says, got {max(counts)}. Take the config that they were trained with."
         )
     num_layers = getattr(config, "num_hidden_layers", None) or 0
     if num_layers > len(shapes):  # building the layers would take long
@@ -218,6 +221,7 @@ def _check_stored(source: ModelSource) -> None:
         tied = model.all_tied_weights_keys.keys()
         if missing := sorted(wanted.keys() - shapes.keys() - tied):
             raise _missing(source, missing)
+    return shapes
 
 
 def _too_large(name: str, wanted: str) -> ValueError:
