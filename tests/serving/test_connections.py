@@ -200,7 +200,7 @@ def test_every_error_has_openais_form(server: Server) -> None:
         "GET / HTTP/1.1\n\n": 400,
         "nonsense\n\n": 400,
         "GET / HTTP/1.1\nHost: localhost\nContent-Length: x\n\n": 400,
-        "GET / HTTP/9.9\nHost: localhost\n\n": 400,
+        "GET /\x01 HTTP/1.1\nHost: localhost\n\n": 400,
         f"{HEAD}Content-Length: 2\nContent-Length: 3\n\n{{}}": 400,
         "PUT / HTTP/1.1\nHost: localhost\nConnection: close\n\n": 405,
         "GET /v1/models/other HTTP/1.1\nHost: localhost\nConnection: close\n\n": 404,

@@ -276,7 +276,7 @@ class Connection(H11Protocol):
                 event = h11.InformationalResponse(status_code=100, headers=[], reason=STATUS_PHRASES[100])
             elif self.scope.get("state", {}).get("is_stream"):
                 event = h11.Data(data=b":\n\n")  # a comment
-            self.transport.write(event and self.conn.send(event) or b"")
+            self.transport.write((event and self.conn.send(event)) or b"")
             self._check_reset()
         return is_due
 
