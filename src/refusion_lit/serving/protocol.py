@@ -11,9 +11,9 @@ from starlette.exceptions import HTTPException
 
 from refusion_lit.utils.require import require
 
-_NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools")
+_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": []}
 _SWITCHES = ("logprobs", "echo", "store")
-"""Fields that some clients always send. ``_NEUTRAL`` fields have no effect if zero or empty, ``_SWITCHES`` if false."""
+"""Fields that clients always send. ``_NEUTRAL`` fields have no effect with these values, ``_SWITCHES`` if false."""
 _REASONS = {
     "max_completion_tokens": "max_tokens is given, too",
     "logprobs": "this server returns no log-probabilities, with any decoder",
@@ -36,7 +36,9 @@ class _Strict(BaseModel):
         return {
             name: value
             for name, value in values.items()
-            if value is not None and (value or name not in _NEUTRAL) and (value is not False or name not in _SWITCHES)
+            if value is not None
+            and (isinstance(value, bool) or value != _NEUTRAL.get(name))
+            and (value is not False or name not in _SWITCHES)
         }
 
 
@@ -194,6 +196,8 @@ def describe_error(error: RequestValidationError) -> str:
     name = ".".join(map(str, parts)) if parts and isinstance(parts[0], str) else "body"
     if first["type"] == "extra_forbidden":
         return f"{name}: refused, as {_REASONS.get(name, 'this server has no such field')}; leave it out."
+    if isinstance(first["input"], bytes):
+        return "body: expected JSON with Content-Type: application/json, got another type; name it."
     has_input = first["type"] not in ("missing", "json_invalid")
     got = f", got {json.dumps(first['input'], default=str)[:60]}" if has_input else ""
     return f"{name}: {first['msg']}{got}."
