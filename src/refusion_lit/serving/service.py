@@ -211,14 +211,11 @@ class Service:
     def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Return the prompts' tokens; names of special tokens in texts stay text."""
         if isinstance(body, ChatRequest):
-            texts = ["".join(part.text for part in message.content) for message in body.messages]
-            turns = [
-                {"role": message.role, "content": text} for message, text in zip(body.messages, texts, strict=True)
-            ]
+            turns = [message.to_turn() for message in body.messages]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
             expected = "one message of the user, as this model has no chat template"
             require(fits, "messages", expected, len(turns), "use /v1/completions")
-            return [self.model.encode(texts[-1], turns)]
+            return [self.model.encode(body.messages[-1].text, turns, chat_options=body.chat_template_kwargs)]
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
         return [encode_plain_prompt(self.model.tokenizer, text) for text in body.prompt]
