@@ -123,9 +123,7 @@ def test_every_canvas_is_transformers(
     prompts = [[2, *range(3, 3 + length)] for length in (1, 6, 29)]
     options = {**options, "num_steps": 4}
     limit = 2 * canvas_length
-    recorded = [
-        generate_and_record(theirs, ids, {**options, "max_new_tokens": limit}, monkeypatch) for ids in prompts
-    ]
+    recorded = [generate_and_record(theirs, ids, {**options, "max_new_tokens": limit}, monkeypatch) for ids in prompts]
     for i, (_, noise, sampled, _) in enumerate(recorded):
         DRAWS[str(i)] = Draws(iter(noise), iter(sampled))
     given = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import refusion_lit
-from refusion_lit.decoding import Branch, Draw, Engine, Forward, Generation, decode
+from refusion_lit.decoding import Branch, Draw, Forward, Generation, decode
 from refusion_lit.engine.batch import Batch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import Prompt, SamplingParams
@@ -105,7 +105,11 @@ def logits(backbone: Backbone, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     draw = Draw(sampling=SamplingParams())
     text_branch = Branch(tokens=ids, positions=range(num))
     branch = Branch(
-        tokens=canvas, positions=range(num, num + len(canvas)), order=[0] * len(canvas), visible=((0, num),), write_at=num
+        tokens=canvas,
+        positions=range(num, num + len(canvas)),
+        order=[0] * len(canvas),
+        visible=((0, num),),
+        write_at=num,
     )
     run, head = backbone.canvas_runner(), backbone.head_runner()
     with torch.no_grad():

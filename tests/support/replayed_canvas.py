@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from refusion_lit.decoding import RowState, Steps, UniformDiffusion
@@ -64,9 +65,6 @@ def recorded_draws(run: Mapping[str, Any]) -> Draws:
     """Return the draws of a run in a golden file."""
     canvases = iter(run["initial_canvases"])
     noise: list[Sequence[int]] = []
-    for step in run["steps"]:
-        if step is run["steps"][0] or step["canvas_number"] != previous:
-            noise.append(next(canvases))
-        previous = step["canvas_number"]
-        noise.append(step["renoise"])
+    for _, steps in groupby(run["steps"], key=lambda step: step["canvas_number"]):
+        noise += [next(canvases), *(step["renoise"] for step in steps)]
     return Draws(iter(noise), iter([step["sampled"] for step in run["steps"]]))

@@ -139,20 +139,23 @@ class Sampler:
             tokens = job.reading.tokens
             if results.statistics:
                 job.reading.statistic = [*islice(numbers, len(tokens))]
-        signals = torch.cat(results.signals) if results.signals else None
-        start = 0
-        for job in group:
-            tokens = job.reading.tokens
-            if results.best:
-                job.reading.best = [*map(int, islice(numbers, len(tokens)))]
-            if signals is not None:
-                job.reading.signal = signals[start : start + len(tokens)]
-                start += len(tokens)
             if results.distributions:
                 job.reading.proposals = [*map(Proposal, tokens, distributions)]
             if job.constraint is not None:
                 pairs = zip(_contexts(job), tokens, strict=True)
                 job.reading.tokens = [job.constraint.settle(*context, token) for context, token in pairs]
+        if results.best:
+            self._fill_denoised(group, results, numbers)
+
+    def _fill_denoised(self, group: Sequence[SamplingJob], results: GroupResults, numbers: Iterator[float]) -> None:
+        """Fill what only readings of denoising draws have."""
+        signals = torch.cat(results.signals) if results.signals else None
+        start = 0
+        for job in group:
+            stop = start + len(job.branch.draft_at)
+            job.reading.best = [*map(int, islice(numbers, stop - start))]
+            job.reading.signal = None if signals is None else signals[start:stop]
+            start = stop
 
     def _logit_chunks(
         self, hidden: Tensor, rows: Int[Tensor, " position"], job: SamplingJob

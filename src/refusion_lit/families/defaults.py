@@ -10,6 +10,7 @@ from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
 from refusion_lit.families.block_diffusion.token_editing import TokenEditing
+from refusion_lit.families.idlm import IntrospectiveStrided
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
@@ -26,6 +27,7 @@ NAMEABLE: dict[str, type[Decoder]] = {
         Autoregressive,
         BlockDiffusion,
         FastDLLM,
+        IntrospectiveStrided,
         LLaDA,
         ReFusion,
         SelfSpeculative,

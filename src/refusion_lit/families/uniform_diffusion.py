@@ -191,9 +191,10 @@ class _DiffusionGemmaFormat(CheckpointFormat):
         known = {"full_attention", "sliding_attention"}
         unknown = sorted({*map(str, text.get("layer_types") or ())} - known)
         require(not unknown, f"{where}: layer_types", " or ".join(sorted(known)), ", ".join(unknown), fix)
-        experts = [text.get(name) for name in ("top_k_experts", "num_experts")]
-        fits = all(isinstance(count, int) for count in experts) and 1 <= experts[0] <= experts[1]
-        require(fits, f"{where}: top_k_experts and num_experts", "1 or more, and at least as many", experts, fix)
+        taken, num_experts = text.get("top_k_experts"), text.get("num_experts")
+        fits = isinstance(taken, int) and isinstance(num_experts, int) and 1 <= taken <= num_experts
+        expected = f"an integer from 1 to num_experts, which is {num_experts}"
+        require(fits, f"{where}: top_k_experts", expected, taken, fix)
         own = {"generation_config", "refusion_lit"}
         options = super().library_options({name: value for name, value in values.items() if name not in own})
         settings = values.get("generation_config") or {}

@@ -35,7 +35,7 @@ class SoftcappedHead(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
         self.softcap = softcap
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return logits."""
         logits = super().forward(input)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -85,13 +85,15 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - transformers' class
         super().__init__(config)
         del self.encoder.vision_tower, self.encoder.embed_vision
-        for layer in self.decoder.layers:
+        layers: Any = self.decoder.layers
+        for layer in layers:
             layer.self_attn.__class__ = CanvasAttention
 
     @property
     def window(self) -> int:
         """Number of tokens that layers with a sliding window see."""
-        return self.config.text_config.sliding_window
+        config: Any = self.config
+        return config.text_config.sliding_window
 
     def forward(  # type: ignore[override]
         self,
