@@ -8,6 +8,7 @@ from refusion_lit.families.block_diffusion.token_editing import EditableBlockMas
 from refusion_lit.families.idlm import Introspective
 from refusion_lit.families.llada.objective import Masked
 from refusion_lit.families.speculative.objective import GatedDraft
+from refusion_lit.families.uniform_diffusion import UniformBlock
 from refusion_lit.families.wedlm import DualStream
 from refusion_lit.families.zarya import Zarya
 from refusion_lit.learning.objective import Objective
@@ -26,6 +27,7 @@ __all__ = [
     "MaskWindows",
     "Masked",
     "Objective",
+    "UniformBlock",
     "Zarya",
 ]
 

@@ -1,4 +1,4 @@
-"""DiffusionGemma: canvases of uniform noise, denoised after a text that is read causally; decoder and format."""
+"""DiffusionGemma: canvases of uniform noise, denoised after a text that is read causally; decoder, objective and format."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Request, Steps
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability
+from refusion_lit.learning.text_order import shift_left
 from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise, stable_key
-from refusion_lit.types import SamplingParams
+from refusion_lit.types import ModelTraits, Prediction, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
 
@@ -177,6 +180,96 @@ class UniformDiffusion(Decoder):
         )
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw, canvas=True)
         return reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformBlock(Objective):
+    """Predicts all tokens of a response block, of which random tokens have replaced some, from the text before it.
+
+    A sample shows its text, read causally, and one canvas behind it: a block of the response at a random multiple of
+    ``canvas_length``. It draws t, and every token of the canvas is replaced, with probability t = (1 - eps) u + eps, by
+    a token drawn uniformly from the vocabulary. The term ``diffusion`` is the mean cross-entropy over all tokens of the
+    canvases, replaced or not, with equal weights. The term ``ar`` is the mean cross-entropy of the text's next token.
+
+    DiffusionGemma computes the canvas with its decoder. With probability ``self_conditioning``, a first pass of the
+    decoder, without gradients, conditions the second. Models without self-conditioning compute text and canvas in
+    one pass.
+
+    Source: the fine-tuning script for DiffusionGemma in TRL. A block that is longer than the rest of the response is
+    completed with EOS tokens, for DiffusionGemma with padding, which are scored, too.
+
+    Attributes:
+        canvas_length: Tokens per canvas, at least 1.
+        eps: Smallest probability of replacement, in (0, 1].
+        self_conditioning: Share of samples with self-conditioning, in [0, 1].
+        ar_weight: Coefficient of the term ``ar``, at least 0.
+
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> special = SpecialTokens(mask_token_id=None, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> corrupted = UniformBlock(canvas_length=4).corrupt(batch, KeyedNoise(batch.sample_keys), special)
+    >>> corrupted.position_ids, corrupted.labels
+    (tensor([[0, 1, 2, 3, 1, 2, 3, 4]]), tensor([[   6,    7,    8, -100,    6,    7,    8,    1]]))
+    """
+
+    packs = False
+    ranges = {"canvas_length": 1, "eps": "(0, 1]", "self_conditioning": "[0, 1]", "ar_weight": 0.0}
+    canvas_length: int = 32
+    eps: float = 1e-4
+    self_conditioning: float = 0.5
+    ar_weight: float = 1.0
+
+    @property
+    def traits(self) -> ModelTraits:
+        """The tokens of a canvas predict themselves; with ``ar_weight``, the text predicts the next token."""
+        predictions: tuple[Prediction, ...] = ("visible", "next_token") if self.ar_weight else ("visible",)
+        return ModelTraits(predictions=predictions)
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The canvas, and the text's next token."""
+        return {"diffusion": 1.0, "ar": self.ar_weight}
+
+    def corrupt(
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
+    ) -> CorruptedBatch:
+        """Append a canvas to every text; see :meth:`Objective.corrupt`. A mask ratio replaces t."""
+        num_rows, num_text = batch.input_ids.shape
+        device = batch.input_ids.device
+        num_blocks = (batch.response_lengths + self.canvas_length - 1) // self.canvas_length
+        block = noise.bits("block", 1)[:, 0] % num_blocks
+        start = batch.prompt_lengths + block * self.canvas_length
+        places = torch.arange(self.canvas_length, device=device)
+        positions = start[:, None] + places
+        end = special_tokens.pad_token_id if special_tokens.draws_padding else special_tokens.eos_token_ids[0]
+        clean = batch.input_ids.gather(1, positions.clamp(max=num_text - 1))
+        clean = clean.where(positions < batch.ends[:, None], end)
+        ratio = mask_probability(noise, self.eps, mask_ratio)[:, None]
+        is_replaced = noise.uniform("replaced", self.canvas_length) < ratio
+        random = noise.bits("random_token", self.canvas_length) % special_tokens.vocab_size
+        text = batch.positions.expand(num_rows, -1)
+        is_target = batch.in_response if self.ar_weight else torch.zeros_like(batch.in_response)
+        next_tokens = shift_left(batch.input_ids.where(is_target, IGNORE_INDEX), IGNORE_INDEX)
+        labels = torch.cat((next_tokens, clean), 1)
+        is_labelled = labels != IGNORE_INDEX
+        causal = torch.stack((torch.zeros_like(text), text + 1), -1)
+        nothing = torch.zeros_like(causal)
+        canvas = num_text + self.canvas_length * torch.arange(2, device=device)
+        before = torch.stack((torch.zeros_like(start), start), -1)
+        ranges = torch.stack((before, canvas.expand(num_rows, -1)), 1)[:, None].expand(-1, self.canvas_length, -1, -1)
+        return CorruptedBatch(
+            input_ids=torch.cat((batch.input_ids, random.where(is_replaced, clean)), 1),
+            position_ids=torch.cat((text, positions), 1),
+            labels=labels,
+            weights=is_labelled.float(),
+            terms=torch.cat((torch.ones_like(next_tokens), torch.zeros_like(clean)), 1),
+            counts=torch.stack((is_labelled[:, num_text:].sum(), is_labelled[:, :num_text].sum())).float(),
+            visible=torch.cat((torch.stack((causal, nothing), 2), ranges), 1),
+            is_masked=torch.zeros_like(is_labelled),
+            num_canvas=self.canvas_length,
+            is_conditioned=noise.uniform("self_conditioning", 1)[:, 0] < self.self_conditioning,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.config import check_supported, learns_positions, sliding_window
@@ -138,12 +138,15 @@ class Backbone(nn.Module, LanguageModel):
         position_ids: Int[Tensor, "batch token"],
         attention_mask: AttentionMask | None = None,
         num_drafts: int = 0,
+        num_canvas: int = 0,
+        is_conditioned: Bool[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Return hidden states from transformers' forward, with gradients, for training.
 
         DDP and FSDP intercept ``forward`` only, so training enters here. Arguments are described in
         :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens of every row are draft masks, see
-        :func:`~refusion_lit.modeling.drafter.draft_states`.
+        :func:`~refusion_lit.modeling.drafter.draft_states`. The last ``num_canvas`` tokens are a canvas, see
+        :meth:`~refusion_lit.modeling.diffusion_gemma.DiffusionGemmaBody.train_states`.
         """
         if torch.is_grad_enabled():
             # A training step follows, and fused optimizers change weights without raising torch's version counter.
@@ -152,7 +155,14 @@ class Backbone(nn.Module, LanguageModel):
         if num_drafts:
             text = input_ids.shape[1] - num_drafts
             return draft_states(self.body, self.drafter, input_ids, position_ids, attention_mask, text, known[0])
-        return library_states(self.body, known, input_ids, position_ids, attention_mask, window=self.window)
+        body = self.body
+        if num_canvas and isinstance(body, DiffusionGemmaBody):
+            assert isinstance(attention_mask, Tensor)
+            assert is_conditioned is not None
+            return body.train_states(
+                self.head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned
+            )
+        return library_states(body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:
         """Return a fused backbone with the current weights; ``None`` if transformers' forward decodes."""
