@@ -54,6 +54,7 @@ class ExportLayout:
         supported: Transformers' options with the values that the family's classes compute.
         bases: Architectures of transformers that the family has, where there is more than ``base``.
         decoder_names: The authors' names of the decoder's options, for the generation config.
+        decoder_values: The authors' values of options by ours, where they differ or are not all known to the authors.
         engines: Programs that serve models of the format.
     """
 
@@ -66,6 +67,7 @@ class ExportLayout:
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     bases: tuple[str, ...] = ()
     decoder_names: Mapping[str, str] = field(default_factory=dict)
+    decoder_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     engines: tuple[Engine, ...] = ()
 
 

@@ -102,8 +102,10 @@ def save_published(
     }
     name, options = decoder
     if name == published.decoder:
-        names = layout.decoder_names.items()
-        generation |= {theirs: options[ours] for ours, theirs in names if options.get(ours) is not None}
+        for ours, theirs in layout.decoder_names.items():
+            value = options.get(ours)
+            value = layout.decoder_values[ours].get(value) if ours in layout.decoder_values else value
+            generation |= {} if value is None else {theirs: value}
     write_atomically(path / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     write_atomically(path / "generation_config.json", json.dumps(generation, indent=2, sort_keys=True) + "\n")
     weights = published_weights(model, published)

@@ -21,12 +21,25 @@ _SDAR_CONSTANTS: dict[str, Any] = {
     "use_deepep": False,
     "use_sliding_window": False,
 }
-_SDAR_NAMES = {"block_size": "block_length", "num_steps": "denoising_steps", "threshold": "confidence_threshold"}
+_SDAR_NAMES = {
+    "block_size": "block_length",
+    "num_steps": "denoising_steps",
+    "sampling_rule": "remasking_strategy",
+    "threshold": "confidence_threshold",
+}
+_SDAR_VALUES = {
+    "sampling_rule": {
+        "threshold": "low_confidence_dynamic",
+        "sequential": "sequential",
+        "entropy_bounded": "entropy_bounded",
+    }
+}
 _SDAR_ENGINES = (
     Engine(
         name="LMDeploy",
         command="lmdeploy serve api_server {model} --backend pytorch --dllm-block-length {block_size} "
         "--dllm-unmasking-strategy low_confidence_dynamic",
+        mask_token_id=151669,
     ),
     Engine(
         name="SGLang",
@@ -91,6 +104,7 @@ register(
             options=_SDAR_OPTIONS,
             constants={"attn_implementation": "flex_attention", **_SDAR_CONSTANTS},
             decoder_names=_SDAR_NAMES,
+            decoder_values=_SDAR_VALUES,
             engines=_SDAR_ENGINES,
         ),
     )
@@ -130,6 +144,7 @@ register(
             ),
             constants=_SDAR_CONSTANTS,
             decoder_names=_SDAR_NAMES,
+            decoder_values=_SDAR_VALUES,
             engines=_SDAR_ENGINES,
         ),
     )

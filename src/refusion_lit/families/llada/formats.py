@@ -129,10 +129,12 @@ register(
             decoder_names={
                 "block_length": "block_length",
                 "steps": "steps",
+                "order": "remasking",
                 "guidance_scale": "cfg_scale",
                 "forbid_eos": "logits_eos_inf",
                 "eos_confidence_zero": "confidence_eos_eot_inf",
             },
+            decoder_values={"order": {name: name for name in ("low_confidence", "random")}},
             engines=(
                 Engine(
                     name="dInfer",
@@ -164,6 +166,7 @@ register(
             options=("mask_token_id", "max_window_layers", "pad_token_id", "torch_dtype"),
             constants={"sliding_window": None, "use_cache": True, "use_sliding_window": False},
             decoder_names={"order": "alg", "steps": "steps"},
+            decoder_values={"order": {name: name for name in ("origin", "maskgit_plus", "topk_margin", "entropy")}},
         ),
     )
 )
