@@ -103,7 +103,7 @@ def save_published(
     name, options = decoder
     if name == published.decoder:
         for ours, theirs in layout.decoder_names.items():
-            value = options.get(ours)
+            value: Any = options.get(ours)
             value = layout.decoder_values[ours].get(value) if ours in layout.decoder_values else value
             generation |= {} if value is None else {theirs: value}
     write_atomically(path / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
