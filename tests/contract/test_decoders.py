@@ -99,7 +99,7 @@ def test_the_prompt_is_fed_as_it_is(
     assert {token for _, token in other} <= {model.special_tokens.mask_token_id}
 
 
-def text_of(
+def decode_ids(
     model: FakeModel, decoder: Decoder, drawn_prompts: list[Prompt], sampling: SamplingParams
 ) -> list[list[int]]:
     return [row.token_ids for row in decode(model, decoder, drawn_prompts, sampling).rows]
@@ -157,7 +157,7 @@ def test_temperature_zero_ignores_the_seed(
     seeds: tuple[int, int],
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
-    first, second = (text_of(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
+    first, second = (decode_ids(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
     assert first == second or chance_remains(decoder)
 
 
@@ -177,7 +177,9 @@ def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
     sampling = SamplingParams(max_new_tokens=24, temperature=20.0, seed=4)
 
     def text(seed: int) -> list[list[int]]:
-        return text_of(HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed))
+        return decode_ids(
+            HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed)
+        )
 
     drawn = text(4)
     assert drawn == text(4)
