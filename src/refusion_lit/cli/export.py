@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
     require(is_nameable, "decoder", expected, f"{kind.__module__}.{kind.__name__}", fix)
 
     from refusion_lit.checkpoints.files import model_source
-    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model
+    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model, vocabulary_options
 
     options.ckpt_path = model_source(options.ckpt_path)
     model = _load(options)
@@ -72,8 +72,7 @@ def run(args: list[str]) -> int:
     card = _card(options, model)
     with atomic_directory(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
-            vocab_size = backbone.special_tokens.vocab_size
-            save_drafter(backbone.drafter, backbone.body, directory, vocab_size=vocab_size)
+            save_drafter(backbone.drafter, backbone.body, directory, **vocabulary_options(backbone.special_tokens))
         elif options.adapter_only:
             save_adapters(backbone, model.tokenizer, directory)
         else:
