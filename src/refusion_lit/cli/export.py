@@ -68,7 +68,7 @@ def run(args: list[str]) -> int:
     from refusion_lit.checkpoints.files import model_source
     from refusion_lit.modeling.formats import FORMATS
     from refusion_lit.modeling.published import check_format, save_published
-    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model
+    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model, vocabulary_options
 
     formats = {name: published for name, published in FORMATS.items() if published.layout is not None}
     require_choice("format", options.format, ("hf", *formats))
@@ -85,8 +85,7 @@ def run(args: list[str]) -> int:
     card = _card(options, model, published)
     with atomic_directory(output) as directory:
         if options.adapter_only and backbone.drafter is not None:
-            vocab_size = backbone.special_tokens.vocab_size
-            save_drafter(backbone.drafter, backbone.body, directory, vocab_size=vocab_size)
+            save_drafter(backbone.drafter, backbone.body, directory, **vocabulary_options(backbone.special_tokens))
         elif options.adapter_only:
             save_adapters(backbone, model.tokenizer, directory)
         elif published is not None:
