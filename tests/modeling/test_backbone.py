@@ -267,7 +267,7 @@ def test_a_text_beyond_the_sliding_window_is_transformers_text(
 
 def test_a_text_out_of_order_beyond_the_sliding_window_is_refused() -> None:
     model = Backbone(library_model("mistral", torch.float64, sliding_window=8), ModelTraits(), SPECIAL)
-    ids, positions = tokens_of(2, 12), torch.arange(12).expand(2, 12)
+    ids, positions = draw_tokens(2, 12), torch.arange(12).expand(2, 12)
     with pytest.raises(ValueError, match=r"^context: .*8 tokens.*got 12"):
         model.hidden_states(ids, positions, causal(2, 12))
     prompt, sampling = Prompt(token_ids=(3, 4), id="p"), SamplingParams(max_new_tokens=7)

@@ -78,6 +78,7 @@ class Draw:
             ``negative_entropy`` (filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
             draws stay in these distributions, ``forbidden`` ids do not; temperature 0 filters like temperature 1.
+        raw_statistic: Compute the statistic before temperature, top-k and top-p.
         top_p_first: Apply top-p before top-k (Dream); by default top-k comes first (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
         denoises: Whether readings also have the most probable tokens and the soft embeddings of the filtered
@@ -92,6 +93,7 @@ class Draw:
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()
     statistic: Statistic | None = None
+    raw_statistic: bool = False
     top_p_first: bool = False
     with_probability: bool = True
     denoises: bool = False
@@ -173,6 +175,8 @@ class Reading:
         proposals: The drafts with their distributions, if the draw proposes them.
         best: The most probable tokens, if the draw denoises.
         signal: Soft embeddings of the drafts' distributions, if the draw denoises and the model conditions itself.
+        logprobs: Log-softmax of the logits at ``draft_at`` and then ``score_at`` [position, vocab]; stays on the
+            model's device. ``None`` unless log-probabilities are recorded.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -182,6 +186,7 @@ class Reading:
     proposals: list[Proposal] = field(default_factory=list)
     best: list[int] = field(default_factory=list)
     signal: Tensor | None = None
+    logprobs: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -197,6 +202,7 @@ class SamplingJob:
         constraint: Which tokens may be drawn; ``None``: all tokens.
         guide: Distance from a hidden state to the hidden state of its unconditional logits, for classifier-free
             guidance.
+        with_logprobs: Whether the reading gets log-probabilities.
         reading: Receives the result.
     """
 
@@ -207,6 +213,7 @@ class SamplingJob:
     canvas: Sequence[int]
     constraint: ConstraintState | None = None
     guide: int = 0
+    with_logprobs: bool = False
     reading: Reading = field(default_factory=Reading)
 
 

@@ -1,4 +1,4 @@
-"""DiffusionGemma: canvases of uniform noise, denoised after a text that is read causally; decoder, objective and format."""
+"""DiffusionGemma: canvases of uniform noise, denoised after a causal text; decoder, objective and format."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from refusion_lit.modeling.config import check_supported, learns_positions, sliding_window
+from refusion_lit.modeling.config import check_supported, freeze_frequencies, learns_positions, sliding_window
 from refusion_lit.modeling.diffusion_gemma import DiffusionGemmaBody
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
@@ -53,6 +53,7 @@ class Backbone(nn.Module, LanguageModel):
     ) -> None:
         super().__init__()
         check_supported(model, get_body(model))
+        freeze_frequencies(get_body(model))
         if batch_invariant:
             check_invariant(get_body(model), is_fused=fused_body)
         self.model = model
@@ -70,6 +71,8 @@ class Backbone(nn.Module, LanguageModel):
         self.learns_positions = learns_positions(model, get_body(model))
         self.window = sliding_window(text_config)
         self.packed = PackedWeights()
+        self.new_token_ids: tuple[int, ...] = ()
+        """Tokens whose rows loading has added to pretrained weights, such as a mask token."""
         self.adapters: Adapters | None = None
         """Options and base model of unmerged low-rank adapters."""
 
@@ -159,9 +162,7 @@ class Backbone(nn.Module, LanguageModel):
         if num_canvas and isinstance(body, DiffusionGemmaBody):
             assert isinstance(attention_mask, Tensor)
             assert is_conditioned is not None
-            return body.train_states(
-                self.head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned
-            )
+            return body.train_states(self.head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
         return library_states(body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:
