@@ -10,16 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.diffusion_gemma import modeling_diffusion_gemma as library
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
 import refusion_lit
-from refusion_lit.decoding import UniformDiffusion, decode
+from refusion_lit.cli import main
+from refusion_lit.decoding import Branch, Draw, Forward, UniformDiffusion, decode
+from refusion_lit.engine.batch import Batch
+from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.diffusion_gemma import DiffusionGemmaForBlockDiffusion
+from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.modeling.lora import LoraOptions
 from refusion_lit.modeling.saving import save_model
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.objectives import UniformBlock
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from support.published import MODELS
 from support.replayed_canvas import DRAWS, Draws, Replayed
@@ -157,6 +165,99 @@ def test_temperature_multiplies_the_schedule() -> None:
     assert [decoder.step_temperature(step) for step in (4, 3, 2, 1)] == pytest.approx([0.8, 0.7, 0.6, 0.5])
     with pytest.raises(ValueError, match=r"^temperature: .*schedule"):
         decoder.check(SamplingParams(temperature=1e-30))
+
+
+# Training.
+
+
+def test_training_computes_what_decoding_computes() -> None:
+    """Texts shorter and longer than the window; self-conditioning by the prediction at temperature 1."""
+    model = refusion_lit.load(CHECKPOINT, dtype="float64").backbone
+    text = torch.randint(0, 24, (4, 40), generator=torch.Generator().manual_seed(0))
+    lengths = {"prompt_lengths": torch.tensor([3, 9, 17, 30]), "response_lengths": torch.tensor([37, 3, 20, 10])}
+    batch = ResponseBatch(input_ids=text, sample_keys=torch.arange(4), **lengths)
+    noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
+    corrupted = UniformBlock(canvas_length=7).corrupt(batch, noise, model.special_tokens)
+    assert corrupted.is_conditioned is not None
+    assert corrupted.visible is not None
+    corrupted.is_conditioned = torch.tensor([True, False, True, False])
+    states = model(
+        corrupted.input_ids, corrupted.position_ids, corrupted.visible,
+        num_canvas=7, is_conditioned=corrupted.is_conditioned,
+    )  # fmt: skip
+    states.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    run, draw = model.canvas_runner(), Draw(sampling=SamplingParams())
+    for row, is_conditioned in enumerate(corrupted.is_conditioned.tolist()):
+        start = int(corrupted.position_ids[row, 40])
+        ids, canvas = corrupted.input_ids[row, :start].tolist(), corrupted.input_ids[row, 40:].tolist()
+        branches = [
+            Branch(tokens=ids, positions=range(start)),
+            Branch(
+                tokens=canvas, positions=range(start, start + 7), order=[0] * 7, visible=((0, start),), write_at=start
+            ),
+        ]
+        cache = model.make_cache(1)
+        with torch.no_grad():
+            for branch in branches:
+                batch = Batch([Forward(phase="", branches=(branch,), draw=draw)], [0], model.device, cache)
+                inputs = batch.ids, batch.positions, batch.visibility, cache
+                if branch is branches[0]:
+                    expected = model.hidden_states(*inputs)
+                    torch.testing.assert_close(states[row, :start], expected[0], rtol=1e-5, atol=1e-6)
+            expected = run(*inputs)
+            if is_conditioned:
+                signal = model.soft_embeddings(model.head(expected[0]).softmax(-1))
+                assert signal is not None
+                expected = run(*inputs, signal=signal[None])
+            torch.testing.assert_close(states[row, 40:], expected[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_gemma", [True, False])
+def test_the_checkpoint_of_a_fit_decodes(is_gemma: bool, tmp_path: Path) -> None:
+    source = str(CHECKPOINT)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    backbone = {"source": source} if is_gemma else {"config": {"model_type": "llama", **sizes}}
+    tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"source": source}}
+    checkpoints = {
+        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "init_args": {"save_last": True, "every_n_train_steps": 4, "save_top_k": -1},
+    }
+    values = {
+        "run_name": "canvas",
+        "trainer": {"accelerator": "cpu", "max_steps": 8, "limit_val_batches": 1, "val_check_interval": 4,
+                    "enable_progress_bar": False, "callbacks": [checkpoints]},
+        "model": {
+            "backbone": backbone,
+            "objective": {"class_path": "UniformBlock", "init_args": {"canvas_length": 16}},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.002}},
+            "schedule": {"warmup_steps": 1},
+        },
+        "data": {
+            "task": {"class_path": "Additions", "init_args": {"num_train": 64, "num_validation": 4, "num_test": 3}},
+            "tokenizer": tokenizer if is_gemma else {"class_path": "CharacterTokenizer"},
+            "batch_size": 8, "max_length": 128,
+        },
+    }  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert main(["fit", "--config", str(path), "--num_threads=1", f"--runs_dir={tmp_path}"]) in (None, 0)
+    [last] = tmp_path.rglob("last.ckpt")
+    model = refusion_lit.load(last)
+    assert model.backbone.traits.predictions == ("visible", "next_token")
+    decoder = model.default_decoder
+    assert isinstance(decoder, UniformDiffusion)
+    assert decoder.canvas_length == (16 if is_gemma else 32)
+    [first] = model.generate(["12+34>"], max_new_tokens=20)
+    save_model(model.backbone, model.tokenizer, tmp_path / "saved")
+    [again] = refusion_lit.load(tmp_path / "saved").generate(["12+34>"], max_new_tokens=20)
+    assert first.token_ids == again.token_ids
+
+
+def test_adapters_of_shared_weights_are_refused() -> None:
+    options = BackboneConfig(source=str(CHECKPOINT), lora=LoraOptions())
+    with pytest.raises(ValueError, match=r"^backbone\.lora: .*share weights"):
+        options.build(refusion_lit.load(CHECKPOINT).tokenizer)
 
 
 # Checkpoints.
