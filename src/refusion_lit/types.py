@@ -28,6 +28,8 @@ class SpecialTokens:
         vocab_size: Number of ids that the tokenizer knows. Decoders never produce ids from here on.
         draft_token_ids: A drafter's mask ids, nearest token first. They lie beyond all embedding rows and never
             appear in a text.
+        drafts_block: Whether the drafter drafts a block in forwards of its own (DFlash), so that its masks see one
+            another, and predict their own positions.
     """
 
     mask_token_id: int | None
@@ -35,6 +37,7 @@ class SpecialTokens:
     pad_token_id: int
     vocab_size: int
     draft_token_ids: tuple[int, ...] = ()
+    drafts_block: bool = False
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
