@@ -104,6 +104,19 @@ def test_shared_prefixes_share_the_drafters_context() -> None:
     assert [(row.token_ids, row.num_forwards) for row in shared.rows] == [(r.token_ids, r.num_forwards) for r in alone]
 
 
+def test_log_probabilities_are_the_models() -> None:
+    found = [Prompt(token_ids=(3, 4, 5), id="0"), Prompt(token_ids=(6,), id="1")]
+    sampling = SamplingParams(max_new_tokens=12)
+    rows = [
+        decode(make_backbone(), decoder, found, sampling, num_top_logprobs=2, batch_size=2).rows
+        for decoder in (Autoregressive(), SelfSpeculative())
+    ]
+    for exact, drafted in zip(*rows, strict=True):
+        pairs = zip(exact.logprobs, drafted.logprobs, strict=True)
+        assert all(one and other and abs(one.logprob - other.logprob) < 1e-6 for one, other in pairs)
+        assert max(entry.forward for entry in drafted.logprobs if entry) == drafted.num_forwards
+
+
 def test_the_model_as_its_own_drafts_would_be_accepted() -> None:
     """Drafts that equal the text are accepted: a block costs one forward."""
     backbone = make_backbone()
