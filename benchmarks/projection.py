@@ -3,7 +3,8 @@
 usage: python -m benchmarks.projection [--repeats 3] [--threads 1] [--num_tokens 32] [--note TEXT] [--output FILE]
 
 About ten minutes of a quiet machine. The model has SmolLM2-135M's dimensions and random weights; a replayed schedule
-decides what is accepted (benchmarks/replay.py). Decoders run in turns at batch sizes 1, 4 and 16. Three constants are
+decides what is accepted (benchmarks/replay.py). Decoders run in turns at batch sizes 1, 4 and 16; seconds are processor
+time of this process if it has one thread. Three constants are
 fitted on ``Autoregressive`` alone, also with a long prompt: bandwidth, operations per second, cost per launch. They
 predict all other decoders. A second part needs no clock: what the published settings of ReFusion, LLaDA and Qwen3-8B
 would give on named GPUs, beside the speeds that the ReFusion paper's table has.
@@ -41,7 +42,7 @@ LONG_SIZES = (1, 4)
 
 @dataclass
 class Setting:
-    """A decoder at a batch size, its timed work and its counted calls."""
+    """A decoder at a batch size, its timed work and its calls, which every run counts."""
 
     decoder: str
     batch_size: int
@@ -73,7 +74,7 @@ def replayed_decoders(model: Backbone, num_tokens: int) -> dict[str, tuple[Backb
 
 
 def settings(size: ModelSize, num_tokens: int) -> list[Setting]:
-    """Return all settings, with the calls of one decode counted."""
+    """Return all settings."""
     model = random_model(config(size))
     found = []
     for name, (body, schedule, decoder) in replayed_decoders(model, num_tokens).items():
@@ -95,14 +96,17 @@ def setting(
     assert mask is not None
     acting = ReplayedModel(model, Replay(schedule, length, mask))
 
+    entry = Setting(name, len(prompts), length, Timed(dict), CallShapes())
+
     def run() -> dict[str, Any]:
         output = decoded(acting, decoder, prompts, num_tokens, len(prompts))
+        assert output.call_shapes is not None
+        entry.shapes = output.call_shapes  # the same in every round
         return {"num_tokens": sum(row.num_tokens for row in output.rows), "num_calls": output.num_calls,
                 "num_forwards": sum(row.num_forwards for row in output.rows)}  # fmt: skip
 
-    shapes = decoded(acting, decoder, prompts, num_tokens, len(prompts)).call_shapes
-    assert shapes is not None
-    return Setting(name, len(prompts), length, Timed(run), shapes)
+    entry.work.run = run
+    return entry
 
 
 def fit(measured: Sequence[tuple[CallShapes, float]], size: ModelSize) -> Device:
@@ -208,6 +212,7 @@ def paper_shapes() -> dict[str, tuple[int, CallShapes]]:
         body = Backbone(model.model, traits, model.special_tokens)
         schedule = Schedule(slot_size=32, slots_a_round=2, prefixes=(8, 16)) if name == "ReFusion" else ALL_ACCEPTED
         counted = setting(name, body, schedule, decoder, prompts, ANSWER_LENGTH)
+        counted.work.run()
         found[name] = (ANSWER_LENGTH, counted.shapes)
     return found
 
@@ -273,7 +278,8 @@ def main(repeats: int = 3, threads: int = 1, num_tokens: int = 32, note: str = "
     started = time.perf_counter()
     size = MODELS[MODEL]
     found = settings(size, num_tokens)
-    interleaved({str(number): entry.work for number, entry in enumerate(found)}, repeats)
+    works = {str(number): entry.work for number, entry in enumerate(found)}
+    interleaved(works, repeats, clock=time.process_time if threads == 1 else None)
     constants, rows = compare(found, size)
     for row in rows:
         print(*(row[name] for name in ("decoder", "batch_size", "prompt_length", "measured", "predicted", "ratio")))

@@ -147,13 +147,7 @@ def linear(result: Result) -> str:
     names = ("num_tokens", "torch_milliseconds", "packed_milliseconds", "ratio", "joint_milliseconds", "joint_ratio")
     rows = [[dtype, *(case[name] for name in names)] for dtype in ("float32", "bfloat16") for case in result[dtype]]
     head = ["type", "tokens", "torch (ms, the fastest)", "packed weights", "torch / packed", "one product per input"]
-    text = table([*head, "packed / one product"], rows)
-    for dtype in ("float32", "bfloat16"):
-        case = result[dtype][0]
-        if "padded_milliseconds" in case:  # older results lack it
-            plain, padded = case["plain_milliseconds"], case["padded_milliseconds"]
-            text += f"\nOne token in {dtype}: {plain} ms as one row, {padded} ms padded to four rows.\n"
-    return text
+    return table([*head, "packed / one product"], rows)
 
 
 def shared_heads(result: Result) -> str:

@@ -192,7 +192,7 @@ class DecodingOptions:
     """
 
     ranges = {"batch_size": 1, "max_tokens_per_forward": 1, "max_cache_tokens": 1}
-    batch_size: int = 1
+    batch_size: int = 16
     max_tokens_per_forward: int | None = None
     max_cache_tokens: int | None = None
     share_prefixes: bool = True
