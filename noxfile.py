@@ -35,11 +35,17 @@ def group(*names: str) -> list[str]:
 
 
 @nox.session
-def tests(session: nox.Session) -> None:
+def tests(session: nox.Session, *options: str) -> None:
     """Run the test suite in two processes; `nox -s tests -- -n 8` takes eight, `-n 0` none."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
     ignored = [f"--ignore={folder}" for folder in EXPERIMENTS]
-    session.run("pytest", *IN_PARALLEL, *ignored, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *IN_PARALLEL, *ignored, *options, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Run the test suite and print which branches of each file of src no test takes."""
+    tests(session, "--cov", "--cov-report=term:skip-covered")
 
 
 @nox.session

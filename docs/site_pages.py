@@ -17,6 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 INCLUDED = ("experiments/*/*", "benchmarks/results/*")
 SHOWN = (".md", ".json", ".png", ".svg", ".yaml")
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?(?P<name>[\w.]+)</code>")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)\s#]+")
 
 
@@ -35,6 +36,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Show Sphinx's roles of docstrings, which editors follow, as code."""
+    return ROLE.sub(lambda role: f"<code>{role['name'].removeprefix('refusion_lit.')}</code>", html)
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:

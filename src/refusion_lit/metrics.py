@@ -21,33 +21,44 @@ _LOG_BIN_WIDTH = 0.045  # each bin is 4.6 % wide; the last one ends at about 28 
 
 
 class DecodingMetrics(Metric):
-    """Score, forwards, tokens per forward and tokens per second of one decoder over a test set.
+    """A decoder's score, forward passes, tokens per forward pass and tokens per second over a test set.
 
     ``docs/metrics.md`` defines every figure exactly.
 
     * ``score``: mean score of the responses, in [0, 1].
-    * ``tokens_per_forward``: committed tokens (EOS token counted, nothing after it) over the forwards in
-      which each prompt took part; a ratio of totals. Where decoders weigh forwards it depends on the batch size.
+    * ``tokens_per_forward``: committed tokens (EOS token included, later tokens excluded) over the prompts' forward
+      passes; a ratio of totals. It depends on the batch size for decoders that weigh forward passes.
     * ``tokens_per_second``: committed tokens over seconds of decoding, measured with a synchronised clock. Prompt
       tokens do not count.
-    * ``tokens_per_call``: committed tokens over calls of the model, which does grow with the batch size.
+    * ``tokens_per_call``: committed tokens over calls of the model, which grows with the batch size.
     * ``calls_per_batch``: calls of the model over batches of the test set.
     * ``positions_per_token``: computed token positions, padding excluded, over committed tokens.
-    * ``latency_median``, ``latency_p95``: seconds from a prompt's first forward to its end.
-    * ``paper_tokens_per_forward``: mean over rounds of committed tokens per forward, the figure that the released
-      program prints. For comparison with published figures only.
+    * ``latency_median``, ``latency_p95``: seconds from a prompt's first forward pass to its end.
+    * ``paper_tokens_per_forward``: mean over rounds of committed tokens per forward pass, which the released program
+      prints. For comparison with published figures only.
+    * ``peak_cache_bytes``, ``cache_bytes_per_token``: peak memory of the KV cache, and memory per cache entry
+      (a token's keys and values in all layers).
 
-    * ``peak_cache_bytes``, ``cache_bytes_per_token``: peak memory of the KV cache, and of one entry of one row
-      (the keys and values of a token in all layers).
-
-    Several processes get the figures of one process over all prompts, however the prompts are distributed. ``seconds``
-    are those of all processes together, so ``tokens_per_second`` is that of one process.
+    The figures do not depend on the number of processes or on the distribution of prompts. ``seconds`` is the sum over
+    processes, so ``tokens_per_second`` is the speed per process.
 
     Args:
         metrics: Names of the task's further metrics, whose means over all prompts are figures, too.
 
     Raises:
-        ValueError: If the name of a metric is that of a figure.
+        ValueError: If a metric has the name of a figure.
+
+    Examples:
+        >>> from refusion_lit import load
+        >>> from refusion_lit.decoding import ReFusion
+        >>> from refusion_lit.types import Prompt, SamplingParams
+        >>> model = load("tests/goldens/models/additions-clean")
+        >>> prompt = Prompt(token_ids=tuple(model.encode("12+34,56+78>")), id="a")
+        >>> metrics = DecodingMetrics()
+        >>> metrics.update(model.decode([prompt], ReFusion(), SamplingParams(max_new_tokens=24)), scores=[1.0])
+        >>> figures = metrics.compute()
+        >>> figures["num_prompts"], figures["score"]
+        (1, 1.0)
     """
 
     full_state_update = False
@@ -73,12 +84,12 @@ class DecodingMetrics(Metric):
     def update(
         self, output: DecodingOutput, scores: Sequence[float], metrics: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Add one batch.
+        """Add a batch.
 
         Args:
-            output: What the engine returned.
-            scores: Score of each row, in [0, 1].
-            metrics: The task's further metrics of each row that has a score.
+            output: The engine's output.
+            scores: Scores by row, in [0, 1].
+            metrics: The task's further metrics, by row with a score.
         """
         rows = output.rows
         added: dict[str, float] = {
@@ -95,8 +106,8 @@ class DecodingMetrics(Metric):
             "round_ratios": sum(sum(row.round_ratios) for row in rows),
         }
         self.totals += self.totals.new_tensor([added[name] for name in _TOTALS])
-        own = [sum(each.get(name, 0.0) for each in metrics) for name in self._metrics]
-        self.metric_totals += self.metric_totals.new_tensor(own)
+        sums = [sum(values.get(name, 0.0) for values in metrics) for name in self._metrics]
+        self.metric_totals += self.metric_totals.new_tensor(sums)
         self.peaks = self.peaks.maximum(self.peaks.new_tensor([output.cache_bytes, output.cache_bytes_per_token]))
         latencies = torch.tensor([row.seconds for row in rows], dtype=torch.float64)
         bins = (latencies.clamp(min=_FIRST_BIN) / _FIRST_BIN).log() / _LOG_BIN_WIDTH
@@ -109,11 +120,11 @@ class DecodingMetrics(Metric):
         def ratio(numerator: float, denominator: str) -> float:
             return numerator / total[denominator] if total[denominator] else 0.0
 
-        own = zip(self._metrics, self.metric_totals.tolist(), strict=False)  # none in the constructor
+        task_totals = zip(self._metrics, self.metric_totals.tolist(), strict=False)  # none in the constructor
         peak, per_token = self.peaks.tolist()
         return {
             "score": ratio(total["score"], "num_prompts"),
-            **{name: ratio(value, "num_prompts") for name, value in own},
+            **{name: ratio(value, "num_prompts") for name, value in task_totals},
             "tokens_per_forward": ratio(total["num_tokens"], "num_forwards"),
             "tokens_per_second": ratio(total["num_tokens"], "seconds"),
             "tokens_per_call": ratio(total["num_tokens"], "num_calls"),
@@ -136,7 +147,7 @@ class DecodingMetrics(Metric):
         """Continue from a :meth:`snapshot`.
 
         Args:
-            snapshot: May be empty, for a start without any counts.
+            snapshot: Counts; an empty mapping starts without counts.
         """
         self.reset()
         if snapshot:

@@ -1,9 +1,8 @@
 """Random numbers that depend on keys alone, never on the order in which they are drawn.
 
-Training noise is a function of (seed, epoch, sample id), decoding noise of (seed, prompt id, round,
-position): batching, order, workers, processes and resuming then change nothing. torch's generators
-draw one stream after another, so a vectorised counter-based generator is needed; this is SplitMix64
-(Steele, Lea and Flood, OOPSLA 2014) on int64 tensors, identical on every device.
+Training noise depends on (seed, epoch, sample id), decoding noise on (seed, prompt id, round, position). So batching,
+order, workers, processes and resuming change nothing. torch's generators are sequential, so a vectorised counter-based
+generator is needed: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) on int64 tensors, identical on every device.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def stable_key(*parts: int | str) -> int:
-    """Hash any mix of integers and strings to a signed 64-bit key, the same in every process."""
+    """Hash integers and strings to a signed 64-bit key, the same in every process."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def uniform_scalar(*parts: int | str) -> float:
-    """Return one number in [0, 1) that depends on ``parts`` alone, for decisions made on the host."""
+    """Return a number in [0, 1) that depends on ``parts`` alone, for decisions on the host."""
     return (stable_key(*parts) % 2**64 >> 11) * 2.0**-53
 
 
@@ -46,7 +45,14 @@ class KeyedNoise:
     """Uniform numbers for a batch of keys.
 
     Args:
-        keys: One signed 64-bit key per row, from :func:`stable_key`.
+        keys: A signed 64-bit key per row, from :func:`stable_key`.
+
+    Examples:
+        >>> keys = torch.tensor([stable_key("sample 1"), stable_key("sample 2")])
+        >>> noise = KeyedNoise.for_samples(keys, seed=0, epoch=0)
+        >>> alone = KeyedNoise.for_samples(keys[1:], seed=0, epoch=0)
+        >>> bool((noise.uniform("mask", 4)[1] == alone.uniform("mask", 4)[0]).all())  # independent of the batch
+        True
     """
 
     def __init__(self, keys: Int[Tensor, " batch"]) -> None:
@@ -54,14 +60,14 @@ class KeyedNoise:
 
     @classmethod
     def for_samples(cls, sample_keys: Int[Tensor, " batch"], *, seed: int, epoch: int) -> KeyedNoise:
-        """Return a batch's training noise: a function of seed, epoch and each sample's key."""
+        """Return a batch's training noise, which depends on seed, epoch and the samples' keys."""
         return cls(_mix(sample_keys + stable_key("training", seed, epoch)))
 
     def uniform(self, stream: str, size: int) -> Float[Tensor, "batch size"]:
         """Return float64 numbers in [0, 1), independent between rows, streams and indices.
 
         Args:
-            stream: Names what the numbers are for; another name gives independent numbers.
+            stream: Name for the use of the numbers; another name gives independent numbers.
             size: Number of values per row. Value ``i`` does not depend on ``size``.
         """
         return self.bits(stream, size).double() * 2.0**-53

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import venv
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,7 @@ def test_threads_of_a_config_yield_to_the_environment(
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # no warning of a busy machine
     built("--config", str(CONFIGS / "quickstart.yaml"), *option)
     assert torch.get_num_threads() == expected
 
@@ -218,3 +221,14 @@ def test_a_seed_on_the_command_line_goes_before_those_of_a_runs_config(tmp_path:
     assert seeds("--seed_everything=5") == [5, 5, 5]
     assert seeds("--seed_everything=5", "--data.seed=7") == [5, 5, 7]
     assert seeds("--data.seed=7") == [0, 0, 7]
+
+
+@pytest.mark.parametrize(("load", "num_threads", "warns"), [(9.0, 2, True), (9.0, 1, False), (0.5, 2, False)])
+def test_several_threads_on_a_busy_machine_are_warned_of(
+    load: float, num_threads: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    expected = pytest.warns(UserWarning, match="busy.*--num_threads 1") if warns else nullcontext()
+    with expected:
+        built("--config", str(CONFIGS / "quickstart.yaml"), f"--num_threads={num_threads}")

@@ -27,6 +27,7 @@ from refusion_lit.decoding import (
     DecodingOutput,
     FastDLLM,
     FirstHitting,
+    IntrospectiveStrided,
     LLaDA,
     RecomputeKV,
     ReFusion,
@@ -115,7 +116,7 @@ def test_the_prompt_is_fed_as_it_is(
     assert {token for _, token in other} <= {model.special_tokens.mask_token_id}
 
 
-def text_of(
+def decode_ids(
     model: FakeModel, decoder: Decoder, drawn_prompts: list[Prompt], sampling: SamplingParams
 ) -> list[list[int]]:
     return [row.token_ids for row in decode(model, decoder, drawn_prompts, sampling).rows]
@@ -173,7 +174,7 @@ def test_temperature_zero_ignores_the_seed(
     seeds: tuple[int, int],
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
-    first, second = (text_of(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
+    first, second = (decode_ids(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
     assert first == second or chance_remains(decoder)
 
 
@@ -193,7 +194,9 @@ def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
     sampling = SamplingParams(max_new_tokens=24, temperature=20.0, seed=4)
 
     def text(seed: int) -> list[list[int]]:
-        return text_of(HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed))
+        return decode_ids(
+            HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed)
+        )
 
     drawn = text(4)
     assert drawn == text(4)
@@ -406,7 +409,21 @@ def card_forwards(decoder: CARD, case: Case) -> int:
     sizes = [min(decoder.block_size, case.length - start) for start in range(0, case.length, decoder.block_size)]
     if case.certainty > decoder.threshold:
         return len(sizes)
-    return sum(min(size, decoder.max_rounds or size) for size in sizes)
+    return sum(len(card_rounds(decoder, size)) for size in sizes)
+
+
+def card_rounds(decoder: CARD, size: int) -> list[int]:
+    """Return how many masks of a block each forward fills without a sure one."""
+    rounds: list[int] = []
+    while sum(rounds) < size:
+        quota = 1 if decoder.num_steps is None else step_quota(size, decoder.num_steps, len(rounds))
+        rounds.append(size if len(rounds) + 1 == decoder.max_rounds else max(quota, 1))
+    return rounds
+
+
+def strided_forwards(decoder: IntrospectiveStrided, case: Case) -> int:
+    """Count the prompt, the forward that adds two tokens, and full strides: an oracle's drafts are its own choice."""
+    return 2 + ceil(max(case.length - 2, 0) / decoder.stride)
 
 
 def d2f_forwards(decoder: D2F, case: Case) -> int:
@@ -471,6 +488,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     FastDLLM: fast_dllm_forwards,
     WeDLM: wedlm_forwards,
     CARD: card_forwards,
+    IntrospectiveStrided: strided_forwards,
     D2F: d2f_forwards,
     APD: apd_forwards,
     SetDiffusion: set_forwards,

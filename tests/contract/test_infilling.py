@@ -19,6 +19,7 @@ from refusion_lit.decoding import (
     Decoder,
     FastDLLM,
     FirstHitting,
+    IntrospectiveStrided,
     LLaDA,
     RecomputeKV,
     ReFusion,
@@ -44,7 +45,7 @@ from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, O
 
 KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,
          SlotSearch, TokenEditing, WeDLM}  # fmt: skip
-REFUSES = {APD, Autoregressive, SelfSpeculative, CARD}
+REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, IntrospectiveStrided}
 
 
 def filling(size: int, spans: dict[int, Span]) -> Constraint:
@@ -216,14 +217,14 @@ def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
             for start, num in starts.items()
         }
         allowed = {
-            start: [[torch.tensor(sorted(each)) for each in alternative] for alternative in span]
+            start: [[torch.tensor(sorted(ids)) for ids in alternative] for alternative in span]
             for start, span in drawn.items()
         }
         kept.append((replace(prompt, constraint=filling(special.vocab_size, allowed)), drawn))
     rows = decode(make(decoder), decoder, [prompt for prompt, _ in kept], sampling, batch_size=size).rows
     for (prompt, spans), row in zip(kept, rows, strict=True):
         for start, span in spans.items():
-            assert any(all(row.token_ids[start + i] in each for i, each in enumerate(one)) for one in span)
+            assert any(all(row.token_ids[start + i] in ids for i, ids in enumerate(one)) for one in span)
         [alone] = decode(make(decoder), decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids
 

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import refusion_lit
 from refusion_lit.cli import main
-from refusion_lit.decoding import Autoregressive, ReFusion
+from refusion_lit.decoding import Autoregressive, DecodingOutput, ReFusion
 from refusion_lit.evaluation import latency
 from refusion_lit.evaluation.latency import Entrant, LatencyOptions, Timings, measure_latency
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
@@ -29,29 +31,51 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
     turns: list[tuple[str, tuple[int, ...]]] = []
     timed = latency._timed
 
-    def recorded(entrant: Entrant, indices: list[int]) -> object:
+    def record_turn(entrant: Entrant, indices: list[int]) -> object:
         name = next(name for name, decoder in decoders.items() if entrant.decoder is decoder)
         turns.append((name, tuple(indices)))
         return timed(entrant, indices)
 
-    monkeypatch.setattr(latency, "_timed", recorded)
+    monkeypatch.setattr(latency, "_timed", record_turn)
     steps: list[tuple[int, int]] = []
     options = LatencyOptions(num_prompts=4, batch_sizes=(1, 2), min_batches=3)
-    found = measure_latency(entrants, options, progress=lambda *counts: steps.append(counts))
+    actual = measure_latency(entrants, options, progress=lambda *counts: steps.append(counts))
     assert steps == [(number, len(turns)) for number in range(1, len(turns) + 1)]
     for start in range(0, len(turns), 2):  # both decode a batch before the next batch begins
         (first, batch), (second, again) = turns[start : start + 2]
         assert {first, second} == decoders.keys()
         assert batch == again
     assert {name for name, _ in turns[::2]} == decoders.keys(), "each goes first in some turns"
-    assert {size: {name: len(each.seconds) for name, each in speeds.items()} for size, speeds in found.items()} == {
+    assert {
+        size: {name: len(timings.seconds) for name, timings in speeds.items()} for size, speeds in actual.items()
+    } == {
         1: {"refusion": 4, "left to right": 4},
         2: {"refusion": 3, "left to right": 3},
     }
     reference = model.decode(prompts, decoders["refusion"], sampling)
     sizes = {row.num_tokens for row in reference.rows}
-    assert set(found[1]["refusion"].num_tokens) <= sizes
-    assert all(seconds > 0 for speeds in found.values() for each in speeds.values() for seconds in each.seconds)
+    assert set(actual[1]["refusion"].num_tokens) <= sizes
+    assert all(seconds > 0 for speeds in actual.values() for timings in speeds.values() for seconds in timings.seconds)
+
+
+def test_every_entrant_is_timed_with_its_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = refusion_lit.load(MODEL)
+    prompts = [Prompt(token_ids=tuple(model.encode("12+34,56+78>")), id="0")]
+    sampling = SamplingParams(max_new_tokens=4)
+    entrants = {
+        name: Entrant(model=model, decoder=ReFusion(), sampling=sampling, prompts=prompts, num_threads=num_threads)
+        for name, num_threads in {"two": 2, "three": 3, "default": None}.items()
+    }
+    used = []
+
+    def record_threads(self: TextModel, *args: object, **options: object) -> DecodingOutput:
+        used.append(torch.get_num_threads())
+        return DecodingOutput()
+
+    monkeypatch.setattr(TextModel, "decode", record_threads)
+    measure_latency(entrants, LatencyOptions(num_prompts=1, batch_sizes=(1,), min_batches=2))
+    assert sorted(used) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert torch.get_num_threads() == 1
 
 
 def test_a_ratio_of_speeds_is_paired_by_batch() -> None:

@@ -163,8 +163,20 @@ def test_a_prompt_template_without_text_or_query_is_refused_by_every_door(
 @pytest.mark.parametrize("entry", [5, "abc", ["a"], True])
 def test_an_entry_that_is_no_mapping_is_refused(tmp_path: Path, entry: object) -> None:
     _write_entry(tmp_path, entry)
-    with pytest.raises(ValueError, match="refusion_lit.*mapping"):
+    with pytest.raises(ValueError, match=r"refusion_lit.*mapping"):
         refusion_lit.load(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["../outside/model.safetensors", "{parent}/outside/model.safetensors"])
+def test_shards_outside_the_directory_are_not_read(tmp_path: Path, shard: str) -> None:
+    model, outside = tmp_path / "model", tmp_path / "outside"
+    shutil.copytree(MODEL, model)
+    outside.mkdir()
+    shutil.move(model / "model.safetensors", outside / "model.safetensors")
+    weight_map = {"model.norm.weight": shard.format(parent=tmp_path)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json.*outside"):
+        refusion_lit.load(model)
 
 
 def _write_entry(directory: Path, entry: object) -> None:

@@ -93,6 +93,7 @@ def forking_command(folder: Path) -> Iterator[tuple[str, ...]]:
         sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it ends with the process
         warnings.simplefilter("default")
         os.chdir(directory)
+        os.environ.clear()
         os.environ.update(environment)
         code = main(args)
         sys.stdout.flush()

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from refusion_lit.cli import main
-from refusion_lit.decoding import ReFusion
+from refusion_lit.evaluation.latency import Entrant, Timings, measure_latency
 from refusion_lit.sweeps.latency import summary_sentence
+from refusion_lit.sweeps.running import run
+from support.forks import forking_command
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-clean"
+
+
+OPTIONS = {"ckpt_path": str(MODEL), "data.task.num_test": 6, "model.sampling.max_new_tokens": 16}
 
 
 def sweep_file(folder: Path, **options: object) -> str:
     values = {
         "base": [str(ROOT / "configs" / "quickstart.yaml")],
         "description": "Two decoders of one model.",
-        "options": {"ckpt_path": str(MODEL), "data.task.num_test": 6, "model.sampling.max_new_tokens": 16,
-                    "num_threads": 1, "model.decoding.allow_mismatch": True},
+        "options": {**OPTIONS, "num_threads": 1},
         "grid": {"model.decoders": [{"slots": "ReFusion"}, {"other": {"class_path": "ReFusion",
                                                                       "init_args": {"slot_size": 4}}}]},
         "latency": {"num_prompts": 3, "batch_sizes": [1, 2], "min_batches": 2},
@@ -34,27 +40,64 @@ def sweep_file(folder: Path, **options: object) -> str:
     return str(path)
 
 
-def test_speeds_are_measured_with_the_threads_of_the_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    step = ReFusion.step
-
-    def counting(self: ReFusion, *args: object) -> object:
-        seen.append(torch.get_num_threads())
-        return step(self, *args)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(ReFusion, "step", counting)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        arguments = ["sweep", "--config", sweep_file(tmp_path), "--directory", str(tmp_path / "sweep")]
-        assert main(arguments) == 0
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-    assert set(seen) == {1}
+@pytest.fixture
+def forked_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Points that start at once, because they are forked from this process."""
+    with forking_command(tmp_path) as command:
+        monkeypatch.setitem(run.__kwdefaults__, "command", command)
+        yield
 
 
-def test_decoders_of_all_points_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def timed_threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int | None]:
+    """The number of threads with which the speeds of a sweep are measured, by slot size; measuring uses one thread."""
+    threads = {}
+
+    def record(entrants: dict[str, Entrant], *args: Any, **options: Any) -> dict[int, dict[str, Timings]]:
+        threads.update({entrant.decoder.slot_size: entrant.num_threads for entrant in entrants.values()})
+        single = {name: replace(entrant, num_threads=None) for name, entrant in entrants.items()}
+        return measure_latency(single, *args, **options)
+
+    monkeypatch.setattr("refusion_lit.sweeps.latency.measure_latency", record)
+    return threads
+
+
+@pytest.mark.usefixtures("forked_points")
+def test_every_point_is_timed_with_the_threads_of_its_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed_threads: dict[int, int | None]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    points = [{"model.decoders.refusion.slot_size": 8, "num_threads": 1},
+              {"model.decoders.refusion.slot_size": 4, "num_threads": 2}]  # fmt: skip
+    file = sweep_file(tmp_path, grid={}, entries=points, options=OPTIONS)
+    assert main(["sweep", "--config", file, "--directory", str(tmp_path / "sweep")]) == 0
+    assert timed_threads == {8: 1, 4: 2}
+
+
+@pytest.mark.usefixtures("forked_points")
+def test_omp_num_threads_holds_for_points_and_for_their_speeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed_threads: dict[int, int | None]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = sweep_file(tmp_path, grid={}, options={**OPTIONS, "num_threads": 2})
+    assert main(["sweep", "--config", file, "--directory", str(tmp_path / "sweep")]) == 0
+    assert timed_threads == {8: 1}
+
+
+def test_omp_num_threads_is_refused_where_points_differ_in_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = sweep_file(tmp_path, grid={"num_threads": [1, 2]}, options=OPTIONS)
+    assert main(["sweep", "--config", file, "--directory", str(tmp_path / "sweep")]) == 2
+    assert "num_threads: expected no OMP_NUM_THREADS" in capsys.readouterr().err
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.usefixtures("forked_points")
+def test_decoders_of_all_points_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tmp_path / "sweep"
     arguments = ["sweep", "--config", sweep_file(tmp_path), "--directory", str(directory)]
     assert main(arguments) == 0
@@ -77,6 +120,7 @@ def test_decoders_of_all_points_are_compared(tmp_path: Path, capsys: pytest.Capt
     assert all(json.loads(row["latency"])["1"]["tokens_per_second"] > 0 for row in rows)
     page = (directory / "report" / "report.html").read_text(encoding="utf-8")
     assert "one prompt at a time" in page
+    monkeypatch.setattr("refusion_lit.sweeps.running._LOOK_SECONDS", 0)  # as on a slow machine: progress is shown
     assert main([*arguments, "--resume"]) == 0  # nothing has changed, so nothing is measured again
     assert {path: path.read_bytes() for path in results} == results
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
@@ -122,3 +123,20 @@ STOPS = st.lists(st.tuples(st.integers(1, 11), st.sampled_from(HOOKS)), max_size
 @given(TRAININGS, STOPS)
 def test_stops_change_nothing(training: Training, stops: list[tuple[int, str]]) -> None:
     training.check(sorted(stops))
+
+
+def test_a_resumed_training_has_the_patience_of_its_options(tmp_path: Path) -> None:
+    checkpoint: Path | None = None
+    for patience in (3, 7):
+        data = InstructionDataModule(Additions(num_train=4, num_validation=2, num_test=1), CharacterTokenizer(), 2)
+        module = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Masked())
+        stopping = EarlyStopping("val/loss", patience=patience)
+        trainer = L.Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[stopping], enable_checkpointing=False, num_sanity_val_steps=0, max_steps=patience,
+            log_every_n_steps=1,
+        )  # fmt: skip
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        assert stopping.patience == patience
+        checkpoint = tmp_path / "last.ckpt"
+        trainer.save_checkpoint(checkpoint)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -202,10 +203,7 @@ class RefusionCLI(LightningCLI):
             config.verbose = False  # we show the figures ourselves
         if "weights_only" in config:
             config.weights_only = True  # our checkpoints hold tensors and plain values only
-        if config.num_threads is not None:
-            require_at_least("num_threads", config.num_threads, 1)
-            if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(config.num_threads)
+        self._set_threads(config.num_threads)
         _check_trainer(config.trainer)
         if "--trainer.precision" not in self._named:
             _choose_precision(config.trainer)
@@ -229,6 +227,15 @@ class RefusionCLI(LightningCLI):
                 _use_source(config, str(source))
             else:
                 _check_backbone(config.model.backbone, self.subcommand)
+
+    def _set_threads(self, num_threads: int | None) -> None:
+        """Use the number of threads of the command line, of OMP_NUM_THREADS, or of the config, in this order."""
+        if num_threads is not None:
+            require_at_least("num_threads", num_threads, 1)
+            if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(num_threads)
+        if self.subcommand == "fit":
+            _warn_of_a_busy_machine()
 
     def _choose_directory(self, config: Namespace) -> None:
         """Choose and lock the run's directory; refuse a directory whose results would mix with the run's.
@@ -395,6 +402,22 @@ def _use_source(config: Namespace, source: str) -> None:
     if backbone.draft is None and opened.entry.get(HAS_DRAFTER):
         backbone.draft = own_draft(source, backbone.revision)
     config.ckpt_path = None  # Lightning reads checkpoints only; the backbone loads the directory
+
+
+def _warn_of_a_busy_machine() -> None:
+    """Warn if other programs use the processors that several threads would share.
+
+    Threads wait for one another several times per layer, so a single thread that loses its processor stops all of them.
+    """
+    num_threads = torch.get_num_threads()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    num_cpus = os.cpu_count() or 1
+    if num_threads > 1 and load > 1.25 * num_cpus:  # a run of ours that has just ended leaves a load of num_cpus
+        warnings.warn(
+            f"this machine is busy (a load of {load:.1f} on {num_cpus} processors), and {num_threads} threads that "
+            "wait for one another may train many times as slowly as one; try --num_threads 1.",
+            stacklevel=2,
+        )
 
 
 def _use_template(config: Namespace, template: str) -> None:

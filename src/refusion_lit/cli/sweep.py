@@ -118,31 +118,18 @@ def _print_results(name: str, table: Sequence[TableRow], option_names: Sequence[
     """Print a line for each point and decoder: the options that vary, and the most important figures."""
     from refusion_lit.reports.comparison import short_names
     from refusion_lit.reports.results import CONCURRENT
-    from refusion_lit.reports.tables import (
-        LATENCY,
-        MISMATCH,
-        PRINTED,
-        cells,
-        latency_cells,
-        latency_head,
-        latency_sizes,
-        print_table,
-    )  # fmt: skip
+    from refusion_lit.reports.tables import MISMATCH, print_figures
 
     option_names = [option for option in option_names if option != "model.decoders"]  # the column of decoders shows it
-    sizes = latency_sizes(row.get("latency") for row in table)
-    shown = [figure for figure in PRINTED if not sizes or figure[0] in ("score", "tokens_per_forward")]
-    head = [*short_names(option_names).values(), "decoder", *(title for _, title, _ in shown), *latency_head(sizes)]
     rows = []
     for row in table:
         text = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
-        decoder = f"{text}{' *' if row['mismatch'] else ''}"
-        options = [shorten_value(row[option]) for option in option_names]
-        rows.append([*options, decoder, *cells(row, shown), *latency_cells(row.get("latency"), sizes)])
-    is_slowed = any(row["status"] == "finished" and row.get("tokens_per_second") is None for row in table)
-    notes = [f"* {MISMATCH}"] * any(row["mismatch"] for row in table)
-    notes += [LATENCY] if sizes else [CONCURRENT] * is_slowed
-    print_table(f"{name}: {len(rows)} rows", head, rows, num_texts=len(option_names) + 1, notes=notes)
+        texts = [*(shorten_value(row[option]) for option in option_names), f"{text}{' *' if row['mismatch'] else ''}"]
+        rows.append((texts, row, row.get("latency")))
+    has_speeds = all(row.get("tokens_per_second") is not None for row in table if row["status"] == "finished")
+    is_slowed = not has_speeds and not any(row.get("latency") for row in table)
+    notes = [*[f"* {MISMATCH}"] * any(row["mismatch"] for row in table), *[CONCURRENT] * is_slowed]
+    print_figures(f"{name}: {len(rows)} rows", [*short_names(option_names).values(), "decoder"], rows, notes=notes)
 
 
 def read_sweep(file: Path) -> Sweep:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +40,8 @@ class LatencyOptions:
     def __post_init__(self) -> None:
         check_options(self)
         sizes = self.batch_sizes
-        holds = bool(sizes) and all(isinstance(size, int) and size > 0 for size in sizes)
-        require(holds, "batch_sizes", "a list of integers of at least 1", sizes, "write a list such as [1, 16]")
+        are_sizes = bool(sizes) and all(isinstance(size, int) and size > 0 for size in sizes)
+        require(are_sizes, "batch_sizes", "a list of integers of at least 1", sizes, "write a list such as [1, 16]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,14 @@ class Entrant:
         decoder: The decoder.
         sampling: How much to generate and how tokens are sampled.
         prompts: The prompts, tokenized for the model; all entrants have the same number of prompts in the same order.
+        num_threads: Number of CPU threads while the decoder decodes; ``None``: the process's number.
     """
 
     model: TextModel
     decoder: Decoder
     sampling: SamplingParams
     prompts: Sequence[Prompt]
+    num_threads: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -173,11 +176,23 @@ def _timed(entrant: Entrant, indices: Sequence[int]) -> tuple[float, DecodingOut
     """Decode a batch; return the seconds by the wall clock and what was decoded."""
     prompts = [entrant.prompts[index] for index in indices]
     device = entrant.model.backbone.device
-    _synchronize(device)
-    start = time.perf_counter()
-    output = entrant.model.decode(prompts, entrant.decoder, entrant.sampling, batch_size=len(prompts))
-    _synchronize(device)
-    return time.perf_counter() - start, output
+    with _use_threads(entrant.num_threads):
+        _synchronize(device)
+        start = time.perf_counter()
+        output = entrant.model.decode(prompts, entrant.decoder, entrant.sampling, batch_size=len(prompts))
+        _synchronize(device)
+        return time.perf_counter() - start, output
+
+
+@contextmanager
+def _use_threads(num_threads: int | None) -> Iterator[None]:
+    """Set the number of torch's CPU threads; restore the old number at the end."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The values of a training step: a clean batch, the corrupted batch made of it, and its loss."""
+"""The values of a training step: the clean batch, the corrupted batch and the loss."""
 
 from __future__ import annotations
 
@@ -31,12 +31,22 @@ class ResponseBatch(_Movable):
     """A clean micro-batch of prompts with responses, padded on the right.
 
     Attributes:
-        input_ids: Prompt, then response with its end-of-sequence token, then padding.
-        prompt_lengths: Number of prompt tokens of each sample.
-        response_lengths: Number of response tokens of each sample, EOS token included; at least 1.
-        sample_keys: 64-bit hash of each sample's id; keys the sample's noise.
+        input_ids: Prompt, then response with its EOS token, then padding.
+        prompt_lengths: Number of prompt tokens per sample.
+        response_lengths: Number of response tokens per sample, EOS token included; at least 1.
+        sample_keys: 64-bit hashes of the samples' ids, which key the noise.
         ids: The samples' ids.
-        rows: For packing: index of the row that each sample goes to, from 0 without gaps. ``None``: one sample per row.
+        rows: For packing: the samples' row indices, from 0 without gaps. ``None``: a row per sample.
+
+    Examples:
+        >>> batch = ResponseBatch(
+        ...     input_ids=torch.tensor([[5, 6, 7, 1]]),
+        ...     prompt_lengths=torch.tensor([2]),
+        ...     response_lengths=torch.tensor([2]),
+        ...     sample_keys=torch.tensor([0]),
+        ... )
+        >>> batch.in_response.tolist()
+        [[False, False, True, True]]
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -48,17 +58,17 @@ class ResponseBatch(_Movable):
 
     @property
     def positions(self) -> Int[Tensor, " token"]:
-        """The positions 0, 1, 2, ... of a row's tokens."""
+        """The positions 0, 1, 2, ... in a row."""
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
 
     @property
     def ends(self) -> Int[Tensor, " batch"]:
-        """Position after each sample's last token: the number of its tokens."""
+        """Number of tokens per sample, which is the position after the last token."""
         return self.prompt_lengths + self.response_lengths
 
     @property
     def is_real(self) -> Bool[Tensor, "batch token"]:
-        """Which positions hold a token of the sample rather than padding."""
+        """Which positions hold a token and not padding."""
         return self.positions < self.ends[:, None]
 
     @property
@@ -68,40 +78,39 @@ class ResponseBatch(_Movable):
 
     @property
     def bidirectional(self) -> Int[Tensor, "batch token range 2"]:
-        """Bidirectional attention, for ``CorruptedBatch.visible``: every token, padding too, sees all of its text."""
+        """Value of ``CorruptedBatch.visible`` for bidirectional attention: every token, padding too, sees its text."""
         everything = torch.stack((torch.zeros_like(self.ends), self.ends), -1)
         return repeat(everything, "batch bound -> batch token 1 bound", token=self.input_ids.shape[1])
 
 
 @dataclass(kw_only=True)
 class CorruptedBatch(_Movable):
-    """The model's inputs and targets for one micro-batch.
+    """The model's inputs and targets for a micro-batch.
 
-    Each labelled position belongs to one term of the loss and has a weight in that term's sum.
+    A labelled position belongs to a term of the loss and has a weight in the term's sum.
 
-    The ``batch`` axis of all tensors is ``(view sample)``, view-major: row ``view * num_samples + sample`` shows that
-    sample in that view. :func:`~refusion_lit.learning.packing.pack` relies on it.
+    The ``batch`` axis of all tensors is ``(view sample)``, view-major: row ``view * num_samples + sample`` shows the
+    sample in the view. :func:`~refusion_lit.learning.packing.pack` relies on this order.
 
     Attributes:
         input_ids: Tokens in sequence order, which need not be text order.
-        position_ids: Position of each token in the text.
-        labels: Target of the logits at each position, or ``IGNORE_INDEX``. No further shift is applied.
-        weights: Weight of each labelled position's cross-entropy in its term's sum.
-        terms: Index of each labelled position's term in :attr:`Objective.terms`.
-        counts: Denominator of each term's sum (tokens or samples).
-        visible: Ranges ``(start, stop)`` of the sequence's tokens that together are what each token sees; unused ones
-            are empty. ``None``: causal attention over the sequence, padding on the right. For bidirectional attention:
+        position_ids: The tokens' positions in the text.
+        labels: Targets of the logits, or ``IGNORE_INDEX``. No further shift is applied.
+        weights: Weights of the cross-entropies in the sums of their terms.
+        terms: Indices into :attr:`Objective.terms`, by labelled position.
+        counts: Denominators (numbers of tokens or samples), by term.
+        visible: What a token sees: the union of its ranges ``(start, stop)`` of sequence indices. Unused ranges are
+            empty. ``None``: causal attention over the sequence, padding on the right. For bidirectional attention:
             :attr:`ResponseBatch.bidirectional`.
         is_masked: Positions that corruption replaced by the mask token.
-        is_real: Positions that hold a sample's tokens rather than padding. ``None``: the objective does not say, and
-            its samples cannot be packed.
-        num_views: Number of views of each sample.
-        rejected: Token that each position should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
-            two texts. Such batches cannot be packed.
-        num_drafts: The last tokens of each row are this many draft masks, which run in a second pass with the model's
+        is_real: Positions that hold tokens and not padding. ``None``: unknown; the batch cannot be packed.
+        num_views: Number of views per sample.
+        rejected: Tokens that the positions should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
+            two texts. The batch cannot be packed then.
+        num_drafts: The last tokens of a row are this many draft masks, which run in a second pass with the model's
             drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
-        draft_offsets: Offset of each mask in the slot that a decoder drafts at once, -1 at other tokens. A slot's masks
-            stand one after the other. ``None``: the objective trains no such slots.
+        draft_offsets: The masks' offsets in a slot that a decoder drafts at once, -1 at other tokens. A slot's masks
+            are consecutive. ``None``: the objective trains no slots.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -124,11 +133,16 @@ class LossOutput:
     """A loss as sums and counts, so that means over micro-batches and processes stay exact.
 
     Attributes:
-        sums: Weighted sum of each term's cross-entropies, in nats.
-        counts: Denominator of each sum.
-        terms: Coefficient of each term in the total, by the term's name, in order.
+        sums: Weighted sums of cross-entropies, by term, in nats.
+        counts: Denominators, by term.
+        terms: Coefficients in the total, by the terms' names, in order.
         draft_counts: Which masks would be accepted as drafts, without gradients only; see
             :func:`~refusion_lit.learning.draft_figures.draft_figures`.
+
+    Examples:
+        >>> terms = {"a": 1.0, "b": 0.5}
+        >>> LossOutput(sums=torch.tensor([6.0, 1.0]), counts=torch.tensor([3.0, 0.0]), terms=terms).total.item()
+        2.0
     """
 
     sums: Float[Tensor, " term"]
@@ -138,15 +152,15 @@ class LossOutput:
 
     @property
     def means(self) -> Float[Tensor, " term"]:
-        """Mean of each term; zero, not NaN, for a term without targets."""
+        """Means by term; zero, not NaN, for a term without targets."""
         empty = self.counts == 0
         return torch.where(empty, torch.zeros_like(self.sums), self.sums / self.counts.masked_fill(empty, 1.0))
 
     @property
     def total(self) -> Float[Tensor, ""]:
-        """The loss to minimise: the sum of the means times their coefficients."""
+        """The loss to minimise: the means, weighted by their coefficients."""
         return (self.means * self.means.new_tensor(list(self.terms.values()))).sum()
 
     def named_means(self) -> dict[str, Tensor]:
-        """Return each term's detached mean by name."""
+        """Return the detached means by the terms' names."""
         return dict(zip(self.terms, self.means.detach().unbind(), strict=True))

@@ -1,4 +1,4 @@
-"""Which masks would be accepted as drafts, counted from validation logits: what training shows of the decoder."""
+"""Counts which masks a decoder would accept as drafts, from validation logits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NUM_OFFSETS = 8
-"""Drafts of a slot that are counted one by one; ReFusion's default slot has as many tokens."""
+"""Number of offsets in a slot that are counted separately; ReFusion's default slot has as many tokens."""
 
 THRESHOLD = 0.9
 """Drafts above this probability count as confident: ReFusion's default threshold."""
 
 
 def read_drafts(logits: Float[Tensor, "draft vocab"], labels: Int[Tensor, " draft"]) -> Float[Tensor, "read draft"]:
-    """Return whether the most probable token of each label's logits is right (1 or 0), and its probability."""
+    """Return whether the most probable tokens equal the labels (1 or 0), and their probabilities."""
     best, tokens = logits.max(-1)
     return torch.stack(((tokens == labels).to(logits.dtype), (best - logits.logsumexp(-1)).exp()))
 
@@ -25,7 +25,7 @@ def count_drafts(reads: Float[Tensor, "read draft"], offsets: Int[Tensor, " draf
 
     Args:
         reads: What :func:`read_drafts` returned for all labelled tokens, in order.
-        offsets: Offset of each mask in its slot, -1 at other tokens. A slot's masks stand one after the other.
+        offsets: The masks' offsets in their slots, -1 at other tokens. A slot's masks are consecutive.
     """
     is_right, confidence = reads[0] > 0, reads[1]
     wrong = F.pad((~is_right).long().cumsum(0), (1, 0))
@@ -43,12 +43,12 @@ def draft_figures(counts: Float[Tensor, "offset figure"]) -> dict[str, Tensor]:
     * ``accepted_K``: of the slots that have K tokens, the share whose first K drafts all equal the text.
     * ``confident``: share of drafts with a probability above 0.9.
     * ``agreement``: share of the confident drafts that equal the text. On text that the model generated from left to
-      right, it is the agreement of thresholded decoding with decoding from left to right.
+      right, it is the agreement between thresholded decoding and left-to-right decoding.
 
     Args:
-        counts: By offset in the slot: all drafts, those that equal the text together with all before them, confident
-            ones, and confident ones that equal the text.
+        counts: By offset in the slot: number of drafts; of drafts that equal the text, together with all drafts before
+            them; of confident drafts; of confident drafts that equal the text.
     """
-    found = {f"accepted_{k}": row[1] / row[0] for k, row in enumerate(counts, 1) if row[0]}
+    accepted = {f"accepted_{k}": row[1] / row[0] for k, row in enumerate(counts, 1) if row[0]}
     total, _, confident, right = counts.sum(0)
-    return {**found, "confident": confident / total.clamp(min=1), "agreement": right / confident.clamp(min=1)}
+    return {**accepted, "confident": confident / total.clamp(min=1), "agreement": right / confident.clamp(min=1)}

@@ -1,4 +1,4 @@
-"""The interface of a training objective: how a clean batch is corrupted, and the loss, computed in chunks."""
+"""The interface for training objectives: corruption of a clean batch, and the loss, computed in chunks."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import check_options, require
 
 LOGITS_BYTES = 64 * 2**20
-"""Size limit for the float32 logits of one chunk.
+"""Size limit for a chunk's float32 logits.
 
-The head of a large vocabulary dominates training memory: float32 logits of 4 x 4096 positions and 151 936 ids take
-10 GB, and the loss holds several copies of them.
+The head of a large vocabulary dominates training memory: float32 logits for 4 x 4096 positions and 151 936 ids take
+10 GB, and the loss holds several copies.
 """
 
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``."""
 
 MaskRatio = Float[Tensor, " batch"] | None
-"""Given mask probabilities of a batch's rows, in (0, 1]; ``None``: they are drawn."""
+"""Mask probabilities by row, in (0, 1]; ``None``: they are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
     """A way to train a language model on prompts with responses.
 
-    An objective is one file: its options, ``trained``, :attr:`terms` and :meth:`corrupt`. The loss is shared.
+    A subclass defines its options, ``trained``, :attr:`terms` and :meth:`corrupt`. The loss is shared.
 
     Attributes:
         chunk_size: Number of labelled positions whose logits are in memory at once, at least 1; ``None``: the largest
             number that fits in 64 MB. Changes memory and speed, not the loss.
 
     Class attributes:
-        ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
-        trained: What a model trained with it can do: its attention pattern and the meaning of its logits.
-        term: Name of the only loss term; objectives with several override :attr:`terms`.
-        packs: Whether samples can be packed: :meth:`corrupt` says which positions are real.
-        step_source: Import path of a ``StepSource`` (``training/step_source.py``) that makes the answers of every
-            optimizer step, such as roll-outs; ``None``: the responses of the data.
+        ranges: Minimum or interval by numeric option, checked on construction; see ``utils.require.check_options``.
+        trained: What a trained model can do: its attention pattern and the meaning of its logits.
+        term: Name of the only loss term; objectives with several terms override :attr:`terms`.
+        packs: Whether samples can be packed: :meth:`corrupt` marks the real positions.
+        step_source: Import path of a ``StepSource`` (``training/step_source.py``) that makes the responses for every
+            optimizer step, such as roll-outs; ``None``: the data has the responses.
     """
 
     trained: ClassVar[ModelTraits]
@@ -65,7 +65,7 @@ class Objective(ABC):
 
     @property
     def traits(self) -> ModelTraits:
-        """What a model trained with this objective can do: ``trained``, unless it depends on options."""
+        """What a model trained with this objective can do: ``trained``, or what the options change it to."""
         what = f"what {type(self).__name__} trains"
         fix = 'add trained = ModelTraits(attention="causal", predictions=("mask",))'
         trained = getattr(self, "trained", "no class attribute trained")
@@ -74,14 +74,14 @@ class Objective(ABC):
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """The loss terms: each one's coefficient in the total by its name, in order; by default ``term`` alone."""
+        """Coefficients in the total loss, by the terms' names, in order; by default ``term`` alone."""
         return {self.term: 1.0}
 
     def at(self, progress: float) -> Objective:  # noqa: ARG002
-        """Return the objective as it is at a point of training: itself, where no option changes in the course of it.
+        """Return the objective at a point in training: the same objective unless options change during training.
 
         Args:
-            progress: Share of all optimizer steps that are done, from 0.
+            progress: Finished share of all optimizer steps, from 0.
         """
         return self
 
@@ -89,17 +89,17 @@ class Objective(ABC):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Mask part of the responses and label what is to be predicted.
+        """Mask tokens of the responses, and label the tokens to predict.
 
         A sample's corruption depends on the sample and its noise only, not on the rest of the batch, the padding or
         the device. ``noise`` is the only source of randomness.
 
         Args:
             batch: Clean prompts and responses.
-            noise: The samples' noise, one row each.
+            noise: The samples' noise, a row per sample.
             special_tokens: Ids of the tokenizer's special tokens.
-            mask_ratio: Probability in (0, 1] with which each row's tokens or slots are masked, instead of a random
-                one. Validation passes fixed ratios, so that its curves are comparable between runs.
+            mask_ratio: Probabilities in (0, 1] with which the rows' tokens or slots are masked, instead of random
+                probabilities. Validation passes fixed ratios, so that its curves are comparable between runs.
 
         Raises:
             ValueError: If the objective needs a mask token and there is none, or a ratio is out of range.
@@ -118,7 +118,7 @@ class Objective(ABC):
         """
         is_labelled = corrupted.labels != IGNORE_INDEX
         selected = is_labelled.flatten().nonzero().squeeze(1)
-        of_labels = [each.flatten()[selected] for each in (corrupted.labels, corrupted.weights, corrupted.terms)]
+        labelled = [values.flatten()[selected] for values in (corrupted.labels, corrupted.weights, corrupted.terms)]
         offsets = None if torch.is_grad_enabled() else corrupted.draft_offsets
         reads: list[Tensor] = []
 
@@ -130,7 +130,7 @@ class Objective(ABC):
             return (F.one_hot(groups, len(corrupted.counts)).to(losses.dtype) * losses[:, None]).sum(0)
 
         states = hidden.flatten(0, 1)[selected]
-        sums = torch.stack(map_chunks(chunk_sums, head, states, *of_labels, chunk_size=self.chunk_size)).sum(0)
+        sums = torch.stack(map_chunks(chunk_sums, head, states, *labelled, chunk_size=self.chunk_size)).sum(0)
         loss = LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)
         if offsets is not None:
             loss.draft_counts = count_drafts(torch.cat(reads, 1), offsets[is_labelled])
@@ -145,28 +145,28 @@ def corrupt_and_check(
     *,
     mask_ratio: MaskRatio = None,
 ) -> CorruptedBatch:
-    """Corrupt a batch as an objective does, and check what it returns; see :meth:`Objective.corrupt`.
+    """Corrupt a batch with an objective, and check the result; see :meth:`Objective.corrupt`.
 
     Raises:
-        ValueError: If shapes do not fit, or attention other than causal is not stated: training would take wrong
-            targets, or causal attention, without a word.
+        ValueError: If shapes do not fit, or if attention is not causal but ``visible`` is missing. Training would
+            silently use wrong targets or causal attention.
     """
-    found = objective.corrupt(batch, noise, special_tokens, mask_ratio=mask_ratio)
+    corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=mask_ratio)
     name = f"{type(objective).__name__}.corrupt"
-    require(isinstance(found, CorruptedBatch), name, "a CorruptedBatch", found, "return one")
-    shape = found.input_ids.shape
-    num_rows = found.num_views * len(batch.prompt_lengths)
+    require(isinstance(corrupted, CorruptedBatch), name, "a CorruptedBatch", corrupted, "return one")
+    shape = corrupted.input_ids.shape
+    num_rows = corrupted.num_views * len(batch.prompt_lengths)
     fix = "give it rows (view sample) and all tensors one shape; see docs/extending.md"
     require(shape[0] == num_rows, f"{name}: input_ids", f"{num_rows} rows, one per view and sample", shape[0], fix)
     for part in ("position_ids", "labels", "weights", "terms"):
-        own = getattr(found, part).shape
-        require(own == shape, f"{name}: {part}", f"the shape of input_ids, {tuple(shape)}", tuple(own), fix)
-    wanted = (len(objective.terms),)
-    require(found.counts.shape == wanted, f"{name}: counts", f"one per term, {wanted}", tuple(found.counts.shape), fix)
+        got = getattr(corrupted, part).shape
+        require(got == shape, f"{name}: {part}", f"the shape of input_ids, {tuple(shape)}", tuple(got), fix)
+    counts_shape, expected = tuple(corrupted.counts.shape), (len(objective.terms),)
+    require(counts_shape == expected, f"{name}: counts", f"one per term, {expected}", counts_shape, fix)
     attention = objective.traits.attention
-    is_stated = found.visible is not None or attention == "causal"
+    is_stated = corrupted.visible is not None or attention == "causal"
     require(is_stated, f"{name}: visible", f"the ranges of {attention} attention", None, "state them; None is causal")
-    return found
+    return corrupted
 
 
 def map_chunks(
@@ -176,15 +176,15 @@ def map_chunks(
     *others: Shaped[Tensor, "position ..."],
     chunk_size: int | None,
 ) -> list[Tensor]:
-    """Call a function with the logits of chunks of positions, in float32 at least, and return its results.
+    """Compute logits in chunks of positions, in float32 at least; return a function's results by chunk.
 
-    With gradients and more than one chunk, each chunk's logits are recomputed in the backward pass instead of kept.
+    With gradients and several chunks, the backward pass recomputes the logits, so that they need not be kept.
 
     Args:
-        function: Gets a chunk's logits, and the chunk of each of ``others``.
+        function: Takes a chunk's logits, and the same chunk of ``others``.
         head: The head; called with chunks of hidden states.
         states: Hidden states.
-        others: Further values of the positions, such as labels.
+        others: Further values by position, such as labels.
         chunk_size: Number of positions in a chunk, at least 1; ``None``: the largest number that keeps the chunk's
             float32 logits below ``LOGITS_BYTES``.
     """
@@ -193,19 +193,19 @@ def map_chunks(
             vocab_size = head(states[:0]).shape[-1]
         chunk_size = max(1, LOGITS_BYTES // (4 * vocab_size))
 
-    def of_chunk(states: Tensor, *others: Tensor) -> Tensor:
+    def run_chunk(states: Tensor, *others: Tensor) -> Tensor:
         logits = head(states)
         return function(logits.to(torch.promote_types(logits.dtype, torch.float32)), *others)
 
-    # Splitting an empty tensor gives one empty chunk: the loss then stays attached to the weights, as DDP needs.
+    # Splitting an empty tensor gives an empty chunk: the loss then stays attached to the weights, as DDP needs.
     chunks = list(zip(*(tensor.split(chunk_size) for tensor in (states, *others)), strict=True))
     if len(chunks) == 1 or not torch.is_grad_enabled():
-        return [of_chunk(*chunk) for chunk in chunks]
-    return [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]  # type: ignore[misc]
+        return [run_chunk(*chunk) for chunk in chunks]
+    return [checkpoint(run_chunk, *chunk, use_reentrant=False) for chunk in chunks]  # type: ignore[misc]
 
 
 def required_mask_id(objective: object, special_tokens: SpecialTokens) -> int:
-    """Return the id of the mask token.
+    """Return the mask token's id.
 
     Raises:
         ValueError: If the model has no mask token.
@@ -219,7 +219,7 @@ def required_mask_id(objective: object, special_tokens: SpecialTokens) -> int:
 
 
 def mask_probability(noise: KeyedNoise, eps: float, mask_ratio: MaskRatio) -> Float[Tensor, " batch"]:
-    """Return each row's mask probability: ``(1 - eps) t + eps`` with t uniform in [0, 1), or the given ratio.
+    """Return mask probabilities by row: ``(1 - eps) t + eps`` with t uniform in [0, 1), or the given ratios.
 
     Raises:
         ValueError: If a given ratio is outside (0, 1].

@@ -1,4 +1,4 @@
-"""Packing: the corrupted samples of a row one after the other, invisible to one another."""
+"""Packing: several corrupted samples share a row and do not see each other."""
 
 from __future__ import annotations
 
@@ -14,19 +14,30 @@ from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch
 
 
 def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_id: int) -> CorruptedBatch:
-    """Lay a corrupted batch out again, with the samples of a row one after the other.
+    """Concatenate the samples that share a row.
 
-    Samples are corrupted one to a row and packed afterwards, so packing changes no corruption and needs nothing from
-    an objective but :attr:`CorruptedBatch.is_real`. Tokens keep their position ids, which restart with every sample,
-    and their labels, weights and terms: the loss is that of the batch without packing.
+    Samples are packed after corruption. So packing changes no corruption, and an objective only has to set
+    :attr:`CorruptedBatch.is_real`. Tokens keep position ids, which restart with every sample, labels, weights and
+    terms. So packing does not change the loss.
 
     Args:
-        corrupted: One sample per row, view-major if there are several views.
-        rows: Row that each sample goes to, from 0 without gaps. Each view gets rows of its own, view-major again.
-        pad_token_id: Fills up the rows, which become as long as the fullest.
+        corrupted: A sample per row, view-major if there are several views.
+        rows: Row indices by sample, from 0 without gaps. Views never share a row; rows are view-major again.
+        pad_token_id: Fills up the rows to the length of the fullest row.
 
     Raises:
-        ValueError: If the batch does not say which of its positions are real.
+        ValueError: If ``corrupted.is_real`` is missing.
+
+    Examples:
+        >>> ids = torch.tensor([[5, 6, 1], [7, 1, 0]])
+        >>> positions = torch.arange(3).expand(2, -1)
+        >>> batch = CorruptedBatch(
+        ...     input_ids=ids, position_ids=positions, labels=ids, weights=ids.double(), terms=torch.zeros_like(ids),
+        ...     counts=torch.tensor([5.0]), is_real=ids > 0,
+        ... )
+        >>> packed = pack(batch, torch.tensor([0, 0]), pad_token_id=0)
+        >>> packed.input_ids.tolist(), packed.position_ids.tolist()
+        ([[5, 6, 1, 7, 1]], [[0, 1, 2, 0, 1]])
     """
     if corrupted.is_real is None:
         raise ValueError(
@@ -43,26 +54,26 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
     width = int((starts + lengths).max())
     first_rows = torch.arange(num_views, device=rows.device)[:, None] * num_rows
     targets = ((first_rows + rows) * width + starts)[..., None] + is_real.cumsum(-1) - 1
-    # Index into the flattened batch of each packed position's token, -1 for padding. Tokens that are not real go to
-    # one extra entry that is cut off: selecting the real ones first would wait for the device.
+    # Indices into the flattened batch by packed position, -1 for padding. Padding of the batch goes to an extra entry
+    # that is cut off, because selecting the real tokens first would wait for the device.
     size = num_views * num_rows * width
     source = torch.full((size + 1,), -1, device=rows.device)
     source.scatter_(0, targets.masked_fill(~is_real, size).flatten(), torch.arange(is_real.numel(), device=rows.device))
     source = rearrange(source[:-1], "(row token) -> row token", token=width)
 
-    def taken(values: Tensor, fill: int | float) -> Tensor:
+    def gather(values: Tensor, fill: int | float) -> Tensor:
         return values.flatten()[source.clamp(min=0)].masked_fill(source < 0, fill)
 
     return replace(
         corrupted,
-        input_ids=taken(corrupted.input_ids, pad_token_id),
-        position_ids=taken(corrupted.position_ids, 0),
-        labels=taken(corrupted.labels, IGNORE_INDEX),
-        weights=taken(corrupted.weights, 0.0),
-        terms=taken(corrupted.terms, 0),
-        is_masked=None if corrupted.is_masked is None else taken(corrupted.is_masked, False),
+        input_ids=gather(corrupted.input_ids, pad_token_id),
+        position_ids=gather(corrupted.position_ids, 0),
+        labels=gather(corrupted.labels, IGNORE_INDEX),
+        weights=gather(corrupted.weights, 0.0),
+        terms=gather(corrupted.terms, 0),
+        is_masked=None if corrupted.is_masked is None else gather(corrupted.is_masked, False),
         is_real=source >= 0,
-        draft_offsets=None if corrupted.draft_offsets is None else taken(corrupted.draft_offsets, -1),
+        draft_offsets=None if corrupted.draft_offsets is None else gather(corrupted.draft_offsets, -1),
         visible=_packed_ranges(corrupted.visible, corrupted.is_real, starts.flatten(), source),
     )
 
@@ -73,20 +84,20 @@ def _packed_ranges(
     starts: Int[Tensor, " sample"],
     source: Int[Tensor, "row packed"],
 ) -> Int[Tensor, "row packed range 2"]:
-    """Let a token see what it saw in its own sample; padding sees itself.
+    """Return the packed tokens' visible ranges: a token sees the same tokens as before, padding sees itself.
 
     Args:
-        visible: What tokens saw before packing; ``None`` for causal.
+        visible: Visible ranges before packing; ``None`` for causal attention.
         is_real: Positions that are packed.
-        starts: First index of each sample in its packed row.
-        source: Index of each packed token in the flattened batch, -1 for padding.
+        starts: The samples' first indices in their packed rows.
+        source: The packed tokens' indices in the flattened batch, -1 for padding.
     """
     width = is_real.shape[1]
     index = torch.arange(width, device=source.device)
     if visible is None:
         causal = torch.stack((torch.zeros_like(index), index + 1), -1)
         visible = repeat(causal, "token bound -> sample token 1 bound", sample=len(is_real))
-    num_before = F.pad(is_real.cumsum(-1), (1, 0))  # of real tokens: a bound moves by those that are left out before it
+    num_before = F.pad(is_real.cumsum(-1), (1, 0))  # of real tokens: a bound moves by the padding before it
     bounds = rearrange(visible, "sample token range bound -> sample (token range bound)")
     moved = starts[:, None] + num_before.gather(1, bounds)
     moved = rearrange(moved.view_as(visible), "sample token range bound -> (sample token) range bound")

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the micro-batches of an optimizer step, their denominators, and the scale of the loss."""
+"""Gradient accumulation: an optimizer step's micro-batches, their denominators, and the scale of the loss."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 class OptimizerStep:
     """All micro-batches of an optimizer step on this process.
 
-    The losses of the micro-batches add up to the loss of a single batch with all samples of all processes. The
-    denominators of loss terms (labelled tokens or samples) differ between micro-batches, so a mean of means would be a
-    different loss. Therefore :meth:`begin` takes all corrupted micro-batches before the first micro-batch runs, and
-    every micro-batch gets the counts of the whole step as denominators.
+    The micro-batches' losses add up to the loss of a single batch with all samples on all processes. The denominators
+    (labelled tokens or samples) differ between micro-batches, so a mean of means would be a different loss. Therefore
+    :meth:`begin` takes all corrupted micro-batches before the first micro-batch runs, and every micro-batch gets the
+    counts of the whole step as denominators.
 
     Args:
         batches: Clean micro-batches on this process, in order.
@@ -27,10 +27,12 @@ class OptimizerStep:
         num_positions: Number of token positions in the step on all processes, padding included.
         padding: Share of padding among these positions.
 
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([2])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7]]), sample_keys=torch.tensor([0]), ids=["a"], **lengths)
-    >>> OptimizerStep([batch, batch]).sample_ids
-    ['a', 'a']
+    Examples:
+        >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([2])}
+        >>> ids, keys = torch.tensor([[5, 6, 7]]), torch.tensor([0])
+        >>> batch = ResponseBatch(input_ids=ids, sample_keys=keys, ids=["a"], **lengths)
+        >>> OptimizerStep([batch, batch]).sample_ids
+        ['a', 'a']
     """
 
     def __init__(self, batches: Sequence[ResponseBatch]) -> None:
@@ -62,10 +64,10 @@ class OptimizerStep:
         self._corrupted = [replace(batch, counts=totals[2:]) for batch in corrupted]
 
     def take(self, index: int) -> CorruptedBatch:
-        """Remove and return a corrupted micro-batch, with the counts of the step.
+        """Remove and return a corrupted micro-batch, with the step's counts.
 
         Args:
-            index: Index of the micro-batch in the step.
+            index: The micro-batch's index in the step.
         """
         corrupted = self._corrupted[index]
         assert corrupted is not None, "a micro-batch runs once"
@@ -74,14 +76,15 @@ class OptimizerStep:
 
     @staticmethod
     def scale(num_accumulated: int, world_size: int) -> int:
-        """Return the factor for the loss that undoes the means of Lightning and over processes.
+        """Return the factor that undoes Lightning's mean over micro-batches and the mean over processes.
 
         Args:
             num_accumulated: ``trainer.accumulate_grad_batches``, by which Lightning divides the loss.
             world_size: Number of processes, over which gradients are averaged.
 
-        >>> OptimizerStep.scale(num_accumulated=4, world_size=2)
-        8
+        Examples:
+            >>> OptimizerStep.scale(num_accumulated=4, world_size=2)
+            8
         """
         return num_accumulated * world_size
 
@@ -92,7 +95,7 @@ class MicroBatch:
 
     Attributes:
         step: The optimizer step.
-        index: Index of the micro-batch in the step.
+        index: The micro-batch's index in the step.
     """
 
     step: OptimizerStep

@@ -1,4 +1,4 @@
-"""What some objectives share: a random subset of places, and operations on batches in text order."""
+"""Functions that several objectives share: random subsets of places, and changes to batches in text order."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def extend_responses(
     token_id: int | None = None,
     width: int | None = None,
 ) -> ResponseBatch:
-    """Lengthen responses by appending copies of one token; padding fills up the batch to its longest row.
+    """Append copies of a token to responses, and pad the batch to its longest row.
 
     Args:
         batch: A clean batch.
-        lengths: New response lengths, none below the old ones.
+        lengths: New response lengths, none below the old length.
         special_tokens: Ids of the tokenizer's special tokens.
-        token_id: The appended token; ``None``: the end-of-sequence token.
-        width: Length of the longest row where it is known; ``None``: wait for the device to tell.
+        token_id: The appended token; ``None``: the EOS token.
+        width: The longest row's length if it is known; ``None``: read it from the device, which waits.
     """
     ends = batch.prompt_lengths + lengths
     new_width = int(ends.max().cpu()) if width is None else width
@@ -41,16 +41,16 @@ def extend_responses(
 
 
 def shift_left(values: Tensor, fill: int | float) -> Tensor:
-    """Move the value at position i + 1 to position i, so that each token is predicted by the one before it."""
+    """Move the value at position i + 1 to position i, so that a token is predicted at the position before it."""
     return torch.cat((values[:, 1:], torch.full_like(values[:, :1], fill)), dim=1)
 
 
 def extend_to_multiple(batch: ResponseBatch, multiple: int, special_tokens: SpecialTokens) -> ResponseBatch:
-    """Lengthen every response with end-of-sequence tokens to a multiple of a number of tokens.
+    """Append EOS tokens to responses until their lengths are multiples of a number.
 
     Args:
         batch: Prompts and responses.
-        multiple: At least 1, which changes nothing.
+        multiple: The number, at least 1.
         special_tokens: Ids of the tokenizer's special tokens.
     """
     lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
@@ -60,12 +60,14 @@ def extend_to_multiple(batch: ResponseBatch, multiple: int, special_tokens: Spec
 def text_then_masks(
     num_text: int, num_before: Int[Tensor, "batch mask"], distance: Int[Tensor, "batch mask"]
 ) -> Int[Tensor, "batch token range 2"]:
-    """Let text see text causally, and each of the masks that follow it part of the text, masks before it and itself.
+    """Return visible ranges for a sequence in which masks follow the whole text.
+
+    Text sees text causally. A mask sees a prefix of the text, some masks directly before it, and itself.
 
     Args:
-        num_text: Tokens of the text part.
-        num_before: Leading tokens of the text that each mask sees; 0 for padding.
-        distance: Number of masks before it that each mask sees, side by side with it; 0 for padding.
+        num_text: Number of text tokens.
+        num_before: Length of the prefix, by mask; 0 for padding.
+        distance: Number of visible masks directly before the mask, by mask; 0 for padding.
     """
     text = torch.arange(1, num_text + 1, device=num_before.device).expand(len(num_before), -1)
     index = num_text + torch.arange(num_before.shape[1], device=num_before.device)
@@ -80,9 +82,9 @@ def random_subset(
     """Choose exactly ``count`` candidates along the last axis, or all if there are fewer.
 
     Args:
-        order: Random integers from :meth:`KeyedNoise.bits`; the candidates with the lowest ones are chosen.
+        order: Random integers from :meth:`KeyedNoise.bits`; the candidates with the lowest integers are chosen.
         candidates: Places that may be chosen.
-        count: Number of candidates to choose in each row.
+        count: Number of candidates to choose, by row.
     """
     ranks = order.where(candidates, 2**53).argsort(dim=-1, stable=True).argsort(dim=-1)  # bits stay below 2**53
     return candidates & (ranks < count[..., None])

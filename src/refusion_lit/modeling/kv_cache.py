@@ -1,8 +1,8 @@
-"""Preallocated KV cache with one region of storage for every row.
+"""Preallocated KV cache with a region of storage per row.
 
 A *cache index* is the index of a token's keys and values in its row's storage. It is not the token's position in the
-text: committing, cropping and reordering only move entries. Each forward declares in advance which indices its tokens
-are written to; the attention mask says which entries a query sees.
+text: committing, cropping and reordering only move entries. A forward pass declares in advance the indices to which its
+tokens are written; the attention mask defines which entries a query sees.
 """
 
 from __future__ import annotations
@@ -17,32 +17,41 @@ from torch.nn import functional as F
 from refusion_lit.modeling.devices import to_device
 
 CHUNK = 128
-"""The number of entries in a row's storage is a multiple of this."""
+"""The number of entries in a row's storage is a multiple of this number."""
 
 
 class KVCache:
     """Preallocated keys and values of several rows.
 
     Args:
-        num_layers: Layers of the model.
-        num_rows: Rows of storage, one for each prompt being decoded.
-        capacity: Initial number of entries per row; grows by a quarter or more, in chunks of this number, or of 128 if
-            that is more.
+        num_layers: Number of the model's layers.
+        num_rows: Number of storage rows, a row per prompt in flight.
+        capacity: Initial number of entries per row; grows by a quarter or more, in chunks of the initial number (at
+            least 128).
 
     Attributes:
-        sequences: Storage row of each sequence of the prepared forward; a row may serve several sequences.
-        rows: The same as a tensor; ``slice(None)`` if the sequences are all rows in order.
-        num_keys: The forward attends to the first ``num_keys`` entries of its rows; its mask says to which.
-        source_index: Flat index (sequence times padded length plus offset) of every token to store; ``None`` stores
-            all tokens of the forward in their order.
-        write_index: Flat index into storage of every token to store.
+        sequences: Storage rows by sequence in the prepared forward pass; a row may serve several sequences.
+        rows: ``sequences`` as a tensor; ``slice(None)`` if the sequences are all rows in order.
+        num_keys: The forward pass attends to the first ``num_keys`` entries of its rows, under its mask.
+        source_index: Flat indices (sequence times padded length plus offset) of the tokens to store; ``None`` stores
+            all tokens in their order.
+        write_index: Flat indices into the storage, by stored token.
+
+    Examples:
+        >>> import torch
+        >>> cache = KVCache(num_layers=1, num_rows=1)
+        >>> cache.prepare([0], 2, None, row_index=torch.tensor([0, 0]), cache_index=torch.tensor([0, 1]))
+        >>> states = torch.tensor([[[1.0]], [[2.0]]])  # two tokens, a head with a single channel
+        >>> keys, values = cache.store(0, states, -states)
+        >>> keys.shape, keys[0, :3].flatten().tolist()
+        (torch.Size([1, 128, 1, 1]), [1.0, 2.0, 0.0])
     """
 
     def __init__(self, num_layers: int, num_rows: int, capacity: int = CHUNK) -> None:
         self.num_rows = num_rows
         self.capacity = capacity
         self._chunk = max(capacity, CHUNK)
-        self._stored: list[list[Tensor]] = [[] for _ in range(num_layers)]  # keys and values of each layer, once known
+        self._stored: list[list[Tensor]] = [[] for _ in range(num_layers)]  # keys and values by layer, once known
 
     def prepare(
         self,
@@ -52,15 +61,20 @@ class KVCache:
         row_index: Int[Tensor, " token"],
         cache_index: Int[Tensor, " token"],
     ) -> None:
-        """Set where the next forward writes and what it reads: the attributes, ``rows`` being :attr:`sequences`.
+        """Set where the next forward pass writes and what it reads; see the attributes.
 
-        ``row_index`` and ``cache_index`` are of each token to store: its storage row, and its index there.
+        Args:
+            rows: The value of :attr:`sequences`.
+            num_keys: See the attribute.
+            source_index: See the attribute.
+            row_index: Storage rows, by stored token.
+            cache_index: Cache indices, by stored token.
         """
         if num_keys > self.capacity:
             wanted = max(num_keys, self.capacity * 5 // 4)  # at least a quarter more, to grow rarely
             missing = -(-wanted // self._chunk) * self._chunk - self.capacity
             self.capacity += missing
-            for layer in self._stored:  # grow one tensor at a time, so that only one of them is in memory twice
+            for layer in self._stored:  # grow tensors in turn, so that only a single tensor is in memory twice
                 for number, states in enumerate(layer):
                     layer[number] = F.pad(states, (0, 0, 0, 0, 0, missing))
         self.sequences = rows
@@ -72,7 +86,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the storage in bytes. It never shrinks, so after the last forward this is the peak."""
+        """Memory of the storage in bytes. It never shrinks, so after the last forward pass this is the peak."""
         return sum(states.nbytes for states in chain(*self._stored))
 
     def store(
@@ -80,7 +94,7 @@ class KVCache:
     ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
         """Write a layer's keys and values as prepared and return the whole storage.
 
-        Keys and values have storage of their own types: under autocast, rotary embeddings leave keys in float32.
+        Keys and values may have different types: under autocast, rotary embeddings leave keys in float32.
         """
         if not self._stored[layer]:
             size = self.num_rows, self.capacity
@@ -91,7 +105,7 @@ class KVCache:
         return stored_keys, stored_values
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` entries of one row to another."""
+        """Copy a row's first ``length`` entries to another row."""
         if source != target:
             for states in chain(*self._stored):
                 states[target, :length] = states[source, :length]

@@ -1,7 +1,7 @@
-"""Which keys each token of a batch sees: as spans, as ranges or, for kernels that need one, as a matrix.
+"""Which keys the tokens in a batch see: as spans, as ranges or, for kernels that need a mask, as a matrix.
 
 The size of ranges does not grow with the cache; a matrix [sequence, token, key] grows with the square of a prompt and
-rules out the fast attention kernels. It is built on the device, from ranges.
+rules out the fast attention kernels. The matrix is built on the device, from ranges.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ class Span:
     """Consecutive tokens of a sequence that share a context.
 
     Attributes:
-        sequence: Their sequence of the batch.
-        offset: Place of the first one in it.
+        sequence: Index of the sequence in the batch.
+        offset: The first token's place in the sequence.
         length: Number of tokens.
-        first_key: Key of the first one; the keys of the others follow.
-        context: Ranges ``(start, stop)`` of keys that all of them see; may be empty, overlap and be unsorted.
-        order: A token also sees the span's tokens of the same or a lower order. It never falls. ``None``: causal.
+        first_key: The first token's key; the keys of the other tokens follow.
+        context: Ranges ``(start, stop)`` of keys that all tokens see; may be empty, overlap and be unsorted.
+        order: A token also sees the span's tokens with the same or a lower order. The order never falls. ``None``:
+            causal.
     """
 
     sequence: int
@@ -39,7 +40,7 @@ class Span:
     order: Sequence[int] | None = None
 
     def visible_stops(self) -> Int[np.ndarray, " token"]:
-        """Return how many of the span's first tokens each of them sees."""
+        """Return, for every token, how many of the span's first tokens it sees."""
         if self.order is None:
             return np.arange(1, self.length + 1)
         orders = np.asarray(self.order)
@@ -53,8 +54,16 @@ class Visibility:
 
     Attributes:
         spans: Spans of all tokens but padding, by sequence and offset. Every sequence has a span at offset 0.
-        shape: Number of sequences, and of tokens in each sequence.
-        num_keys: Number of keys of each sequence.
+        shape: Number of sequences, and of tokens per sequence.
+        num_keys: Number of keys per sequence.
+
+    Examples:
+        Two tokens after a cached prompt with three entries; they see the prompt and themselves, causally:
+
+        >>> span = Span(sequence=0, offset=0, length=2, first_key=3, context=((0, 3),))
+        >>> visible = as_mask(Visibility([span], shape=(1, 2), num_keys=5), torch.device("cpu"))
+        >>> visible[0].int().tolist()
+        [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     """
 
     spans: Sequence[Span]
@@ -62,7 +71,7 @@ class Visibility:
     num_keys: int
 
     def ranges(self) -> Int[Tensor, "sequence token range 2"]:
-        """Return ranges of keys on the host; each token sees the union of its ranges, and unused ranges are empty."""
+        """Return ranges of keys on the host; a token sees the union of its ranges, and unused ranges are empty."""
         num_ranges = 1 + max(len(span.context) for span in self.spans)
         ranges = np.zeros((*self.shape, num_ranges, 2), dtype=np.int64)
         for span in self.spans:
@@ -75,7 +84,7 @@ class Visibility:
         return torch.from_numpy(ranges)
 
     def cut(self, start: int, stop: int) -> Visibility:
-        """Return what the tokens at some places see, without the keys after the last key that any of them sees.
+        """Return what the tokens at some places see, without the keys that none of these tokens sees at the end.
 
         Args:
             start: First place.
@@ -104,7 +113,7 @@ class Visibility:
 
 
 AttentionMask = Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"]
-"""What each token sees: spans, a matrix (``True`` where a query sees a key), or ranges of keys whose union it sees."""
+"""What tokens see: spans, a matrix (``True`` where a query sees a key), or ranges of keys whose union a token sees."""
 
 
 def as_mask(
@@ -113,8 +122,8 @@ def as_mask(
     """Return what tokens see as a matrix on a device; only ranges are copied to the device.
 
     Args:
-        attention: What each token sees; a tensor is on the device already.
-        device: Where the matrix is wanted.
+        attention: What tokens see; a tensor must be on the device.
+        device: The matrix's device.
         num_keys: Number of keys, for ranges without spans; by default the number of tokens.
     """
     if isinstance(attention, Visibility):
@@ -124,6 +133,6 @@ def as_mask(
 
 
 def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bool[Tensor, "batch token key"]:
-    """Return the mask matrix of ranges; each token sees the union of its ranges ``(start, stop)`` of keys."""
+    """Return the mask matrix of ranges; a token sees the union of its ranges ``(start, stop)`` of keys."""
     keys = torch.arange(num_keys, device=ranges.device)
     return ((keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])).any(-2)

@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.utils.errors import error_reason
+from refusion_lit.utils.require import require
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -171,6 +172,7 @@ def _check_stored(source: ModelSource) -> None:
         ValueError: If the config asks for far more weights than the files hold, or for another number of experts, or
             if a tensor of a published mixture of experts is missing or has another shape.
     """
+    _check_shard_names(Path(source.name))
     shapes = _stored_shapes(Path(source.name))
     config = source.config
     if not shapes or getattr(config, "quantization_config", None) is not None:  # quantised weights are packed
@@ -226,6 +228,15 @@ def _missing(source: ModelSource, names: Sequence[str]) -> ValueError:
         f"Fetch them again"
         f"{', or take the config that they were trained with (backbone.config: {})' * bool(source.overrides)}."
     )
+
+
+def _check_shard_names(folder: Path) -> None:
+    """Refuse an index of shards that names a file outside its directory, because directories are not trusted."""
+    for index in folder.glob("*.index.json"):
+        with suppress(AttributeError, LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
+            for name in {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}:
+                inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+                require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

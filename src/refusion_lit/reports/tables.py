@@ -38,6 +38,8 @@ PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
 """The figures that fit a terminal; reports and result files have all figures."""
 
 _WIDTH_OF_FILES = 1000
+Latency = Mapping[str, Mapping[str, Any]]
+"""A decoder's speeds measured in turns, by batch size."""
 
 
 def decoder_table(
@@ -47,7 +49,7 @@ def decoder_table(
     marked: Set[str] = frozenset(),
     metrics: Sequence[str] = (),
     note: str | None = None,
-    latency: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
+    latency: Mapping[str, Latency] | None = None,
 ) -> None:
     """Print a test's figures, a decoder per line.
 
@@ -60,24 +62,46 @@ def decoder_table(
         latency: Speeds measured in turns, by decoder and batch size; they replace the speed of the test.
     """
     num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
-    columns = with_metrics(PRINTED, metrics)
-    if latency:
-        columns = [column for column in columns if column[0] not in ("tokens_per_second", "calls_per_batch")]
-    sizes = latency_sizes((latency or {}).values())
-    head = ["decoder", *(title for _, title, _ in columns), *latency_head(sizes)]
     rows = [
-        [
-            f"{name} *" if name in marked else name,
-            *cells(figures, columns),
-            *latency_cells((latency or {}).get(name), sizes),
-        ]
+        ([f"{name} *" if name in marked else name], figures, (latency or {}).get(name))
         for name, figures in results.items()
     ]
-    notes = [*[f"* {MISMATCH}"] * bool(marked), *([note] if note else []), *[LATENCY] * bool(latency)]
-    print_table(f"{num_prompts} prompts, batch size {batch_size}", head, rows, notes=notes)
+    notes = [*[f"* {MISMATCH}"] * bool(marked), *([note] if note else [])]
+    print_figures(f"{num_prompts} prompts, batch size {batch_size}", ["decoder"], rows, metrics=metrics, notes=notes)
 
 
-def latency_sizes(entries: Iterable[Mapping[str, Any] | None]) -> list[str]:
+def print_figures(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[tuple[Sequence[str], Mapping[str, Any], Latency | None]],
+    *,
+    metrics: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Print figures of decoders on standard output; the table's width is limited in a terminal only.
+
+    Args:
+        title: Line above the table.
+        head: Names of the columns with texts.
+        rows: The texts of a row, its figures, and its speeds measured in turns, which replace the speed of the test.
+        metrics: The task's further metrics.
+        notes: Lines below the table.
+    """
+    sizes = latency_sizes(latency for _, _, latency in rows)
+    columns = with_metrics(PRINTED, metrics)
+    if sizes:
+        columns = [column for column in columns if column[0] not in ("tokens_per_second", "calls_per_batch")]
+    table = Table(title=title, caption="\n".join([*notes, *[LATENCY] * bool(sizes)]) or None)
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for name in (*(column_title for _, column_title, _ in columns), *latency_head(sizes)):
+        table.add_column(name, justify="right", overflow="fold")
+    for texts, figures, latency in rows:
+        table.add_row(*map(Text, [*texts, *cells(figures, columns), *latency_cells(latency, sizes)]))
+    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
+
+
+def latency_sizes(entries: Iterable[Latency | None]) -> list[str]:
     """Return the batch sizes of some decoders' speeds, ascending."""
     return sorted({size for entry in entries for size in entry or {}}, key=int)
 
@@ -88,7 +112,7 @@ def latency_head(sizes: Sequence[str]) -> list[str]:
     return ["tokens/s, alone", *titles] if "1" in sizes else titles
 
 
-def latency_cells(entry: Mapping[str, Mapping[str, Any]] | None, sizes: Sequence[str]) -> list[str]:
+def latency_cells(entry: Latency | None, sizes: Sequence[str]) -> list[str]:
     """Return the cells of a decoder for :func:`latency_head`; ``--`` where nothing was measured."""
     entry = entry or {}
     texts = ["--" if "1" not in entry else f"{entry['1']['tokens_per_second']:.0f}"] * ("1" in sizes)
@@ -99,27 +123,6 @@ def latency_cells(entry: Mapping[str, Mapping[str, Any]] | None, sizes: Sequence
         else:
             texts.append("--")
     return texts
-
-
-def print_table(
-    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int = 1, notes: Sequence[str] = ()
-) -> None:
-    """Print a table on standard output; its width is limited in a terminal only.
-
-    Args:
-        title: Line above the table.
-        head: Column names.
-        rows: Cells by row.
-        num_texts: The first columns hold text, the others numbers.
-        notes: Lines below the table.
-    """
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
-    table = Table(title=title, caption="\n".join(notes) or None)
-    for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i < num_texts else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
 
 
 def with_metrics(columns: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from refusion_lit.checkpoints.models import load
 from refusion_lit.evaluation.latency import Entrant, LatencyOptions, choose_baseline, measure_latency, summarize
+from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.plugins import find_class
 from refusion_lit.reports.results import RESULTS
 from refusion_lit.sweeps.points import Point
@@ -25,29 +25,22 @@ _SEPARATOR = "/"
 def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, console: Console) -> None:
     """Measure the decoders of finished points and write the speeds into their ``results.json``.
 
-    A decoder decodes prompts of the test of its point. Decoders that a model was not trained for are left out. A second
-    call with the same points and options measures nothing. Measuring uses the points' ``num_threads`` if all points
-    have the same number, and otherwise torch's default: a small model is slower on more threads.
+    A decoder decodes prompts of its point's test, with as many CPU threads as that test used. Decoders that a model
+    was not trained for are left out. A second call with the same points and options measures nothing.
 
     Args:
         folders: Finished points by directory.
         options: Prompts and batch sizes.
         console: Where progress is shown.
     """
-    files = {folder: folder / "test" / RESULTS for folder in folders}
-    num_threads = {point.configs["test"].get("num_threads") for point in folders.values()}
-    key = digest(
-        [
-            str(options),
-            str(num_threads),
-            *([str(file), read_object(file).get("fingerprints")] for file in files.values()),
-        ]
-    )
-    if all((read_object(file).get("latency_results") or {}).get("key") == key for file in files.values()):
+    results = {folder: read_object(folder / "test" / RESULTS) for folder in folders}
+    tests = [[str(folder), values.get("fingerprints"), _num_threads(values)] for folder, values in results.items()]
+    key = digest([asdict(options), tests])
+    if all((values.get("latency_results") or {}).get("key") == key for values in results.values()):
         return
     entrants: dict[str, Entrant] = {}
-    for folder, file in files.items():
-        entrants |= _entrants(folder, read_object(file), folders[folder])
+    for folder, point in folders.items():
+        entrants |= _entrants(folder, results[folder], point)
     if not entrants:
         return
     tenth = 0
@@ -61,21 +54,20 @@ def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, conso
                 tenth = 10 * num_done // num_batches
                 console.print(f"speeds: {10 * tenth} %", highlight=False)
 
-        num_threads_before = torch.get_num_threads()
-        if len(num_threads) == 1 and (number := next(iter(num_threads))) is not None:
-            torch.set_num_threads(number)
-        try:
-            timings = measure_latency(entrants, options, progress=report)
-        finally:
-            torch.set_num_threads(num_threads_before)
+        timings = measure_latency(entrants, options, progress=report)
     summary = summarize(timings, choose_baseline(entrants))
-    for folder, file in files.items():
+    for folder, values in results.items():
         prefix = f"{folder.name}{_SEPARATOR}"
         figures = {
             name.removeprefix(prefix): values for name, values in summary["decoders"].items() if name.startswith(prefix)
         }
         latency = {"key": key, "baseline": summary["baseline"], "decoders": figures}
-        write_json_atomically(file, {**read_object(file), "latency_results": latency})
+        write_json_atomically(folder / "test" / RESULTS, {**values, "latency_results": latency})
+
+
+def _num_threads(results: Mapping[str, Any]) -> int | None:
+    """Return the number of CPU threads that a test used, which OMP_NUM_THREADS or the option has set."""
+    return (results["environment"].get("hardware") or {}).get("num_threads")
 
 
 def _entrants(folder: Path, results: Mapping[str, Any], point: Point) -> dict[str, Entrant]:
@@ -92,13 +84,13 @@ def _entrants(folder: Path, results: Mapping[str, Any], point: Point) -> dict[st
         if results["mismatches"].get(name):
             continue
         decoder_class: Any = find_class(Decoder, options["class"])
-        decoder = decoder_class(**{n: v for n, v in options.items() if n != "class"})
-        lines = (folder / "test" / f"predictions_{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        prompts = [
-            Prompt(token_ids=tuple(model.encode(line["prompt"])), id=str(line["id"])) for line in map(json.loads, lines)
-        ]
+        predictions = read_json_lines(folder / "test" / f"predictions_{name}.jsonl")
         entrants[f"{folder.name}{_SEPARATOR}{name}"] = Entrant(
-            model=model, decoder=decoder, sampling=sampling, prompts=prompts
+            model=model,
+            decoder=decoder_class(**{option: value for option, value in options.items() if option != "class"}),
+            sampling=sampling,
+            prompts=[Prompt(token_ids=tuple(model.encode(row["prompt"])), id=str(row["id"])) for row in predictions],
+            num_threads=_num_threads(results),
         )
     return entrants
 

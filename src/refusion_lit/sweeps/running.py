@@ -5,28 +5,32 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shlex
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from refusion_lit.reports.results import read_latency, without_speeds
-from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, tail
-from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
+from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, Launcher, tail
+from refusion_lit.sweeps.points import Config, Point, Resolve, Sweep, plan
 from refusion_lit.utils.files import acquire_lock, digest, read_object, write_atomically, write_json_atomically
+from refusion_lit.utils.require import require
+
+if TYPE_CHECKING:
+    from refusion_lit.evaluation.latency import LatencyOptions
 
 TableRow = dict[str, Any]
+_LOOK_SECONDS = 1.0
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
-_WATCH_SECONDS = 1.0
 _WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
 """Suffixes of weight files. Other files beside them, such as a report or a model card, change no result."""
 
@@ -67,15 +71,12 @@ def run(
     if directory.exists() and any(directory.iterdir()) and not resume:
         raise ValueError(f"directory: expected a new directory, got {directory}, which exists; add --resume.")
     sweep.launcher.check()
-    latency = None
-    if sweep.latency is not None:
-        from refusion_lit.evaluation.latency import LatencyOptions  # imports torch
-
-        try:
-            latency = LatencyOptions(**{**sweep.latency, **_tuples(sweep.latency)})
-        except TypeError as error:
-            names = ", ".join(LatencyOptions.__dataclass_fields__)
-            raise ValueError(f"latency: expected some of the options {names}, got {sweep.latency} ({error}).") from None
+    latency = None if sweep.latency is None else _latency_options(sweep.latency)
+    varies_threads = any(name.rpartition(".")[2] == "num_threads" for name in sweep.option_names)
+    variable = os.environ.get("OMP_NUM_THREADS") if varies_threads else None
+    require(
+        variable is None, "num_threads", "no OMP_NUM_THREADS, which replaces the points' values", variable, "unset it"
+    )
     if sweep.description:
         _print_line(console, sweep.description)
     points = plan(sweep, Path(relative_to).resolve(), resolve)
@@ -93,7 +94,7 @@ def run(
         if num_finished := len(points) - len(unfinished):
             _print_line(console, f"{num_finished} of {len(points)} points are already finished")
         try:
-            _launch(sweep, unfinished, console)
+            _launch(sweep.launcher, unfinished, console)
             if latency is not None:
                 from refusion_lit.sweeps.latency import measure_points
 
@@ -107,9 +108,16 @@ def run(
     return rows
 
 
-def _tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are lists as tuples."""
-    return {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+def _latency_options(options: Config) -> LatencyOptions:
+    """Return the options as a class; raise ValueError if an option is unknown or wrong."""
+    from refusion_lit.evaluation.latency import LatencyOptions  # imports torch
+
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    try:
+        return LatencyOptions(**values)
+    except TypeError as error:
+        names = ", ".join(LatencyOptions.__dataclass_fields__)
+        raise ValueError(f"latency: expected some of the options {names}, got {options} ({error}).") from None
 
 
 def is_finished(directory: Path, point: Point) -> bool:
@@ -176,44 +184,39 @@ def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) ->
     write_json_atomically(folder / POINT, {**values, "checkpoint": _checkpoint_state(point)})
 
 
-def _launch(sweep: Sweep, points: dict[Path, Point], console: Console) -> None:
-    """Run points; print a line when a point ends, and show a progress bar in a terminal."""
+def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> None:
+    """Run points; print a line when a point ends.
+
+    A bar in a terminal shows how far the points are; elsewhere, a line for every tenth names the time left.
+    """
+    start = last_look = time.monotonic()
+    num_ended = tenth = 0
     with (
         Progress(console=console, disable=not console.is_terminal) as progress,
-        closing(sweep.launcher.launch(list(points))) as ends,
+        closing(launcher.launch(list(points))) as ends,
     ):
         task = progress.add_task("points", total=len(points))
-        stop = threading.Event()
-        watch = threading.Thread(target=_watch, args=(points, progress, task, console, stop), daemon=True)
-        watch.start()
-        for number, (folder, end) in enumerate(ends, start=1):
-            outcome = read_object(folder / OUTCOME)
-            if not outcome:
-                error = f"{end}, without a result\n{tail(folder / LOG)}".strip()
-                outcome = {"status": "failed", "seconds": None, "error": error}
-                write_json_atomically(folder / OUTCOME, outcome)
-            duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
-            _print_line(console, f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}")
-            if outcome.get("error"):
-                _print_line(console, outcome["error"])
-        stop.set()
-        watch.join()
-        progress.update(task, completed=len(points))
-
-
-def _watch(
-    points: dict[Path, Point], progress: Progress, task: TaskID, console: Console, stop: threading.Event
-) -> None:
-    """Show how far the points are: the bar in a terminal, else a line with the time left for every tenth."""
-    start, tenth = time.monotonic(), 0
-    while not stop.wait(_WATCH_SECONDS):
-        done = sum(_share_done(folder, point) for folder, point in points.items())
-        progress.update(task, completed=done)
-        share = done / len(points)
-        if not console.is_terminal and int(10 * share) > tenth:
-            tenth = int(10 * share)
-            left = (time.monotonic() - start) * (1 - share) / share
-            _print_line(console, f"{10 * tenth} % done, about {left:.0f} s left")
+        for ended in ends:
+            if ended is not None:
+                num_ended += 1
+                folder, end = ended
+                outcome = read_object(folder / OUTCOME)
+                if not outcome:
+                    error = f"{end}, without a result\n{tail(folder / LOG)}".strip()
+                    outcome = {"status": "failed", "seconds": None, "error": error}
+                    write_json_atomically(folder / OUTCOME, outcome)
+                duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
+                line = f"[{num_ended}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}"
+                _print_line(console, "\n".join([line, *filter(None, [outcome.get("error")])]))
+            elif time.monotonic() < last_look + _LOOK_SECONDS:
+                continue
+            last_look = time.monotonic()
+            done = sum(_share_done(folder, point) for folder, point in points.items())
+            progress.update(task, completed=done)
+            if not console.is_terminal and int(10 * done / len(points)) > tenth and num_ended < len(points):
+                tenth = int(10 * done / len(points))
+                left = (time.monotonic() - start) * (len(points) - done) / done
+                _print_line(console, f"{10 * tenth} % done, about {left:.0f} s left")
 
 
 def _share_done(folder: Path, point: Point) -> float:

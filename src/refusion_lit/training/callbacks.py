@@ -26,20 +26,20 @@ from refusion_lit.utils.files import atomic_writer
 
 
 class SaveLastStep(Checkpoint):
-    """Lets ``last.ckpt`` be that of the end of training, from which a longer one resumes exactly.
+    """Makes ``last.ckpt`` the checkpoint of the final step, so that a longer run can resume from it.
 
-    With ``every_n_train_steps: 1000`` and ``max_steps: 1700`` Lightning would leave the weights of step 1000 there, and
-    tests would be of these. Where ``max_steps`` ends inside an epoch, it would save after the step, when the epoch
-    counts as done, and the rest of its samples would be left out on resuming. A training that ends early, by a callback
-    or a time limit, keeps what was saved before. It is a ``Checkpoint`` so that it runs after the others and sees what
-    they have saved.
+    With ``every_n_train_steps: 1000`` and ``max_steps: 1700``, Lightning would leave step 1000 in ``last.ckpt``, and
+    tests would load old weights. If ``max_steps`` ends inside an epoch, Lightning would save after the step, when the
+    epoch counts as done, and a resumed run would skip the rest of the epoch. A run that a callback or a time limit ends
+    early keeps its earlier checkpoint. The class is a ``Checkpoint``, so that it runs after the other checkpoint
+    callbacks.
     """
 
     def __init__(self) -> None:
         self._kept: dict[ModelCheckpoint, Any] = {}  # callbacks that must not replace their last checkpoint any more
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:  # noqa: ANN401, ARG002
-        """Save after the last optimizer step unless that is done."""
+        """Save after the last optimizer step unless a callback has saved it."""
         if not _is_last_step(trainer):
             return
         for callback in _savers(trainer):
@@ -54,12 +54,12 @@ class SaveLastStep(Checkpoint):
             self._keep(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Keep what was saved with the figures of the last validation."""
+        """Keep the checkpoint that has the figures of the last validation."""
         if not trainer.sanity_checking and trainer.state.fn == "fit" and _is_last_step(trainer):
             self._keep(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Let the last checkpoint be the newest, which is what ``last`` means."""
+        """Make the last checkpoint the newest file, because ``last`` means the newest."""
         for callback, save_last in self._kept.items():
             callback.save_last = save_last
             if trainer.is_global_zero and _last_path(callback).is_file():
@@ -75,7 +75,7 @@ class SaveLastStep(Checkpoint):
 
 
 def _savers(trainer: L.Trainer) -> list[ModelCheckpoint]:
-    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _is_last_step(trainer: L.Trainer) -> bool:
@@ -85,25 +85,25 @@ def _is_last_step(trainer: L.Trainer) -> bool:
 
 
 def _last_path(callback: ModelCheckpoint) -> Path:
-    """Return where a callback keeps its last checkpoint."""
+    """Return the path of a callback's last checkpoint."""
     assert callback.dirpath is not None
     return Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
 
 
 def last_checkpoint(trainer: L.Trainer) -> str | None:
-    """Return the checkpoint that a training has written or resumed from last, ``None`` without one."""
+    """Return the checkpoint that a run has written or resumed from last; ``None`` without a checkpoint."""
     paths = [callback.last_model_path or callback.best_model_path for callback in _savers(trainer)]
     return next(filter(None, paths), None) or (str(trainer.ckpt_path) if trainer.ckpt_path else None)
 
 
 class SaveOnSignal(L.Callback):
-    """Ends training after the current optimizer step when a signal arrives, with a checkpoint that resumes exactly.
+    """Ends training after the current optimizer step when a signal arrives, with an exact checkpoint.
 
-    Handles SIGTERM, SIGINT (Ctrl-C) and, under SLURM, the signal that announces pre-emption (SIGUSR1), after which it
-    requeues the job where Lightning would. Lightning's own handler saves in mid-step and into the working directory,
-    where the next job of any run would resume from it. A second signal ends the process at once. A signal during
-    validation takes effect after the next step. The resulting ``SystemExit`` has the exit code that shells use for the
-    signal, and a ``message``.
+    Handles SIGTERM, SIGINT (Ctrl-C) and, under SLURM, the signal that announces pre-emption (SIGUSR1); the job is then
+    requeued if Lightning would requeue it. Lightning's own handler saves in mid-step and into the working directory,
+    where the next job of any run would resume from the file. A second signal ends the process at once. A signal during
+    validation takes effect after the next step. The resulting ``SystemExit`` has a ``message`` and the exit code that
+    shells use for the signal.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class SaveOnSignal(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Install the handlers in place of Lightning's."""
         for callback in _savers(trainer) if trainer.global_step else ():
-            # After resuming, it would save the same step again, after a micro-batch and without its gradients.
+            # After resuming, the callback would save the same step again in mid-step, without gradients.
             callback._last_global_step_saved = trainer.global_step
         self._forget()
         if threading.current_thread() is not threading.main_thread():
@@ -154,8 +154,8 @@ class SaveOnSignal(L.Callback):
             return  # gradients are in no checkpoint
         if trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False):
             directory = Path(trainer.log_dir or trainer.default_root_dir)
-            own = [_last_path(callback) for callback in _savers(trainer) if callback.dirpath]
-            path = str(own[0] if own else directory / "checkpoints" / "last.ckpt")
+            paths = [_last_path(callback) for callback in _savers(trainer) if callback.dirpath]
+            path = str(paths[0] if paths else directory / "checkpoints" / "last.ckpt")
             trainer.save_checkpoint(path)
             self._signum = self._signum or signal.SIGTERM
             self._message = (
@@ -170,7 +170,7 @@ class SaveOnSignal(L.Callback):
         self._restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Restore the previous handlers, and report what ended training."""
+        """Restore the previous handlers; add exit code and message to the exception."""
         self._restore()
         if isinstance(exception, SIGTERMException) and self._message:
             exception.code = 128 + self._signum
@@ -192,14 +192,14 @@ def _requeue() -> str:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint plugin with atomic writes and loading without code execution.
 
-    A process that dies while writing leaves the old checkpoint under that name, or none.
+    A process that dies while writing leaves the old checkpoint, or no file.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401, ARG002 - Lightning's signature
         """Write a checkpoint.
 
         Raises:
-            ValueError: If it cannot be written, for lack of space or permission.
+            ValueError: If the file cannot be written, for lack of space or permission.
         """
         try:
             with atomic_writer(path) as file:
@@ -220,6 +220,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Load a checkpoint to the CPU: tensors and plain values only, even with ``weights_only=False``.
 
         Raises:
-            ValueError: If it is missing or damaged, or holds anything else.
+            ValueError: If the file is missing or damaged, or holds other objects.
         """
         return read_checkpoint(path)

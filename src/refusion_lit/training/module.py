@@ -42,7 +42,7 @@ from refusion_lit.training.optimizer import (
     warn_of_slow_precision,
 )
 from refusion_lit.training.progress import TrainingProgress
-from refusion_lit.training.resume import begin_resumed_epoch, correct_counters
+from refusion_lit.training.resume import begin_resumed_epoch, correct_counters, keep_patience
 from refusion_lit.training.step_source import make_step_source
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
@@ -59,20 +59,19 @@ class SlotDiffusionModule(L.LightningModule):
         backbone: Where the model comes from.
         tokenizer: The data module's tokenizer; the command line links it.
         objective: The training objective.
-        decoders: Decoders by name. ``test`` compares them; ``predict`` uses the first. By default the one of the
-            model's published format, or one for its traits (ReFusion for a hybrid model). ``null`` drops one that an
-            earlier config has named.
+        decoders: Decoders by name. ``test`` compares them; ``predict`` uses the first. The default is the model's
+            default decoder (ReFusion for a hybrid model). ``null`` drops a decoder that an earlier config has named.
         sampling: How much to generate and how tokens are drawn.
         decoding: How decoders are run in evaluation.
         optimizer: Makes the optimizer from parameter groups; AdamW by default. Norms and biases get no weight decay.
         lr_scheduler: Makes the learning-rate schedule from the optimizer; ``schedule`` by default.
         schedule: The default learning-rate schedule.
-        seed: Seeds the initial weights and the training noise, which is a function of seed, epoch and sample only.
-        prompt_template: How a query becomes a prompt where the tokenizer has no chat template; ``None``: ``{query}``.
+        seed: Seeds the initial weights and the training noise, which depends on seed, epoch and sample only.
+        prompt_template: Turns a query into a prompt if the tokenizer has no chat template; ``None``: ``{query}``.
         resume: Resume an interrupted ``test`` or ``predict`` run from the predictions in its directory.
 
     Attributes:
-        evaluation: Tests and predicts; its ``results`` are the figures of the last test by decoder name.
+        evaluation: Tests and predicts; ``evaluation.results`` has the last test's figures by decoder name.
         progress: The state of training between two batches.
     """
 
@@ -136,17 +135,19 @@ class SlotDiffusionModule(L.LightningModule):
         return TextModel(self.model, self.tokenizer, self.prompt_template)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store what generation from the checkpoint alone needs. Test-time options are not stored."""
+        """Store everything that loading the model needs, but no test-time options."""
         checkpoint[METADATA_KEY] = CheckpointMetadata.of(self.text_model()).to_checkpoint()
         checkpoint[_NUM_POSITIONS] = int(self.progress.num_positions)
         checkpoint[_OPTIMIZER] = self._optimizer_options
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what the weights were trained for; refuse the weights of another model."""
+        """Restore the model's traits and training state; refuse another model's weights."""
         trainer = self._trainer
         resumes = trainer is not None and trainer.state.fn == "fit"
         if resumes and "fit_loop" in checkpoint.get("loops", {}):
             correct_counters(checkpoint["loops"]["fit_loop"])
+        if trainer is not None and resumes:
+            keep_patience(checkpoint.get("callbacks", {}), trainer.early_stopping_callbacks)
         if METADATA_KEY in checkpoint:
             restore_metadata(checkpoint, self.model, self.tokenizer, resumes=resumes)
         # A strategy that shards the weights restores them after the setup; no process holds them all.
@@ -157,7 +158,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.progress.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
     def on_fit_start(self) -> None:
-        """Check what training needs, and record what the weights are trained for."""
+        """Check data and model before training, and record the objective's traits in the model."""
         data = getattr(self.trainer, "datamodule", None)
         self._check_mask(data.training_prompt().token_ids if isinstance(data, InstructionDataModule) else ())
         if isinstance(data, InstructionDataModule) and self.model.max_positions is not None:
@@ -169,18 +170,18 @@ class SlotDiffusionModule(L.LightningModule):
         self.progress.start(self.device)
 
     def _check_mask(self, prompt: Sequence[int]) -> None:
-        """Refuse to train masks whose token also means something else, or is part of the template."""
+        """Refuse a mask token that is also another special token or part of the template."""
         assert self.tokenizer is not None
         tokens = self.model.special_tokens
         others = [*tokens.eos_token_ids, tokens.pad_token_id, self.tokenizer.bos_token_id, *prompt]
-        has_masks = any("mask" in each for each in self.objective.traits.predictions or ())
-        holds = not has_masks or tokens.mask_token_id is None or tokens.mask_token_id not in others
+        has_masks = any("mask" in prediction for prediction in self.objective.traits.predictions or ())
+        is_unique = not has_masks or tokens.mask_token_id is None or tokens.mask_token_id not in others
         got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
         fix = "remove mask_token from tokenizer_config.json and mask_token_id from config.json: one is added then"
-        require(holds, "data.tokenizer", "a mask token of its own", got, fix)
+        require(is_unique, "data.tokenizer", "a mask token of its own", got, fix)
 
     def _warn_of_misfits(self) -> None:
-        """Say before the training which of the config's decoders a test of its model will refuse."""
+        """Warn before training about decoders in the config that a test of the model will refuse."""
         if self.evaluation.options.allow_mismatch:
             return
         for name, decoder in self.evaluation.named.items():
@@ -189,20 +190,20 @@ class SlotDiffusionModule(L.LightningModule):
                 rank_zero_warn(f"{what}: {reason}; a test will refuse it, so name another one.")
 
     def on_fit_end(self) -> None:
-        """Refuse to call a training without any batch a success."""
+        """Refuse a training that has ended without an optimizer step."""
         fix = "raise trainer.max_time, or trainer.limit_train_batches"
         has_trained = bool(self.progress.sample_ids)
         require(has_trained, "fit", "time and batches for a step", "none, and no step was done", fix)
 
     def on_train_start(self) -> None:
-        """Complete what Lightning restores from a checkpoint: options of the optimizer, and the place in the epoch.
+        """Complete Lightning's restoring from a checkpoint: the optimizer's options, and the position in the epoch.
 
         Raises:
-            ValueError: If the checkpoint holds the state of another optimizer, or of a schedule with other options.
+            ValueError: If the checkpoint has the state of another optimizer, or of a schedule with other options.
         """
-        optimizer, decoupled = self.trainer.optimizers[0], "decoupled_weight_decay"  # which tells Adam and AdamW apart
-        group, own = optimizer.param_groups[0], optimizer.defaults
-        fits = own.keys() <= group.keys() and own.get(decoupled) == group.get(decoupled)
+        optimizer, decoupled = self.trainer.optimizers[0], "decoupled_weight_decay"  # differs between Adam and AdamW
+        group, defaults = optimizer.param_groups[0], optimizer.defaults
+        fits = defaults.keys() <= group.keys() and defaults.get(decoupled) == group.get(decoupled)
         fix = "give the one that wrote it, or start from its exported weights as model.backbone.source"
         require(fits, "model.optimizer", "the optimizer of the checkpoint", type(optimizer).__name__, fix)
         if self._is_resumed:
@@ -212,13 +213,13 @@ class SlotDiffusionModule(L.LightningModule):
             self._is_resumed = False  # a later fit may start at the beginning
 
     def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
-        """Seed the model's own randomness (dropout) by the batch, so that a resumed run draws the same."""
+        """Seed dropout by batch, so that a resumed run draws the same masks."""
         key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
         torch.manual_seed(key & (1 << 63) - 1)
 
     @property
     def training_objective(self) -> Objective:
-        """The objective as it is at this step."""
+        """The objective at this step."""
         objective = self.objective
         start = objective.at(0.0)
         if start is objective or self._trainer is None or not self.global_step:
@@ -227,20 +228,20 @@ class SlotDiffusionModule(L.LightningModule):
 
     @property
     def _num_steps(self) -> int:
-        """Number of optimizer steps of the whole training."""
+        """Number of optimizer steps in the whole training."""
         number = self.trainer.estimated_stepping_batches
         expected = "a number above 0, or one in trainer.max_epochs"
         require(0 < number < math.inf, "trainer.max_steps", expected, self.trainer.max_steps, "set one of them")
         return int(number)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
-        """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if it says so."""
+        """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if asked."""
         batch = batch.to(self.device)
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=self.seed, epoch=self.current_epoch)
-        found = corrupt_and_check(self.training_objective, batch, noise, self.model.special_tokens)
+        corrupted = corrupt_and_check(self.training_objective, batch, noise, self.model.special_tokens)
         if batch.rows is None:
-            return found
-        return pack(found, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
+            return corrupted
+        return pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
@@ -250,7 +251,7 @@ class SlotDiffusionModule(L.LightningModule):
         return self.objective.loss(hidden, self.model.head, corrupted)
 
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's signature
-        """Return a micro-batch's share of the loss of its step; log the loss of the step after the last micro-batch."""
+        """Return a micro-batch's share of the step's loss; log the step's loss after the last micro-batch."""
         num_accumulated = self.trainer.accumulate_grad_batches
         if isinstance(batch, ResponseBatch):  # of a loader that does not look ahead
             fix = "use the loader of InstructionDataModule"
@@ -262,15 +263,15 @@ class SlotDiffusionModule(L.LightningModule):
         loss = self.loss(batch.step.take(batch.index))
         self.progress.add(loss)
         if batch.is_last and self._logs_now():
-            of_source = self.step_source.figures
-            for name, value in ({**of_source} | self.progress.figures()).items():
+            source_figures = self.step_source.figures
+            for name, value in ({**source_figures} | self.progress.figures()).items():
                 shown = name in ("loss", *self.step_source.shown)
-                differs = name in of_source and self.trainer.world_size > 1  # between processes
+                differs = name in source_figures and self.trainer.world_size > 1  # between processes
                 self.log(f"train/{name}", value, prog_bar=shown, sync_dist=differs)
         return loss.total * OptimizerStep.scale(num_accumulated, self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the norm of the gradient before clipping; stop if it or the loss is not finite.
+        """Log the gradient's norm before clipping; stop if the norm or the loss is not finite.
 
         Raises:
             ValueError: Naming step, samples and the last checkpoint.
@@ -293,12 +294,12 @@ class SlotDiffusionModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
-        """Add the loss of a batch, which is empty on a process without samples."""
+        """Add a batch's loss; the batch is empty on a process without samples."""
         corrupted = self.validation.corrupted(batch, self.model.special_tokens)
         self.validation.means.update(None if corrupted is None else self.loss(corrupted))
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Return the callbacks of validation, evaluation and the step source."""
+        """Return the callbacks for validation, evaluation and the step source."""
         return [self.validation, self.evaluation, self.step_source]
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002

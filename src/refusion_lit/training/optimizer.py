@@ -29,8 +29,8 @@ class WarmupCosine:
     """Linear warm-up to the optimizer's learning rate, then cosine decay.
 
     Attributes:
-        warmup_steps: Optimizer steps of warm-up, at least 0.
-        final_lr_ratio: Learning rate at the end over its peak, in [0, 1].
+        warmup_steps: Number of optimizer steps with a rising learning rate, at least 0.
+        final_lr_ratio: Final learning rate divided by the peak, in [0, 1].
     """
 
     ranges = {"warmup_steps": 0, "final_lr_ratio": "[0, 1]"}
@@ -44,8 +44,8 @@ class WarmupCosine:
         """Return the schedule.
 
         Args:
-            optimizer: Its learning rates are the peak.
-            num_steps: Number of steps of the whole training, after which the rate stays constant.
+            optimizer: Has the peak learning rates.
+            num_steps: Number of steps in the whole training, after which the rate stays constant.
         """
         if self.warmup_steps >= num_steps:
             rank_zero_warn(
@@ -71,11 +71,11 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimizer:
-    """Make the optimizer of a module's parameters; AdamW where nothing else is asked for.
+    """Make the optimizer for a module's parameters.
 
     Args:
         module: The module.
-        make: Makes the optimizer from parameter groups.
+        make: Makes the optimizer from parameter groups; AdamW by default.
 
     Raises:
         ValueError: If the optimizer refuses its options.
@@ -90,7 +90,7 @@ def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimiz
 
 
 def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Return the options of a new optimizer and its schedule in plain values, for :func:`apply_options`."""
+    """Return a new optimizer's and its schedule's options as plain values, for :func:`apply_options`."""
     groups = [
         {"lr": group.get("initial_lr", group["lr"])}
         | {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
@@ -105,18 +105,18 @@ def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]
 def apply_options(
     optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> None:
-    """Apply options that differ from the options of a checkpoint, which Lightning restores with the optimizer's state.
+    """Apply options that differ from the checkpoint's options, which Lightning has restored.
 
-    The learning rates of a ``LambdaLR``, such as the default schedule, are computed anew.
+    The learning rates of a ``LambdaLR``, such as the default schedule, are computed again.
 
     Args:
         optimizer: The restored optimizer; changed in place.
         scheduler: Its restored schedule; changed in place.
-        before: Value of :func:`read_options` that the checkpoint stores; ``None`` for an old checkpoint.
-        options: Value of :func:`read_options` before the state was restored.
+        before: Result of :func:`read_options` that the checkpoint stores; ``None`` for an old checkpoint.
+        options: Result of :func:`read_options` before the state was restored.
 
     Raises:
-        ValueError: If the schedule has other options, or depends on the learning rate otherwise than by a factor.
+        ValueError: If the schedule has other options, or is not a factor of the learning rate that has changed.
     """
     before = before or {**read_options(optimizer, scheduler), "schedule": options["schedule"]}
     fix = "leave it out, or start a new run from the exported weights as model.backbone.source"
@@ -140,10 +140,10 @@ def apply_options(
 
 
 def warn_of_lost_updates(optimizer: Optimizer) -> None:
-    """Warn where an optimizer of ``torch.optim`` trains weights in bfloat16 or float16.
+    """Warn if an optimizer from ``torch.optim`` trains bfloat16 or float16 weights.
 
     These types have 8 and 11 significant bits: an update below 0.2 % (0.02 %) of a weight is rounded away, and most
-    updates of a fine-tuning are smaller. Optimizers from elsewhere may keep float32 master weights or round
+    updates in fine-tuning are smaller. Optimizers from elsewhere may keep float32 master weights or round
     stochastically, so they are trusted. ``experiments/precision`` measures the difference.
     """
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]} & {torch.bfloat16, torch.float16}
@@ -157,7 +157,7 @@ def warn_of_lost_updates(optimizer: Optimizer) -> None:
 
 
 def is_slow_precision(precision: str, device: torch.device) -> bool:
-    """Return whether a device is a processor without instructions for the type that a precision computes in."""
+    """Return whether a device is a processor without instructions for the precision's type."""
     dtype = _compute_dtype(precision)
     return decoding_dtype({"dtype": dtype}, device) != dtype
 
@@ -167,7 +167,7 @@ def _compute_dtype(precision: str) -> str:
 
 
 def warn_of_slow_precision(precision: str, device: torch.device) -> None:
-    """Warn where a processor has no instructions for the type to compute in, and needs many times as long with it."""
+    """Warn if a processor has no instructions for the precision's type, which makes training many times as slow."""
     if is_slow_precision(precision, device):
         rank_zero_warn(
             "trainer.precision: expected 32-true on this processor, which has no instructions for "
@@ -177,22 +177,21 @@ def warn_of_slow_precision(precision: str, device: torch.device) -> None:
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """Return the norm of the gradients of all parameters of an optimizer."""
+    """Return the norm of all gradients in an optimizer."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def check_finite(trainer: L.Trainer, loss: Tensor, gradient_norm: Tensor, sample_ids: Sequence[str]) -> None:
-    """Stop all processes if one has a loss or gradient that is infinite or not a number.
+    """Stop all processes if any process has a loss or gradient that is infinite or NaN.
 
-    A float16 run with a loss scaler skips steps with infinite gradients itself and lowers the scale, so only its loss
-    is checked.
+    In float16, a loss scaler skips steps with infinite gradients and lowers the scale, so only the loss is checked.
 
     Args:
         trainer: The trainer, before an optimizer step.
         loss: The step's loss on this process.
-        gradient_norm: Norm of the step's gradient.
+        gradient_norm: The norm of the step's gradient.
         sample_ids: Ids of the step's samples on this process.
 
     Raises:

@@ -1,4 +1,4 @@
-"""State of a training run between batches: computed positions, the loss of the step under way, and speed."""
+"""The state of training between batches: computed positions, the current step's loss, and speed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from refusion_lit.learning.step import OptimizerStep, all_reduce
 
 
 class TrainingProgress:
-    """Counts what a training has computed and makes the figures that it logs.
+    """Counts computed positions, sums losses, and makes the figures that training logs.
 
     Attributes:
         num_positions: Number of token positions computed so far on all processes, padding included; a resumed run
-            starts with the number of the interrupted run.
-        sample_ids: Ids of the samples in the optimizer step under way, on this process.
+            starts with the interrupted run's number.
+        sample_ids: Ids of the current step's samples on this process.
     """
 
     def __init__(self) -> None:
@@ -37,29 +37,29 @@ class TrainingProgress:
         self._since = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Leave out time in which nothing was trained, such as a validation."""
+        """Leave out time without training, such as a validation."""
         self._since += seconds * (self._since > 0)
 
     def begin_step(self, step: OptimizerStep) -> None:
-        """Count the positions of an optimizer step whose micro-batches are corrupted."""
+        """Count an optimizer step's positions, after corruption."""
         self.num_positions = self.num_positions + step.num_positions
         self.sample_ids = step.sample_ids
         self._padding = step.padding
         self._loss = None
 
     def add(self, loss: LossOutput) -> None:
-        """Add the loss of a micro-batch."""
+        """Add a micro-batch's loss."""
         sums = loss.sums.detach() + (0 if self._loss is None else self._loss.sums)
         self._loss = replace(loss, sums=sums)
 
     @property
     def loss(self) -> Tensor:
-        """The step's loss so far, of this process's samples."""
+        """The step's loss so far on this process."""
         assert self._loss is not None
         return self._loss.total
 
     def figures(self) -> dict[str, Tensor]:
-        """Return what is logged after a step, by name; measures the speed since the last call."""
+        """Return a step's figures by name; measures the speed since the last call."""
         assert self._loss is not None
         loss = replace(self._loss, sums=all_reduce(self._loss.sums))
         figures = {

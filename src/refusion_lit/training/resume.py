@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 """Lightning's counters of a batch or an epoch, in the order in which it raises them."""
@@ -15,28 +16,28 @@ def count_finished_epochs(fit_loop: Mapping[str, Any]) -> int:
     """Return the number of epochs whose batches are all done.
 
     Args:
-        fit_loop: State of Lightning's fit loop, as in a checkpoint's ``loops``.
+        fit_loop: Lightning's state of the fit loop, from a checkpoint's ``loops``.
     """
     return _current_epoch(fit_loop) + bool(fit_loop["epoch_loop.batch_progress"]["is_last_batch"])
 
 
 def _current_epoch(fit_loop: Mapping[str, Any]) -> int:
-    """Return the index of the epoch of the last batch."""
+    """Return the last batch's epoch index."""
     current = fit_loop["epoch_progress"]["current"]
     # In the hooks at the end of an epoch, the epoch counts as processed, but not as completed.
     return current["processed"] - (current["completed"] < current["processed"])
 
 
 def correct_counters(fit_loop: dict[str, Any]) -> None:
-    """Rewrite the state of a fit loop, so that Lightning resumes from the same point after any number of stops.
+    """Rewrite a fit loop's state, so that Lightning resumes from the same point after any number of stops.
 
-    The counters depend on the hook in which a checkpoint is saved. Lightning 2.6 distinguishes six combinations,
-    and raises the counters of epochs wrongly after some of them: a second stop at the end of an epoch then skips an
-    epoch. This function leaves two combinations: a batch in mid-epoch whose hooks are about to end, which Lightning
-    resumes rightly, and an epoch that is about to start.
+    The counters depend on the hook that saves the checkpoint. Lightning 2.6 distinguishes six combinations and counts
+    epochs wrongly after some combinations: a second stop at the end of an epoch then skips an epoch. This function
+    leaves the two combinations that Lightning resumes rightly: a batch in mid-epoch whose hooks are about to end, and
+    an epoch that is about to start.
 
     Args:
-        fit_loop: State of the loop, as in a checkpoint's ``loops``; changed in place.
+        fit_loop: Lightning's state of the loop, from a checkpoint's ``loops``; changed in place.
     """
     batches = fit_loop["epoch_loop.batch_progress"]
     epoch = _current_epoch(fit_loop)
@@ -59,8 +60,20 @@ def correct_counters(fit_loop: dict[str, Any]) -> None:
         fit_loop["epoch_progress"][name] = dict(epochs)
 
 
+def keep_patience(states: Mapping[str, Any], callbacks: Iterable[EarlyStopping]) -> None:
+    """Give early stopping the patience of the options, which Lightning would replace by the checkpoint's.
+
+    Args:
+        states: States of the callbacks in a checkpoint, by key; changed in place.
+        callbacks: The callbacks of the resumed training.
+    """
+    for callback in callbacks:
+        if callback.state_key in states:
+            states[callback.state_key]["patience"] = callback.patience
+
+
 def begin_resumed_epoch(trainer: L.Trainer) -> None:
-    """Complete what Lightning restores before the first batch of a resumed training; nothing for another training.
+    """Complete Lightning's restoring before a resumed training's first batch; do nothing in a new training.
 
     Call this function in ``on_train_start``.
     """

@@ -1,4 +1,4 @@
-"""Where the responses of an optimizer step come from: the data, or answers that a subclass makes."""
+"""Sources of an optimizer step's responses: the data, or a subclass that generates them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from refusion_lit.learning.step import OptimizerStep
 
 
 class StepSource(L.Callback):
-    """Callback that makes the corrupted micro-batches of an optimizer step, by default from the data.
+    """Callback that makes the corrupted micro-batches for an optimizer step, by default from the data.
 
     An objective that trains on other responses, such as roll-outs, names a subclass in its class attribute
-    ``step_source``. The callback hooks of the subclass save and restore its state.
+    ``step_source``. The subclass saves and restores its state in callback hooks.
 
     Args:
         objective: The training objective.
-        evaluation: Decoders, sampling and decoding options of the module.
+        evaluation: The module's decoders, sampling and decoding options.
         seed: The module's seed.
 
     Attributes:
         shown: Names of figures for the progress bar.
-        figures: Figures of the last step on this process, by name; logged with the loss.
+        figures: The last step's figures on this process, by name; logged with the loss.
     """
 
     shown: ClassVar[tuple[str, ...]] = ()
@@ -39,17 +39,17 @@ class StepSource(L.Callback):
         self.seed = seed
 
     def start(self, module: Any) -> None:  # noqa: ANN401 - training.module, which imports this file
-        """Check before training that steps can be made.
+        """Check options before training.
 
         Raises:
             ValueError: If an option is impossible.
         """
 
     def corrupt(self, module: Any, step: OptimizerStep) -> list[CorruptedBatch]:  # noqa: ANN401 - likewise
-        """Return the corrupted micro-batches of a step, in order.
+        """Return a step's corrupted micro-batches, in order.
 
         Args:
-            module: The module; ``module.corrupt`` corrupts a batch with the noise of the samples.
+            module: The module; ``module.corrupt`` corrupts a batch with the samples' noise.
             step: The clean micro-batches.
         """
         return [module.corrupt(batch) for batch in step.batches]

@@ -22,11 +22,11 @@ _NUM_STRATA = 16
 
 
 class Validation(L.Callback):
-    """Logs the losses of validation as ``val/...``; they do not count as time of training.
+    """Logs validation losses as ``val/...``; validation does not count as training time.
 
     Args:
         objective: The training objective.
-        progress: Leaves the time out.
+        progress: Measures the speed of training, and leaves out validation.
 
     Attributes:
         means: The losses so far.
@@ -38,16 +38,17 @@ class Validation(L.Callback):
         self._progress = progress
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Forget the losses of an earlier validation."""
+        """Reset the losses."""
         self._started = time.perf_counter()
         self.means.to(pl_module.device).reset()
 
     def corrupted(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch | None:
         """Corrupt a batch with noise and mask ratios that depend on its samples only.
 
+        Mask ratios are 16 values, evenly spaced in (0, 1), chosen by the samples' keys.
+
         Args:
-            batch: Samples; each gets one of 16 mask ratios, evenly spaced in (0, 1). Empty on a process without any,
-                which has no loss.
+            batch: Samples. Empty on a process without samples, which has no loss.
             special_tokens: Ids of the tokenizer's special tokens.
         """
         if len(batch.input_ids) == 0:
@@ -65,17 +66,17 @@ class Validation(L.Callback):
             pl_module.log(f"val/{name}", mean.float())
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Leave the time out of training's."""
+        """Exclude the validation from the training time."""
         self._progress.leave_out(time.perf_counter() - self._started)
 
 
 class TermMeans(Metric):
-    """Mean of every term of a loss: the total of the sums over the total of the counts, not a mean of batch means.
+    """Mean loss by term: total sum divided by total count, not a mean over batches.
 
-    Several processes get the means of one process over all samples, however the samples are distributed.
+    The means do not depend on the number of processes or on the distribution of samples.
 
     Args:
-        terms: Coefficient of each term in ``total``, by the term's name, as in :attr:`LossOutput.terms`.
+        terms: Coefficients in ``total`` by the terms' names, as in :attr:`LossOutput.terms`.
     """
 
     full_state_update = False
@@ -91,7 +92,7 @@ class TermMeans(Metric):
         self.add_state("draft_counts", torch.zeros(NUM_OFFSETS, 4, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, loss: LossOutput | None) -> None:
-        """Add a batch; ``None`` on a process that has no sample in it."""
+        """Add a batch's loss; ``None`` on a process without samples."""
         if loss is not None:
             self.sums += loss.sums.detach()
             self.counts += loss.counts.detach()
@@ -99,7 +100,7 @@ class TermMeans(Metric):
                 self.draft_counts += loss.draft_counts
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the mean of every term and their weighted ``total``, in nats; zero for a term without targets.
+        """Return means by term and their weighted ``total``, in nats; zero for a term without targets.
 
         For objectives that train slots, also return the figures of
         :func:`~refusion_lit.learning.draft_figures.draft_figures`.

@@ -1,4 +1,4 @@
-"""An exception for finished work, and the reason of any exception as one line for users."""
+"""An exception for finished work, and single-line reasons of exceptions for users."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class NothingToDoError(ValueError):
 def error_reason(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty.
 
-    For an error of ``torch.load`` with ``weights_only``, the reason names the problem of the file, because torch's own
-    message recommends loading the file with code execution.
+    For an error from ``torch.load`` with ``weights_only``, the reason names the file's problem, because torch's message
+    recommends loading the file with code execution.
 
     >>> error_reason(ValueError("broken header"))
     'broken header'
@@ -31,7 +31,7 @@ def error_reason(error: BaseException) -> str:
 def write_error_reason(error: BaseException) -> str | None:
     """Return the operating system's reason for a failed write, or ``None`` for other errors.
 
-    Libraries may wrap the system's error in errors of their own; Rust libraries only include its text.
+    Python libraries may wrap the system's error; Rust libraries only include its text.
     """
     cause: BaseException | None = error
     while cause is not None:

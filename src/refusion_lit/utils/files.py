@@ -1,7 +1,7 @@
-"""Files: atomic writes (a reader sees the old file or the new one, never a part of either), reads, locks, fingerprints.
+"""Files: atomic writes (a reader sees the old or the new file, never a part), reads, locks, fingerprints.
 
-Locks between processes are filelock's: held until they are released or their holder exits, however it does. A
-fingerprint says what a file depends on, as JSON values that are compared before the file is used again.
+Locks between processes are filelock's: they are held until they are released or the process ends in any way. A
+fingerprint lists a file's inputs as JSON values, which are compared before the file is used again.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def require_free(
     source: str | Path | None = None,
     fix: str = "remove it first",
 ) -> None:
-    """Refuse an output file that cannot be written, that a command reads, or that holds what must not be lost.
+    """Refuse an output file that cannot be written, is an input, or holds other data.
 
     Args:
         output: The file, which the option ``output`` names.
-        kind: What the file may hold, in words; by default it must be new.
-        is_kind: Whether it holds that.
+        kind: Contents that may be overwritten, in words; by default the file must be new.
+        is_kind: Whether the file has such contents.
         source: A file that the command reads, if any.
-        fix: What to do where it holds something else, if not to choose another name.
+        fix: An alternative to choosing another name.
     """
     directory = output.resolve().parent
     require(directory.is_dir(), "output", "a file in a directory that exists", str(output), f"create {directory} first")
@@ -118,7 +118,7 @@ def require_free(
 
 
 def require_empty(output: Path) -> None:
-    """Refuse an output directory that is a file or holds something."""
+    """Refuse an output directory that is a file or is not empty."""
     is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
     require(is_free, "output", "a new or empty directory", str(output), "choose another one")
 
@@ -128,11 +128,11 @@ def read_text(path: str | Path, option: str, expected: str = "a file") -> str:
 
     Args:
         path: The file.
-        option: The option that names it, for messages.
+        option: The option that names the file, for messages.
         expected: The kind of file in words, for messages.
 
     Raises:
-        ValueError: If it cannot be read or is not UTF-8.
+        ValueError: If the file cannot be read or is not UTF-8.
     """
     try:
         content = Path(path).read_bytes()
@@ -150,7 +150,7 @@ def decode_text(content: bytes, source: str, option: str) -> str:
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if the file is missing, unreadable or holds something else."""
+    """Return the JSON object in a file; an empty mapping if the file is missing or not a JSON object."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # json nests as deep as the interpreter's stack
@@ -163,13 +163,13 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
 
     Args:
         path: The file.
-        option: What asked for it, for messages.
+        option: The option that names the file, for messages.
 
     Returns:
-        A mapping of options; their values are texts, numbers, booleans, nulls, and lists and options of such.
+        A mapping of options; the values are texts, numbers, booleans, nulls, and lists and mappings of these.
 
     Raises:
-        ValueError: If it is missing, no YAML, or holds something else.
+        ValueError: If the file is missing, is not YAML, or has other contents.
     """
     import yaml  # most commands read none
 
@@ -221,8 +221,8 @@ def acquire_lock(path: Path, option: str, unlocked: str, fix: str) -> Lock:
     Args:
         path: The file.
         option: The option that leads to it, for messages.
-        unlocked: What must not be where the lock is free, in words.
-        fix: What to do if it is, as an imperative without a full stop.
+        unlocked: The expected absence in words, for the message ``expected no ...``.
+        fix: What to do if the lock is held, as an imperative without a full stop.
 
     Raises:
         OSError: If the file cannot be created.
@@ -256,39 +256,39 @@ def prompts_fingerprint(prompts: Iterable[tuple[str, object]]) -> dict[str, Any]
 
 
 def meta_path(file: Path) -> Path:
-    """Return where the fingerprint of a file lies: beside it, as ``NAME.meta.json``."""
+    """Return the path of a file's fingerprint, ``NAME.meta.json`` in the same directory."""
     return Path(f"{file}.meta.json")  # with_name refuses names such as "."
 
 
 def read_fingerprint(file: Path) -> Fingerprint | None:
-    """Return a file's fingerprint; ``None`` if there is none, which is so for every file that we did not write."""
+    """Return a file's fingerprint; ``None`` for files that this package did not write."""
     fingerprint = read_object(meta_path(file)).get("fingerprint")
     return fingerprint if isinstance(fingerprint, dict) else None
 
 
 def check_fingerprint(option: str, name: str, recorded: Fingerprint, current: Fingerprint, *, fix: str) -> None:
-    """Refuse to use a file for something else than it was written for.
+    """Refuse a file whose fingerprint differs from the present inputs.
 
     Args:
-        option: The option that asks for the file.
+        option: The option that names the file.
         name: The file.
-        recorded: Its fingerprint.
-        current: The fingerprint of what it is to be used for. Names that only one of them has are not compared.
+        recorded: The file's fingerprint.
+        current: The fingerprint of the present inputs. Only names in both fingerprints are compared.
         fix: What to do, as an imperative without a full stop.
 
     Raises:
-        ValueError: Naming what differs, with both values.
+        ValueError: Naming the differences, with both values.
     """
     shared = [key for key in recorded.keys() & current.keys() if None not in (recorded[key], current[key])]
-    found = [*differences({key: recorded[key] for key in shared}, {key: current[key] for key in shared})]
-    if found:
-        more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
-        listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in found[:_NUM_SHOWN])
+    changes = [*differences({key: recorded[key] for key in shared}, {key: current[key] for key in shared})]
+    if changes:
+        more = f" and {len(changes) - _NUM_SHOWN} more" if len(changes) > _NUM_SHOWN else ""
+        listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in changes[:_NUM_SHOWN])
         raise ValueError(f"{option}: {name} was made for something else: {listed}{more}. {fix}.")
 
 
 def differences(before: object, after: object, name: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield what differs between two nested mappings: its dotted name, and both values."""
+    """Yield the differences between two nested mappings: the dotted name, and both values."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
             yield from differences(before.get(key), after.get(key), f"{name}.{key}" if name else str(key))

@@ -1,4 +1,4 @@
-"""Checks of option values that raise one kind of error: the option, what was expected, what was got, the fix."""
+"""Checks of option values; an error names the option, the expected and the given value, and the fix."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class OptionError(ValueError):
         return option + str(self).removeprefix(self.option)
 
 
-def require(holds: bool, option: str, expected: str, got: object, fix: str) -> None:
+def require(condition: bool, option: str, expected: str, got: object, fix: str) -> None:
     """Raise an error for users unless a condition on an option holds.
 
     Args:
-        holds: The condition.
+        condition: The condition.
         option: The option's name as users write it.
         expected: The allowed values in words.
-        got: The value that was given.
-        fix: What to do about it, as an imperative without a full stop.
+        got: The given value.
+        fix: What to do, as an imperative without a full stop.
 
     Raises:
         OptionError: ``option: expected ..., got ...; fix.``
     """
-    if not holds:
+    if not condition:
         raise OptionError(f"{option}: expected {expected}, got {got!r}; {fix}.", option)
 
 
@@ -69,38 +69,38 @@ def is_number(value: object, kind: type) -> bool:
 
 
 def require_at_least(option: str, value: float | None, minimum: float) -> None:
-    """Refuse a value below ``minimum``, or of another kind; an integer minimum stands for integer options."""
+    """Refuse a value below ``minimum`` or of another type; an integer minimum allows integers only."""
     kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
-    holds = value is not None and is_number(value, kind) and value >= minimum
-    require(holds, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
+    is_allowed = value is not None and is_number(value, kind) and value >= minimum
+    require(is_allowed, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
 
 
 def require_number(option: str, value: float, interval: str, fix: str = "set it in that range") -> None:
-    """Refuse a value outside an interval such as ``(0, 1]``, or of another kind."""
+    """Refuse a value outside an interval such as ``(0, 1]``, or of another type."""
     low, high = (float(end) for end in interval[1:-1].split(","))
-    holds = is_number(value, Real) and low <= value <= high
-    holds = holds and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
-    require(holds, option, f"a number in {interval}", value, fix)
+    is_inside = is_number(value, Real) and low <= value <= high
+    is_inside = is_inside and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
+    require(is_inside, option, f"a number in {interval}", value, fix)
 
 
 def require_choice(option: str, value: object, choices: Sequence[object]) -> None:
-    """Refuse a value that is not one of the choices; literal types are not checked when called from Python."""
+    """Refuse a value that is not among the choices, because Python does not check literal types."""
     require(value in choices, option, f"one of {', '.join(map(str, choices))}", value, "choose one of them")
 
 
 def check_options(options: DataclassInstance, prefix: str = "") -> None:
-    """Refuse values of a dataclass's options that its type annotations or its ranges exclude.
+    """Check a dataclass's options against its type annotations and its ``ranges``.
 
-    The class variable ``ranges`` holds an option's minimum, for :func:`require_at_least`, or its interval, for
-    :func:`require_number`, by its name; those of the base classes hold, too. An option with a literal type must have
-    one of its values, a ``bool`` must be true or false, and ``None`` passes where the type has it.
+    The class variable ``ranges`` has minimums, for :func:`require_at_least`, and intervals, for :func:`require_number`,
+    by option; the ranges of base classes apply, too. An option with a literal type must have a value of the type, a
+    ``bool`` must be true or false, and ``None`` is allowed if the type allows it.
 
     Args:
         options: The dataclass instance.
-        prefix: Where the options are in a config, as in ``objective.``.
+        prefix: The options' group in a config, as in ``objective.``.
 
     Raises:
-        ValueError: Naming the option, what was expected and what was got.
+        ValueError: Naming the option, the expected and the given value.
     """
     for name, (choices, limit, optional) in _allowed(type(options)).items():
         option, value = prefix + name, getattr(options, name)
@@ -116,21 +116,21 @@ def check_options(options: DataclassInstance, prefix: str = "") -> None:
 
 @cache
 def _allowed(kind: type[DataclassInstance]) -> dict[str, tuple[tuple[object, ...], float | str | None, bool]]:
-    """Return each option's choices, its minimum or interval, and whether it may be ``None``."""
+    """Return choices, minimum or interval, and whether ``None`` is allowed, by option."""
     try:
         hints = get_type_hints(kind)
     except NameError:  # a type that is imported for type checkers only, or local to a function
         hints = {}
-    ranges = {name: limit for each in reversed(kind.__mro__) for name, limit in vars(each).get("ranges", {}).items()}
+    ranges = {name: limit for base in reversed(kind.__mro__) for name, limit in vars(base).get("ranges", {}).items()}
     names = [field.name for field in fields(kind)]
-    own = {name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint) and name[0] != "_"}
-    missing = sorted((own | ranges.keys()) - {*names})
+    annotated = {name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint) and name[0] != "_"}
+    missing = sorted((annotated | ranges.keys()) - {*names})
     fix = f"put @dataclass(frozen=True, kw_only=True) before class {kind.__name__}, or correct its ranges"
     require(not missing, kind.__name__, "a dataclass with its own options", f"none of {', '.join(missing)}", fix)
-    found = {}
+    allowed = {}
     for name in names:
         kinds = (hints.get(name), *get_args(hints.get(name)))
-        literals = tuple(value for each in kinds if get_origin(each) is Literal for value in get_args(each))
+        literals = tuple(value for hint in kinds if get_origin(hint) is Literal for value in get_args(hint))
         choices = literals or ((True, False) if bool in kinds else ())
-        found[name] = (choices, ranges.get(name), name not in hints or type(None) in kinds)
-    return found
+        allowed[name] = (choices, ranges.get(name), name not in hints or type(None) in kinds)
+    return allowed

@@ -22,12 +22,13 @@ class DataRow:
         values: The object; ``None`` if it cannot be read.
         error: Why it cannot be read.
 
-    >>> row = DataRow("data.jsonl", 3, {"query": "1+1"})
-    >>> row.text("query")
-    '1+1'
-    >>> row.text("querry")
-    Traceback (most recent call last):
-    ValueError: data.jsonl:3: expected a field 'querry'; did you mean 'query'?
+    Examples:
+        >>> row = DataRow("data.jsonl", 3, {"query": "1+1"})
+        >>> row.text("query")
+        '1+1'
+        >>> row.text("querry")
+        Traceback (most recent call last):
+        ValueError: data.jsonl:3: expected a field 'querry'; did you mean 'query'?
     """
 
     file: str

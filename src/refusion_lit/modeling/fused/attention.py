@@ -1,15 +1,14 @@
-"""Attention of the fused backbone over padded rows.
+"""Attention in the fused backbone, over padded rows.
 
 All other operations run on real tokens only, concatenated without padding. Attention needs rows, padded to the longest
-row. One call computes all rows. On CPUs, a mask of more than ``_MAX_MASK`` elements would take too much memory: its
-queries are then cut into chunks, whose masks are computed again in every layer.
+row, and computes all rows in a single call. On CPUs, a mask with more than ``_MAX_MASK`` elements would take too much
+memory. The queries are then cut into chunks, and every layer computes the chunks' masks again.
 
-Batch invariance: libraries choose the order of summation by the shape of a product. A token's states therefore differ
-in their last bits between a forward of one token and one of eight, or between a row alone and in a batch. In low
-precision that changes texts. With ``batch_invariant``, every product has 8 rows
-(:func:`~refusion_lit.modeling.fused.linear.multiply_in_blocks`), and attention has 8 queries and a multiple of 512
-keys, padded where necessary. torch's kernel processes 512 keys at a time. So no result depends on the number of tokens,
-rows or entries.
+Batch invariance: libraries choose the summation order by the product's shape. So a token's states differ in their last
+bits with the number of tokens in the forward pass and with the number of rows. In low precision this changes texts.
+With ``batch_invariant``, every product has 8 rows (:func:`~refusion_lit.modeling.fused.linear.multiply_in_blocks`), and
+attention has 8 queries and a multiple of 512 keys, with padding if necessary, because torch's kernel processes 512 keys
+at a time. So no result depends on the number of tokens, rows or entries.
 """
 
 from __future__ import annotations
@@ -32,46 +31,46 @@ from refusion_lit.modeling.library import sdpa_mask
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 
 _TRIANGLE = np.tri(128, dtype=bool)
-"""Causal matrices of short spans are views of it."""
+"""Causal matrices for short spans are views of this matrix."""
 
 NUM_KEYS = 512
-"""Keys that torch's attention on CPUs takes at a time."""
+"""Number of keys that torch's attention on CPUs processes at a time."""
 
 _MAX_MASK = 1 << 22
-"""Number of mask elements in one call, on CPUs; 16 MB in float32."""
+"""Maximum number of mask elements in a call, on CPUs; 16 MB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Places of the real tokens (all but padding) in a padded batch.
+    """Places of real tokens (not padding) in a padded batch.
 
     Attributes:
-        shape: Of the batch.
-        real: Their flat indices, in the order they are computed in; ``None`` if nothing is padding.
+        shape: The batch's shape.
+        real: Flat indices of the real tokens, in computing order; ``None`` if no token is padding.
     """
 
     shape: torch.Size
     real: Tensor | None
 
     def pad(self, states: Float[Tensor, "token ..."]) -> Float[Tensor, "row place ..."]:
-        """Scatter states of the real tokens to their places; zeros at padding."""
+        """Scatter the real tokens' states to their places; padding gets zeros."""
         if self.real is not None:
             states = states.new_zeros(self.shape.numel(), *states.shape[1:]).index_copy_(0, self.real, states)
         return states.view(*self.shape, *states.shape[1:])
 
     def widen(self, width: int) -> Rows:
-        """Return the batch with more padding in each row."""
+        """Return the batch with more padding in every row."""
         real = torch.arange(self.shape.numel()) if self.real is None else self.real
         length = self.shape[1]
         return Rows(torch.Size((self.shape[0], width)), real // length * width + real % length)
 
     def select_real(self, states: Tensor) -> Tensor:
-        """Take the states of the real tokens."""
+        """Return the real tokens' states."""
         return states if self.real is None else states[self.real]
 
 
 _MOST_SHARING = 32
-"""On CPUs, up to this many bfloat16 queries of heads that share keys run faster as one head (shared_heads.py)."""
+"""On CPUs, up to this many bfloat16 queries whose heads share keys run faster as a single head (shared_heads.py)."""
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
@@ -79,13 +78,13 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
 
     Args:
         query: States [row, place, head, dim].
-        key: Likewise; there may be fewer heads, which query heads share.
-        value: Likewise.
-        mask: What is added to scores [row, 1, place, key]; ``None`` for none.
-        is_causal: Whether the i-th query sees the first i keys; goes without a mask.
+        key: States in the same layout; several query heads may share a head.
+        value: States in the layout of ``key``.
+        mask: Added to scores [row, 1, place, key]; ``None``: no mask.
+        is_causal: Whether the i-th query sees the first i keys; only without a mask.
 
     Returns:
-        The heads' outputs, laid out like the queries.
+        The heads' outputs, in the layout of the queries.
     """
     num_queries = query.shape[1]
     times = query.shape[2] // key.shape[2]
@@ -112,14 +111,14 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of attention, for some places of some rows of a batch.
+    """A call of attention, for places in rows of a batch.
 
     Attributes:
         rows: The rows.
-        storage: Rows of the storage that hold their keys; without a cache, these are the batch's own rows.
-        places: Places of the queries in their rows; ``slice(None)`` in the only call of a forward.
-        keys: Stored entries that some of the queries see.
-        mask: What is added to scores [row, 1, place, key], or a function that computes it; ``None`` for no mask.
+        storage: Rows of the cache's storage; without a cache, the rows of the batch.
+        places: The queries' places in their rows; ``slice(None)`` if a forward pass has a single call.
+        keys: Stored entries that the queries may see.
+        mask: Added to scores [row, 1, place, key], or a function that computes it; ``None``: no mask.
         is_causal: Whether the i-th query sees the first i keys.
     """
 
@@ -143,12 +142,12 @@ class Call:
 
 
 class RowAttention:
-    """Attention of one forward.
+    """Attention in a forward pass.
 
     Args:
         rows: The batch.
-        calls: Calls that compute all its real tokens.
-        cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
+        calls: Calls that compute all real tokens.
+        cache: Prepared for the forward pass; ``None`` if keys are the tokens themselves.
     """
 
     def __init__(self, rows: Rows, calls: Sequence[Call], cache: KVCache | None) -> None:
@@ -163,7 +162,7 @@ class RowAttention:
         key: Float[Tensor, "token key_head dim"],
         value: Float[Tensor, "token key_head dim"],
     ) -> Float[Tensor, "token head dim"]:
-        """Store a layer's keys and values of the real tokens, and return the heads' outputs."""
+        """Store the real tokens' keys and values in a layer, and return the heads' outputs."""
         rows = self._rows
         if self._cache is None:
             keys, values = rows.pad(key), rows.pad(value)
@@ -187,15 +186,14 @@ def plan_attention(
     *,
     batch_invariant: bool = False,
 ) -> RowAttention:
-    """Plan the calls of a forward's attention.
+    """Plan the attention calls in a forward pass.
 
     Args:
         rows: The batch.
-        attention: Cache entries that tokens see or, without cache, tokens; ``None`` for causal attention over the
-            tokens.
-        cache: Prepared for the forward.
-        like: A tensor of the states' type and device.
-        batch_invariant: Run attention on CPUs in calls of one fixed shape.
+        attention: Cache entries that tokens see or, without cache, tokens; ``None``: causal attention over the tokens.
+        cache: Prepared for the forward pass.
+        like: A tensor with the states' type and device.
+        batch_invariant: Run attention on CPUs in calls with a fixed shape.
     """
     if batch_invariant:
         return invariant_attention(rows, attention, cache, like)
@@ -209,13 +207,13 @@ def plan_attention(
 def chunked_calls(
     visibility: Visibility, cache: KVCache | None, dtype: torch.dtype, max_mask: int = _MAX_MASK
 ) -> list[Call]:
-    """Return calls for chunks of queries, each with the keys that some of its queries see.
+    """Return a call per chunk of queries, with the keys that the chunk's queries see.
 
     Args:
         visibility: What the tokens see.
-        cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
-        dtype: Type of the states.
-        max_mask: Number of mask elements in a call.
+        cache: Prepared for the forward pass; ``None`` if keys are the tokens themselves.
+        dtype: The states' type.
+        max_mask: Maximum number of mask elements in a call.
     """
     num_rows, length = visibility.shape
     size = max(max_mask // (num_rows * visibility.num_keys), 1)
@@ -230,13 +228,13 @@ def chunked_calls(
 
 
 def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | None, like: Tensor) -> Call:
-    """Return one call for all rows, padded to the longest row.
+    """Return a single call for all rows, padded to the longest row.
 
     Args:
         rows: The batch.
-        attention: Keys that its tokens see; ``None`` for causal attention over the tokens.
-        cache: Prepared for the forward; ``None`` if keys are the tokens themselves.
-        like: A tensor of the states' type and device.
+        attention: Keys that the tokens see; ``None``: causal attention over the tokens.
+        cache: Prepared for the forward pass; ``None`` if keys are the tokens themselves.
+        like: A tensor with the states' type and device.
     """
     num_tokens = rows.shape[1]
     storage = _ALL if cache is None else cache.rows
@@ -256,7 +254,7 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
 
 
 def sees_causally(visibility: Visibility) -> bool:
-    """Whether every sequence is one span that sees itself, causally, and nothing else, from the same key on."""
+    """Whether every sequence is a single span that sees itself, causally, and nothing else, from the same key on."""
     first = visibility.spans[0].first_key
     return len(visibility.spans) == visibility.shape[0] and all(
         span.order is None and span.first_key == first and all(start >= stop for start, stop in span.context)
@@ -265,7 +263,7 @@ def sees_causally(visibility: Visibility) -> bool:
 
 
 def sees_everything(visibility: Visibility) -> bool:
-    """Whether every sequence is one token after all other keys, and sees them all."""
+    """Whether every sequence is a single token after all other keys, and sees them all."""
     return all(
         span.length == 1 and span.first_key == visibility.num_keys - 1 and span.context == ((0, span.first_key),)
         for span in visibility.spans
@@ -275,16 +273,16 @@ def sees_everything(visibility: Visibility) -> bool:
 def _additive(
     attention: AttentionMask, num_keys: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "batch 1 token key"]:
-    """Convert a mask to what is added to attention scores: 0 or -inf."""
+    """Convert a mask to summands for attention scores: 0 or -inf."""
     if isinstance(attention, Visibility) and device.type == "cpu":
         return additive_mask(attention, dtype)
     return torch.where(as_mask(attention, device, num_keys), 0.0, -torch.inf).to(dtype)[:, None]
 
 
 def additive_mask(visibility: Visibility, dtype: torch.dtype) -> Float[Tensor, "batch 1 token key"]:
-    """Return on the host what is added to scores: 0 for keys that are seen, else -inf.
+    """Return the summands for attention scores, on the host: 0 for visible keys, else -inf.
 
-    Padding sees the first key of its sequence: a query without keys gives NaN.
+    Padding sees the sequence's first key, because a query without keys gives NaN.
     """
     matrix = np.full((*visibility.shape, visibility.num_keys), -np.inf, np.float32)
     is_padded = sum(span.length for span in visibility.spans) < visibility.shape[0] * visibility.shape[1]
@@ -296,12 +294,13 @@ def additive_mask(visibility: Visibility, dtype: torch.dtype) -> Float[Tensor, "
             tokens[:] = -np.inf
         for start, stop in span.context:
             tokens[:, start:stop] = 0
-        own = tokens[:, span.first_key : span.first_key + span.length]
-        np.copyto(own, 0, where=_own_mask(span.order, span.length))
+        in_span = tokens[:, span.first_key : span.first_key + span.length]
+        np.copyto(in_span, 0, where=_span_mask(span.order, span.length))
     return torch.from_numpy(matrix).to(dtype)[:, None]
 
 
-def _own_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:
+def _span_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:
+    """Return which tokens of a span see which tokens of the span."""
     if order is None:
         return _TRIANGLE[:length, :length] if length <= len(_TRIANGLE) else np.tri(length, dtype=bool)
     orders = np.asarray(order)
@@ -311,7 +310,7 @@ def _own_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "tok
 def invariant_attention(
     rows: Rows, attention: AttentionMask | None, cache: KVCache | None, like: Tensor
 ) -> RowAttention:
-    """Return attention in calls of one shape; see :func:`padded_call` for the arguments."""
+    """Return attention in calls with a fixed shape; see :func:`padded_call` for the arguments."""
     num_rows, length = rows.shape
     if attention is None:
         attention = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, -1, -1)
@@ -319,17 +318,17 @@ def invariant_attention(
     storage = _ALL if cache is None else cache.rows
     calls: list[Call] = []
     for start in range(0, length, NUM_ROWS):
-        own = mask[:, :, start : start + NUM_ROWS]
-        num_keys = _up(int((own > -torch.inf).nonzero()[:, 3].max()) + 1, NUM_KEYS)
-        padded = own.new_full((num_rows, 1, NUM_ROWS, num_keys), -torch.inf)
-        padded[..., 0] = 0.0  # padding sees something: seeing nothing gives NaN
-        own = own[..., :num_keys]
-        padded[:, :, : own.shape[2], : own.shape[3]] = own
+        block = mask[:, :, start : start + NUM_ROWS]
+        num_keys = _round_up(int((block > -torch.inf).nonzero()[:, 3].max()) + 1, NUM_KEYS)
+        padded = block.new_full((num_rows, 1, NUM_ROWS, num_keys), -torch.inf)
+        padded[..., 0] = 0.0  # padding sees a key: a query without keys gives NaN
+        block = block[..., :num_keys]
+        padded[:, :, : block.shape[2], : block.shape[3]] = block
         calls.append(Call(_ALL, storage, slice(start, start + NUM_ROWS), slice(num_keys), padded))
     # Whole blocks of queries, and of keys where these are the tokens themselves.
-    return RowAttention(rows.widen(_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
+    return RowAttention(rows.widen(_round_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
 
 
-def _up(number: int, step: int) -> int:
-    """Return the next multiple of a number."""
+def _round_up(number: int, step: int) -> int:
+    """Return the next multiple of a step."""
     return -(-number // step) * step

@@ -1,9 +1,9 @@
-"""Fused backbone: forward of known architectures with the model's own weights and far fewer operations per layer.
+"""Fused backbone: a forward pass for known architectures with far fewer operations per layer.
 
-Small models spend most of a forward in calls, not in arithmetic. :class:`FusedBody` runs Qwen2, Qwen3 and Llama bodies
-on their own parameters: it calls no module's ``forward`` but the rotary embedding's. For bodies that it does not
-support in every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward. Results are equal
-up to rounding, not bitwise.
+Small models spend most of a forward pass in calls, not in arithmetic. :class:`FusedBody` runs Qwen2, Qwen3 and Llama
+bodies on the model's parameters and calls only the rotary embedding's ``forward``. For bodies that it does not support
+in every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward pass. Results are equal up
+to rounding, not bitwise.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.utils.require import require
 
 _MAX_TABLE = 1 << 14
-"""Number of positions whose angles are cached on CPUs; on accelerators, reading the highest position would block."""
+"""Maximum number of positions with cached angles, on CPUs; accelerators would wait for the highest position."""
 
 
 class _Norm:
-    """Root-mean-square normalisation over the last axis, computed in float32 for every type, as in the library."""
+    """Root-mean-square normalisation over the last axis, in float32 for every type, as in the library."""
 
     __slots__ = ("_by_hand", "_eps", "_floor", "_weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[-1]
-        # On CPUs the norm of a vector is one fast operation, and torch's rms_norm is five.
+        # On CPUs the norm of a vector is a single fast operation, and torch's rms_norm is five operations.
         self._by_hand = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._eps = eps
         self._floor = weight.new_tensor((size * eps) ** 0.5)
@@ -60,7 +60,7 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Weights of a layer; ``heads`` are queries, keys and values, ``heads_norm`` is Qwen3's of query and key heads."""
+    """A layer's weights; ``heads`` are queries, keys and values, ``heads_norm`` is Qwen3's norm of queries and keys."""
 
     attention_norm: _Norm
     heads: Linear
@@ -72,16 +72,16 @@ class _Layer:
 
 
 class FusedBody:
-    """A body's forward over its own parameters, for callers that want no gradients.
+    """A body's forward pass over the body's parameters, without gradients.
 
-    It holds references to the modules' tensors at construction, and copies of some. Make a new one after changing or
-    replacing weights, or wrapping modules.
+    The object refers to the modules' tensors at construction, and copies some tensors. Make a new object after changing
+    or replacing weights, or wrapping modules.
 
     Args:
-        body: A body for which :func:`~refusion_lit.modeling.fused.body.is_known` holds.
-        drafter: Acts at draft masks, the ids from the embedding's end on; every other token is the body's own.
-        packed: Keeps copies of weights in the layout that is fastest on CPUs; ``None`` for no copies.
-        batch_invariant: Make a token's results independent of the rest of the forward; on CPUs.
+        body: A body for which :func:`~refusion_lit.modeling.fused.body.is_known` is true.
+        drafter: Acts at draft masks, whose ids follow the embedding's last id; the body alone computes other tokens.
+        packed: Keeps copies of weights in the layout that is fastest on CPUs; ``None``: no copies.
+        batch_invariant: Make a token's results independent of the rest of the forward pass; on CPUs.
 
     Raises:
         ValueError: If ``batch_invariant`` is set on another device, or under autocast.
@@ -101,9 +101,9 @@ class FusedBody:
         if batch_invariant:
             device = self._embedding.device.type
             require(device == "cpu", "batch_invariant", "a model on the CPU", device, "leave it out")
-            holds = not torch.is_autocast_enabled(device)
+            is_exact = not torch.is_autocast_enabled(device)
             fix = "set precision: 32-true or bf16-true"
-            require(holds, "batch_invariant", "decoding without autocast", "autocast", fix)
+            require(is_exact, "batch_invariant", "decoding without autocast", "autocast", fix)
         self._rotary = body.rotary_emb
         self._norm = _norm(body.norm)
         self._head_dim = attention.head_dim
@@ -127,7 +127,7 @@ class FusedBody:
         """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`.
 
         Returns:
-            Hidden states; zeros for tokens that the cache was not prepared to store, which are padding.
+            Hidden states; zeros for padding, which the cache was not prepared to store.
         """
         # Only attention includes padding: everything else is computed for the stored tokens only.
         rows = Rows(input_ids.shape, None if cache is None else cache.source_index)
@@ -139,12 +139,12 @@ class FusedBody:
     def _run(
         self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: RowAttention
     ) -> Float[Tensor, "token hidden"]:
-        """Run the layers over the concatenated tokens of all rows, with one matrix product for all of them.
+        """Run the layers over all rows' tokens, concatenated, so that all rows share matrix products.
 
         Args:
             ids: The tokens.
-            rotation: Result of :meth:`_angles` for their positions.
-            attention: Attention of the forward.
+            rotation: Result of :meth:`_angles` for the tokens' positions.
+            attention: Attention in the forward pass.
         """
         drafts = self._drafts
         masks = None if drafts is None else drafts.gate(ids)
@@ -170,7 +170,7 @@ class FusedBody:
         return self._norm(hidden)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines [token, 1, dim] of positions [token]."""
+        """Return cosines and signed sines [token, 1, dim] for positions [token]."""
         length = int(positions.max()) + 1 if positions.device.type == "cpu" else _MAX_TABLE + 1
         if length > _MAX_TABLE:
             return self._angles(positions)
@@ -180,14 +180,14 @@ class FusedBody:
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def _angles(self, positions: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
-        """Compute cosines and signed sines [token, 1, dim] of positions."""
+        """Compute cosines and signed sines [token, 1, dim] for positions."""
         cos, sin = self._rotary(self._embedding, positions[None])
         return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
 
     def _rotated(
         self, layer: _Layer, heads: Float[Tensor, "token width"], rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [token, head, dim], rotated; of query and key heads side by side."""
+        """Return rotated queries and keys, and values, each [token, head, dim]."""
         num_heads = self._num_heads
         num_key_heads = self._num_key_heads
         heads = heads.view(heads.shape[0], -1, self._head_dim)
@@ -232,14 +232,14 @@ def _norm(module: Any) -> _Norm:  # noqa: ANN401
 
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embeddings whose frequencies do not depend on the batch."""
+"""Rotary embeddings whose frequencies do not depend on the batch."""
 
 _PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _FAMILIES: list[list[type[nn.Module]]] = [
     [getattr(module, name + part) for part in _PARTS]
     for name, module in (("Qwen3", qwen3), ("Qwen2", qwen2), ("Llama", llama))
 ]
-"""Classes of an architecture, the body's first."""
+"""An architecture's classes, with the body's class first."""
 
 _COMMON: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, type(ACT2FN["silu"]))
 
@@ -247,9 +247,9 @@ _COMMON: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.ModuleList, 
 def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or a wrapper of one
     """Return whether :class:`~refusion_lit.modeling.fused.body.FusedBody` computes what a body computes.
 
-    It must be made of exactly the known classes with plain parameters of one type on one device, unhooked and
-    unpatched, with full attention by sdpa or (in training) flex attention, SiLU, rotary frequencies that do not depend
-    on the batch, and no biases but those of queries, keys and values. So adapters, quantised or sharded weights and
+    The body must consist of the known classes, without hooks or patches, with plain parameters that share a type and a
+    device. It must have full attention by sdpa or (in training) flex attention, SiLU, rotary frequencies that do not
+    depend on the batch, and biases in queries, keys and values only. So adapters, quantised or sharded weights and
     offloading are all refused.
     """
     family = next((family for family in _FAMILIES if family[0] is type(body)), None)
@@ -260,7 +260,7 @@ def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or a wr
 
 
 def check_invariant(body: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - a transformers model
-    """Refuse models and options for which ``batch_invariant`` cannot be kept.
+    """Refuse models and options that do not support ``batch_invariant``.
 
     Raises:
         ValueError: Naming the option.
@@ -272,13 +272,13 @@ def check_invariant(body: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - a t
     reason = "" if is_fused else ", not decoded by the fused backbone"
     got = f"{config.model_type} with attn_implementation: {config._attn_implementation}{reason}"
     require(is_fused and config._attn_implementation == "sdpa", "batch_invariant", expected, got, fix)
-    # torch rounds the last elements of a tensor differently if they do not fill a vector register of the processor.
+    # torch rounds a tensor's last elements differently if they do not fill a vector register of the processor.
     widths = config.hidden_size, config.intermediate_size
     require(all(width % 32 == 0 for width in widths), "batch_invariant", "widths that are multiples of 32", widths, fix)
 
 
 def _is_plain(module: nn.Module, classes: set[type], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a module and its submodules are unmodified, of known classes and with plain parameters."""
+    """Return whether a module and its submodules are unmodified, have known classes and plain parameters."""
     if (
         type(module) not in classes
         or module._forward_hooks
@@ -296,7 +296,7 @@ def _is_plain(module: nn.Module, classes: set[type], dtype: torch.dtype, device:
 
 
 def _is_usual(body: Any) -> bool:  # noqa: ANN401
-    """Return whether a body's options are those that :class:`~refusion_lit.modeling.fused.body.FusedBody` computes."""
+    """Return whether :class:`~refusion_lit.modeling.fused.body.FusedBody` supports a body's options."""
     config = body.config
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None) or ()

@@ -1,9 +1,9 @@
-"""Linear layers of the fused backbone, with packed weights that make products of a few tokens fast on CPUs.
+"""Linear layers for the fused backbone, with packed weights that make products with few tokens fast on CPUs.
 
-A decode step multiplies a few tokens with every weight. torch's usual product is optimised for one row or for many.
-oneDNN's product with packed weights takes down to half the time for numbers in between, and about the same time for
-others. Layers with the same input, such as the query, key and value layers, are one product, because a call of oneDNN
-costs as much as a small product (``benchmarks/kernels.py``).
+A decode step multiplies a few tokens with every weight. torch's usual product is optimised for a single row or for many
+rows. oneDNN's product with packed weights takes down to half the time for numbers in between, and about the same time
+for other numbers. Layers with the same input, such as the query, key and value layers, share a product, because a call
+of oneDNN costs as much as a small product (``benchmarks/kernels.py``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PackedWeights:
     def get_copy(self, weights: Sequence[Float[Tensor, "_ input"]]) -> Tensor | None:
         """Return the packed copy of supported weights, concatenated; ``None`` if the memory limit is reached."""
         first = weights[0]
-        with self._lock:  # threads that decode with one model share its copies
+        with self._lock:  # threads that decode with the same model share its copies
             cached = self._copies.get(first)
             state = [(weight.data_ptr(), weight._version) for weight in weights]
             if cached is not None and cached[0] == state:
@@ -73,12 +73,12 @@ class PackedWeights:
 
 
 class Linear:
-    """y = W x + b without gradients, for one layer or for several layers with the same input.
+    """y = W x + b without gradients, for a layer or for several layers with the same input.
 
     Args:
         weights: W per layer; the layers' outputs are concatenated.
         biases: b per layer, or ``None`` for all layers.
-        packed: Store of packed weights; ``None``: use torch's product.
+        packed: Stores packed weights; ``None``: use torch's product.
         batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
@@ -93,7 +93,7 @@ class Linear:
         batch_invariant: bool = False,
     ) -> None:
         present = [bias for bias in biases if bias is not None]
-        assert len(present) in (0, len(weights)), "layers in one product must all have biases, or none"
+        assert len(present) in (0, len(weights)), "layers in a product must all have biases, or none"
         self.weights = tuple(weights)
         self.biases = tuple(biases) if present else (None,) * len(self.weights)
         self.bias = torch.cat(present) if len(present) > 1 else next(iter(present), None)
@@ -120,7 +120,7 @@ class Linear:
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
         """Add y to hidden states in place, for layers without biases.
 
-        Small layers need one call only (benchmarks/fast_paths.py).
+        Small layers need a single call (benchmarks/fast_paths.py).
         """
         if self._transposed is not None:
             hidden.addmm_(x, self._transposed)
@@ -131,11 +131,11 @@ class Linear:
 def multiply_in_blocks(
     product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]
 ) -> Float[Tensor, "*shape output"]:
-    """Multiply ``NUM_ROWS`` rows at a time, the last ones padded.
+    """Multiply ``NUM_ROWS`` rows at a time; the last rows are padded.
 
     Args:
         product: A linear map of rows.
-        x: Its input.
+        x: The input.
     """
     rows = x.reshape(-1, x.shape[-1])
     blocks = F.pad(rows, (0, 0, 0, -len(rows) % NUM_ROWS)).split(NUM_ROWS)
@@ -157,7 +157,7 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 
 def dispatch_inference(fast: Callable[..., Tensor], general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that calls ``general`` with gradients or autocast, which ``fast`` lacks, and else ``fast``."""
+    """Return a function that calls ``general`` if gradients or autocast are enabled, and otherwise ``fast``."""
 
     def call(first: Tensor, *others: Any) -> Tensor:  # noqa: ANN401 - any arguments
         needs_general = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
