@@ -405,11 +405,18 @@ def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
 
 
 def card_forwards(decoder: CARD, case: Case) -> int:
-    """Count forwards block by block: all at once if sure enough, else one token each until the last round."""
-    sizes = [min(decoder.block_size, case.length - start) for start in range(0, case.length, decoder.block_size)]
-    if case.certainty > decoder.threshold:
-        return len(sizes)
-    return sum(len(card_rounds(decoder, size)) for size in sizes)
+    """Count forwards block by block: all at once if sure enough, else in rounds up to the end of the text."""
+    num = 0
+    for start in range(0, case.length, decoder.block_size):
+        if case.certainty > decoder.threshold:
+            num += 1
+            continue
+        num_filled = 0
+        for quota in card_rounds(decoder, min(decoder.block_size, case.budget - start)):
+            num, num_filled = num + 1, num_filled + quota
+            if start + num_filled >= case.length:
+                break
+    return num
 
 
 def card_rounds(decoder: CARD, size: int) -> list[int]:
