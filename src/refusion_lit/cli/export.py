@@ -70,7 +70,7 @@ def run(args: list[str]) -> int:
     from refusion_lit.modeling.drafter import Drafter
     from refusion_lit.modeling.formats import FORMATS
     from refusion_lit.modeling.published import check_format, save_published
-    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model
+    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model, vocabulary_options
 
     formats = {name: published for name, published in FORMATS.items() if published.layout is not None}
     require_choice("format", options.format, ("hf", *formats))
@@ -91,8 +91,7 @@ def run(args: list[str]) -> int:
             save_block_drafter(drafter, backbone.body, directory)
             model.tokenizer.save_pretrained(directory)  # whose ids loading compares with the model's
         elif options.adapter_only and isinstance(drafter, Drafter):
-            vocab_size = backbone.special_tokens.vocab_size
-            save_drafter(drafter, backbone.body, directory, vocab_size=vocab_size)
+            save_drafter(drafter, backbone.body, directory, **vocabulary_options(backbone.special_tokens))
         elif options.adapter_only:
             save_adapters(backbone, model.tokenizer, directory)
         elif published is not None:

@@ -288,6 +288,7 @@ class Engine:
         For further drafts, return the last forward's hidden states.
         """
         if isinstance(group[0].request, MoreDrafts):
+            self._count_shape(group, num_positions=0, cache_length=0)
             return torch.cat([sequence.hidden for sequence in group]) if len(group) > 1 else group[0].hidden
         forwards = [sequence.forward for sequence in group]
         for sequence, forward in zip(group, forwards, strict=True):
@@ -302,6 +303,7 @@ class Engine:
         if not by_drafter:
             self.output.num_calls += 1
             self.output.num_positions += len(hidden)
+            self._count_shape(group, num_positions=batch.num_tokens, cache_length=batch.num_keys)
         parts = hidden.split([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
         for sequence, part, shape, starts in zip(group, parts, batch.shapes, batch.starts, strict=True):
             sequence.record_forward(part, shape, starts)
@@ -309,6 +311,19 @@ class Engine:
             self.cached_prompts[sequence.cache_row] = sequence.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return torch.cat([sequence.hidden for sequence in group]) if has_twins else hidden
+
+    def _count_shape(self, group: Sequence[PromptSequence], *, num_positions: int, cache_length: int) -> None:
+        """Count a call's shape; the logits are those that :class:`Sampler` computes for the pending requests."""
+        if self.output.call_shapes is None:
+            return
+        num_logits = 0
+        for sequence in group:
+            assert sequence.request is not None
+            num_read = sum(len(branch.draft_at) + len(branch.score_at) for branch in sequence.branches)
+            num_logits += num_read if sequence.request.draw.guidance is None else 2 * num_read
+        self.output.call_shapes.add(
+            num_sequences=len(group), num_positions=num_positions, num_logits=num_logits, cache_length=cache_length
+        )
 
     def _postprocess(self, group: Sequence[PromptSequence], hidden: Tensor) -> None:
         """Sample from the hidden states, and let every prompt's decoder commit tokens and make its next request."""

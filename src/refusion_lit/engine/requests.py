@@ -76,6 +76,7 @@ class Draw:
             ``negative_entropy`` (filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
             draws stay in these distributions, ``forbidden`` ids do not; temperature 0 filters like temperature 1.
+        raw_statistic: Compute the statistic before temperature, top-k and top-p.
         top_p_first: Apply top-p before top-k (Dream); by default top-k comes first (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
         proposes: Whether readings hand out the drafts as proposals. Their noise is independent of other draws' noise
@@ -88,6 +89,7 @@ class Draw:
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()
     statistic: Statistic | None = None
+    raw_statistic: bool = False
     top_p_first: bool = False
     with_probability: bool = True
     proposes: bool = False

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.output import TraceRound
+from refusion_lit.engine.output import DecodingOutput, TraceRound
 from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.devices import is_out_of_memory
 from refusion_lit.modeling.interface import LanguageModel
@@ -243,7 +243,10 @@ class Worker:
 
     def _make_engine(self) -> None:
         rows = self.options.batch_size
-        self.engine = Engine(self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize)
+        output = DecodingOutput(call_shapes=None)  # a server never ends, and counts would take more and more memory
+        self.engine = Engine(
+            self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize, output=output
+        )
 
     def _admit(self) -> bool:
         """Wait for jobs, drop jobs after their deadline, and start jobs. Return whether to continue."""
