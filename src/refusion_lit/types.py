@@ -30,6 +30,8 @@ class SpecialTokens:
             appear in a text.
         draws_padding: Whether padding is a token that the model predicts, as in DiffusionGemma's canvases.
         unused_token_ids: Ids below ``vocab_size`` that belong to no token of the tokenizer.
+        drafts_block: Whether the drafter drafts a block in forwards of its own (DFlash), so that its masks see one
+            another, and predict their own positions.
     """
 
     mask_token_id: int | None
@@ -39,6 +41,7 @@ class SpecialTokens:
     draft_token_ids: tuple[int, ...] = ()
     draws_padding: bool = False
     unused_token_ids: tuple[int, ...] = ()
+    drafts_block: bool = False
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
@@ -198,7 +201,7 @@ class DecodingOptions:
     """
 
     ranges = {"batch_size": 1, "max_tokens_per_forward": 1, "max_cache_tokens": 1}
-    batch_size: int = 1
+    batch_size: int = 16
     max_tokens_per_forward: int | None = None
     max_cache_tokens: int | None = None
     share_prefixes: bool = True

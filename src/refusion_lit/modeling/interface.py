@@ -92,6 +92,10 @@ class LanguageModel(ABC):
         """Return mean embeddings under distributions over all ids; ``None`` without self-conditioning."""
         return None
 
+    def draft_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]] | None:
+        """Return the forward of a drafter with layers of its own, like :meth:`runner`; ``None`` without one."""
+        return None
+
     @property
     def forward_cost(self) -> float:
         """Fixed cost of a forward pass in positions of a row: a / b for a cost of a + b * positions."""

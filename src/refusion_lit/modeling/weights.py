@@ -81,7 +81,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             dtype=dtype,
             attn_implementation=attn_implementation,
             **_experts_options(dtype),
-            **({} if loader is not AutoModelForCausalLM else {"trust_remote_code": source.trust_remote_code}),
+            trust_remote_code=source.trust_remote_code,
             weights_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
@@ -180,16 +180,16 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
 def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
     """Compare the headers of a directory's files with the config, before memory is allocated for weights.
 
-    Returns the shapes of the stored tensors, see :func:`_stored_shapes`.
+    Returns the shapes of the stored tensors, see :func:`stored_shapes`.
 
     Raises:
         ValueError: If the config asks for far more weights than the files hold, or for another number of experts, or
             if a tensor of a published mixture of experts is missing or has another shape.
     """
     _check_shard_names(Path(source.name))
-    shapes = _stored_shapes(Path(source.name))
+    shapes = stored_shapes(Path(source.name))
     config = source.config.get_text_config()
-    if not shapes or getattr(config, "quantization_config", None) is not None:  # quantised weights are packed
+    if not shapes or getattr(source.config, "quantization_config", None) is not None:  # quantised weights are packed
         return shapes
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     counts = [int(match[1]) + 1 for name in shapes if (match := _EXPERT.search(name))]
@@ -255,7 +255,7 @@ def _check_shard_names(folder: Path) -> None:
                 require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
 
 
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a directory's safetensors files, by name.
 
     The result is empty if a file is missing or damaged, which loading reports.
