@@ -149,7 +149,7 @@ def setups(draw: st.DrawFn, cls: type[Decoder]) -> tuple[Decoder, SamplingParams
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     chosen = draw(st.integers(0, 2 ** len(defaults) - 1))
     names = [name for i, name in enumerate(defaults) if chosen >> i & 1]
-    drawn = {name: draw(IDS.get(name) or values_of(hints[name], defaults[name])) for name in names}
+    drawn = {name: draw(IDS[name] if name in IDS else values_of(hints[name], defaults[name])) for name in names}
     starts = next((STARTS[base] for base in cls.__mro__ if base in STARTS), [])
     options: dict[str, Any] = dict(draw(st.sampled_from([{}, *starts])))
     # One by one, then by pairs: some options are only allowed together.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ from refusion_lit.learning.text_order import shift_left
 from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import is_number, require
 
 _EPS = 1e-3
 """Smallest mask probability in training, as in the authors' program."""
+
+_ROPE = ("llama_4_scaling_beta", "original_max_position_embeddings")
+"""Rotary options by which queries are scaled."""
 
 _NEXT_TOKEN = Autoregressive()
 
@@ -37,10 +41,11 @@ class _NemotronFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a config; ``block_size``, the block of the training, is that of the default decoder."""
         options = super().library_options(values)
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {"llama_4_scaling_beta": None}
-        is_complete = isinstance(rope, Mapping) and "llama_4_scaling_beta" in rope
-        fix = "fetch config.json again"
-        require(is_complete, "backbone.source: rope_parameters", "llama_4_scaling_beta among them", rope, fix)
+        rope = values.get("rope_parameters") or values.get("rope_scaling")
+        for name in _ROPE if rope is not None else ():
+            value = rope.get(name) if isinstance(rope, Mapping) else None
+            option = f"backbone.source: rope_parameters.{name}"
+            require(is_number(value, Real), option, "a number", value, "fetch config.json again")
         if values.get("block_size") is not None:
             options["refusion_lit"]["decoder"]["init_args"]["block_size"] = values["block_size"]
         return options
@@ -151,8 +156,10 @@ class CausalBlockDiffusion(_BlockOfMasks):
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/published_2026/models/nld-tiny")
-    >>> [answer] = model.generate(["12+34,56+78>"], decoder=CausalBlockDiffusion(block_size=8), max_new_tokens=32)
+    >>> decoder = CausalBlockDiffusion(block_size=8, threshold=0.5)
+    >>> [answer] = model.generate(["1+2>"], decoder=decoder, max_new_tokens=32)
     >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('11+22=1;', 9, 6)
     """
 
     ranges = {"threshold": "[0, 1]"}
@@ -223,6 +230,7 @@ class LinearSpeculation(_BlockOfMasks):
     >>> model = refusion_lit.load("tests/goldens/published_2026/models/nld-tiny")
     >>> [answer] = model.generate(["12+34,56+78>"], decoder=LinearSpeculation(block_size=8), max_new_tokens=32)
     >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=121;21+33=41;', 20, 15)
     """
 
     ranges = {"threshold": "[0, 1]"}
