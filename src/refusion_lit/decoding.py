@@ -10,7 +10,8 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, mo
 from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, text_branch, uncached, up_to_eos
 from refusion_lit.engine.engine import Engine, decode
 from refusion_lit.engine.kept_cache import KeptCache
-from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound
+from refusion_lit.engine.logprobs import TokenLogprob
+from refusion_lit.engine.output import CallShapes, DecodingOutput, Generation, GenerationCallback, TraceRound
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.families.autoregressive.decoder import Autoregressive
@@ -32,6 +33,7 @@ __all__ = [
     "Autoregressive",
     "BlockDiffusion",
     "Branch",
+    "CallShapes",
     "CausalBlockDiffusion",
     "Decoder",
     "DecodingOutput",
@@ -57,6 +59,7 @@ __all__ = [
     "Steps",
     "TextStream",
     "TokenEditing",
+    "TokenLogprob",
     "TraceRound",
     "WeDLM",
     "check_context",

@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from refusion_lit.data.detokenizer import Detokenizer
 from refusion_lit.data.encoding import encode_prompt
@@ -28,6 +29,7 @@ from refusion_lit.engine.checks import check_arguments
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require, require_template
 
@@ -63,17 +65,25 @@ class TextModel:
         """Constrains responses to JSON schemas; built on first use, because reading a vocabulary takes a second."""
         return Schemas(self.tokenizer, self.backbone.special_tokens)
 
-    def encode(self, query: str, messages: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode(
+        self,
+        query: str,
+        messages: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return a query's prompt tokens, chat template or ``prompt_template`` included.
 
         Args:
             query: The text.
             messages: Chat turns in place of the query, for tokenizers with a chat template.
+            tools: Descriptions of tools, for templates that render tools.
+            chat_options: Options of the chat template besides the options that are kept with the model.
 
         Raises:
-            ValueError: If the query is empty or cannot be encoded.
+            ValueError: If the query is empty or cannot be encoded, or the chat template does not read an option.
         """
-        return encode_prompt(self.tokenizer, query, self.prompt_template, messages)
+        return encode_prompt(self.tokenizer, query, self.prompt_template, messages, tools, chat_options)
 
     def detokenize(self, token_ids: Sequence[int], after: Sequence[int] = (), stop: Sequence[str] = ()) -> str:
         """Return the text of tokens without special tokens.
@@ -100,6 +110,17 @@ class TextModel:
         # Tokenizers that mark the beginning of a word drop the space from a text's first token.
         return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a single token, which may be a part of a character; ``None`` if they are unknown."""
+        text = self.token_text(token_id)
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text.encode()
+        name = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if name.startswith("<0x"):  # SentencePiece
+            return bytes([int(name[3:5], 16)])
+        values = {character: value for value, character in bytes_to_unicode().items()}
+        return bytes(values[character] for character in name) if values.keys() >= {*name} else None
+
     def decode(
         self,
         prompts: Sequence[Prompt],
@@ -108,6 +129,7 @@ class TextModel:
         *,
         callbacks: Sequence[GenerationCallback] = (),
         trace: bool = False,
+        num_top_logprobs: int | None = None,
         kept: KeptCache | None = None,
         continues_text: bool = True,
         **options: Any,  # noqa: ANN401 - fields of DecodingOptions
@@ -120,6 +142,7 @@ class TextModel:
             sampling: Length limit and sampling options.
             callbacks: Notified when tokens are committed and prompts finish.
             trace: Record a trace of every forward pass.
+            num_top_logprobs: Record the tokens' log-probabilities, and those of this many alternatives per token.
             kept: Keeps the cache of a call for the next call.
             continues_text: Whether a response's text continues the prompt's text; otherwise, it is the text of the
                 response's tokens alone, which may lack a space at its beginning.
@@ -136,7 +159,8 @@ class TextModel:
         was_training = self.backbone.training
         self.backbone.eval()
         detokenize = self.detokenize if continues_text else self._detokenize_alone
-        watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": detokenize}
+        watch: dict[str, Any] = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": detokenize}
+        watch["num_top_logprobs"] = num_top_logprobs
         try:
             return decode(model, decoder, prompts, sampling, **watch, **options)
         except ModelMismatchError:
@@ -189,6 +213,7 @@ class TextModel:
                 A template is given text of a response with spans to fill: ``{{5}}`` for five tokens, ``{{1-6}}`` for
                 the most probable filling of one to six tokens, and ``{{...}}`` at the end to continue freely.
                 ``None`` gives no text. ``max_new_tokens`` does not count given tokens.
+                With ``num_top_logprobs: n``, a response has the log-probabilities of its tokens and of n alternatives.
                 With ``json_schema``, every response parses and keeps the schema; schemas that cannot be guaranteed are
                 refused.
 
@@ -257,9 +282,9 @@ class TextModel:
 def _check_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse objects other than prompts, and ids, given tokens included, that the tokenizer does not know."""
     require(isinstance(prompt, Prompt), "prompts", "a list of Prompt", prompt, "use generate for texts")
-    size = len(tokenizer)
     for token in {*prompt.token_ids, *prompt.given} - {None}:
-        # A vocabulary with gaps has ids beyond its size.
-        known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
-        expected = f"token ids below {size}, the tokenizer's size"
-        require(known, f"prompt {prompt.id}", expected, token, "encode with its tokenizer")
+        if not 0 <= token < 1 << 31 or tokenizer.convert_ids_to_tokens(token) is None:
+            size = vocabulary_size(tokenizer)
+            is_gap = 0 <= token < size
+            expected = "an id of a token" if is_gap else f"token ids below {size}, the tokenizer's size"
+            require(False, f"prompt {prompt.id}", expected, token, "encode with its tokenizer")

@@ -25,6 +25,7 @@ from refusion_lit.decoding import (
     BlockDiffusion,
     CausalBlockDiffusion,
     Decoder,
+    DecodingOutput,
     FastDLLM,
     FirstHitting,
     IntrospectiveStrided,
@@ -78,6 +79,22 @@ def test_output_is_text_within_the_budget(
         assert output.num_calls == sum(forwards)
         shapes = [shape for row in output.rows for shape in row.forward_shapes]
         assert shapes == [tuple(call.input_ids.shape) for call in model.calls]
+    check_call_shapes(model, output)
+
+
+def check_call_shapes(model: FakeModel, output: DecodingOutput) -> None:
+    """Compare the counted shapes with what the model was fed."""
+    assert output.call_shapes is not None
+    entries = [(*shape, *count) for shape, count in output.call_shapes.counts.items()]
+    with_body = [entry for entry in entries if entry[1]]
+    assert sum(calls for *_, calls, _ in with_body) == output.num_calls == len(model.calls)
+    assert sum(sequences * calls for sequences, *_, calls, _ in with_body) == sum(
+        row.num_forwards for row in output.rows
+    )
+    num_positions = sum(positions * calls for _, positions, _, calls, _ in entries)
+    assert num_positions == sum(row.num_positions for row in output.rows) - output.num_shared
+    assert sum(logits * calls for _, _, logits, calls, _ in entries) == model.num_logit_rows
+    assert sum(length for *_, length in entries) == sum(call.mask.shape[-1] for call in model.calls)
 
 
 @each_decoder
@@ -101,7 +118,7 @@ def test_the_prompt_is_fed_as_it_is(
     assert {token for _, token in other} <= {model.special_tokens.mask_token_id}
 
 
-def text_of(
+def decode_ids(
     model: FakeModel, decoder: Decoder, drawn_prompts: list[Prompt], sampling: SamplingParams
 ) -> list[list[int]]:
     return [row.token_ids for row in decode(model, decoder, drawn_prompts, sampling).rows]
@@ -159,7 +176,7 @@ def test_temperature_zero_ignores_the_seed(
     seeds: tuple[int, int],
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
-    first, second = (text_of(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
+    first, second = (decode_ids(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
     assert first == second or chance_remains(decoder)
 
 
@@ -179,7 +196,9 @@ def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
     sampling = SamplingParams(max_new_tokens=24, temperature=20.0, seed=4)
 
     def text(seed: int) -> list[list[int]]:
-        return text_of(HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed))
+        return decode_ids(
+            HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed)
+        )
 
     drawn = text(4)
     assert drawn == text(4)
@@ -392,11 +411,18 @@ def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
 
 
 def card_forwards(decoder: CARD, case: Case) -> int:
-    """Count forwards block by block: all at once if sure enough, else one token each until the last round."""
-    sizes = [min(decoder.block_size, case.length - start) for start in range(0, case.length, decoder.block_size)]
-    if case.certainty > decoder.threshold:
-        return len(sizes)
-    return sum(len(card_rounds(decoder, size)) for size in sizes)
+    """Count forwards block by block: all at once if sure enough, else in rounds up to the end of the text."""
+    num = 0
+    for start in range(0, case.length, decoder.block_size):
+        if case.certainty > decoder.threshold:
+            num += 1
+            continue
+        num_filled = 0
+        for quota in card_rounds(decoder, min(decoder.block_size, case.budget - start)):
+            num, num_filled = num + 1, num_filled + quota
+            if start + num_filled >= case.length:
+                break
+    return num
 
 
 def card_rounds(decoder: CARD, size: int) -> list[int]:

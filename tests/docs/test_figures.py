@@ -97,7 +97,7 @@ def test_uncommitted_changes_show_in_the_table(registry: ModuleType) -> None:
     text = "commit aaaaaaaaaa; <b>with uncommitted changes</b> to commit bbbbbbbbbb; "
     assert registry.provenance(result) == text + "commit cccccccccc is not in the repository's history"
     assert registry.provenance({"parts": []}) == "no commit recorded"
-    page = (ROOT / "experiments" / "objective" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "experiments" / "objective" / "details.md").read_text(encoding="utf-8")
     committed = registry.read("experiments/objective/earlier.json")["environment"]["git"]
     assert ("<b>with uncommitted changes</b>" in page) == committed["dirty"]
 
@@ -173,8 +173,8 @@ def test_commands_in_results_run_on_any_machine() -> None:
     stamped = [path for path in results if '"command"' in path.read_text(encoding="utf-8")]
     assert len(stamped) > 20
     absolute = re.compile(r'["=@](/(?!bin/|usr/)[\w.-]+/[^"\s]+)')
-    found = {str(path.relative_to(ROOT)): absolute.findall(path.read_text(encoding="utf-8")) for path in stamped}
-    assert {name: paths for name, paths in found.items() if paths} == {}
+    actual = {str(path.relative_to(ROOT)): absolute.findall(path.read_text(encoding="utf-8")) for path in stamped}
+    assert {name: paths for name, paths in actual.items() if paths} == {}
 
 
 @pytest.mark.parametrize("name", REPORTED)

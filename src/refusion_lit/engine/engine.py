@@ -18,6 +18,7 @@ from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.kept_cache import KeptCache
+from refusion_lit.engine.logprobs import LogprobRecorder
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.engine.requests import MoreDrafts, SamplingJob, Steps
 from refusion_lit.engine.sampler import Sampler
@@ -28,7 +29,7 @@ from refusion_lit.modeling.devices import is_out_of_memory, synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_at_least
 
 
 def decode(
@@ -40,6 +41,7 @@ def decode(
     callbacks: Sequence[GenerationCallback] = (),
     detokenize: Callable[..., str] | None = None,
     trace: bool = False,
+    num_top_logprobs: int | None = None,
     kept: KeptCache | None = None,
     checked: bool = False,
     **named: Any,  # noqa: ANN401 - fields of DecodingOptions
@@ -67,6 +69,8 @@ def decode(
         detokenize: Turns a response's tokens into text; also takes ``after``, the prompt's tokens, and
             ``stop``, the stop strings. ``None``: generations have no text, and stop strings are refused.
         trace: Record every forward.
+        num_top_logprobs: Record the tokens' log-probabilities, and those of this many most probable tokens of their
+            places, at least 0. ``None``: record none.
         kept: Keeps the cache for the next call with the same model, whose prompts then share prefixes with the prompts
             of this call.
         checked: Whether the caller has run :func:`~refusion_lit.engine.checks.check_model` and ``check_prompts``.
@@ -80,6 +84,8 @@ def decode(
         options = DecodingOptions(**named)
     except TypeError as error:
         raise TypeError(f"{error}; options of sampling go into sampling=SamplingParams(...).") from error
+    if num_top_logprobs is not None:
+        require_at_least("num_top_logprobs", num_top_logprobs, 0)
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     output = DecodingOutput()
     if not checked:
@@ -98,7 +104,7 @@ def decode(
             callbacks=callbacks, detokenize=detokenize, trace=trace, kept=kept, output=output,
         )  # fmt: skip
         for index, prompt in group:
-            engine.submit(index, prompt, sampling)
+            engine.submit(index, prompt, sampling, num_top_logprobs=num_top_logprobs)
         try:
             while engine.waiting or engine.running:
                 results |= engine.step()
@@ -170,7 +176,15 @@ class Engine:
         self.device = model.device
         self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
 
-    def submit(self, index: int, prompt: Prompt, sampling: SamplingParams, *, trace: bool = False) -> None:
+    def submit(
+        self,
+        index: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        trace: bool = False,
+        num_top_logprobs: int | None = None,
+    ) -> None:
         """Put a prompt into the queue.
 
         Args:
@@ -178,8 +192,10 @@ class Engine:
             prompt: The prompt.
             sampling: Length limit and sampling options.
             trace: Record the prompt's forwards; with probabilities only if the engine records all traces.
+            num_top_logprobs: Record log-probabilities, see :func:`decode`.
         """
-        self.waiting.append(PromptSequence(index, prompt, sampling, trace or self.trace))
+        logprobs = None if num_top_logprobs is None else LogprobRecorder(num_top_logprobs)
+        self.waiting.append(PromptSequence(index, prompt, sampling, trace or self.trace, logprobs))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
@@ -269,6 +285,7 @@ class Engine:
         For further drafts, return the last forward's hidden states.
         """
         if isinstance(group[0].request, MoreDrafts):
+            self._count_shape(group, num_positions=0, cache_length=0)
             return torch.cat([sequence.hidden for sequence in group]) if len(group) > 1 else group[0].hidden
         forwards = [sequence.forward for sequence in group]
         for sequence, forward in zip(group, forwards, strict=True):
@@ -279,6 +296,7 @@ class Engine:
         hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
         self.output.num_calls += 1
         self.output.num_positions += len(hidden)
+        self._count_shape(group, num_positions=batch.num_tokens, cache_length=batch.num_keys)
         parts = hidden.split([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
         for sequence, part, shape, starts in zip(group, parts, batch.shapes, batch.starts, strict=True):
             sequence.record_forward(part, shape, starts)
@@ -286,6 +304,19 @@ class Engine:
             self.cached_prompts[sequence.cache_row] = sequence.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return torch.cat([sequence.hidden for sequence in group]) if has_twins else hidden
+
+    def _count_shape(self, group: Sequence[PromptSequence], *, num_positions: int, cache_length: int) -> None:
+        """Count a call's shape; the logits are those that :class:`Sampler` computes for the pending requests."""
+        if self.output.call_shapes is None:
+            return
+        num_logits = 0
+        for sequence in group:
+            assert sequence.request is not None
+            num_read = sum(len(branch.draft_at) + len(branch.score_at) for branch in sequence.branches)
+            num_logits += num_read if sequence.request.draw.guidance is None else 2 * num_read
+        self.output.call_shapes.add(
+            num_sequences=len(group), num_positions=num_positions, num_logits=num_logits, cache_length=cache_length
+        )
 
     def _postprocess(self, group: Sequence[PromptSequence], hidden: Tensor) -> None:
         """Sample from the hidden states, and let every prompt's decoder commit tokens and make its next request."""
@@ -317,6 +348,8 @@ class Engine:
             name = type(self.decoder).__name__
             warnings.warn(f"prompt {result.id}: {name} left masks; the response ends before the first", stacklevel=2)
         result.token_ids = tokens
+        if sequence.logprobs is not None:
+            result.logprobs = sequence.logprobs.of_response(tokens)
         result.num_forwards = state.num_forwards
         result.num_tokens = len(tokens) - sum(token is not None for token in state.prompt.given[: len(tokens)])
         result.seconds = synchronised_time(self.device) - sequence.started

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from refusion_lit.engine.logprobs import TokenLogprob
 
 if TYPE_CHECKING:
     from refusion_lit.engine.decoder import RowState
@@ -75,6 +77,8 @@ class Generation:
         round_ratios: Committed tokens per forward in the rounds that committed any; only for the paper's TPF figure.
         forward_shapes: Rows and length that the prompt takes in its forwards.
         trace: One entry per forward; empty unless a trace was requested.
+        logprobs: Log-probabilities of the tokens in ``token_ids``, ``None`` for given tokens; empty unless they were
+            requested.
     """
 
     id: str
@@ -88,11 +92,69 @@ class Generation:
     round_ratios: list[float] = field(default_factory=list)
     forward_shapes: list[tuple[int, int]] = field(default_factory=list)
     trace: list[TraceRound] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
     @property
     def num_given(self) -> int:
         """How many tokens in ``token_ids`` were given."""
         return len(self.token_ids) - self.num_tokens
+
+
+class CallShapes:
+    """Counts the calls of the model by shape, in little memory.
+
+    Calls with the same numbers of sequences, positions and logits form an entry, because their cost is linear in the
+    cache length. A call that only runs the LM head has no positions.
+
+    >>> shapes = CallShapes()
+    >>> shapes.add(num_sequences=2, num_positions=2, num_logits=2, cache_length=10)
+    >>> shapes.add(num_sequences=2, num_positions=2, num_logits=2, cache_length=11)
+    >>> shapes.lines()
+    ['2 2 2 2 21']
+
+    Attributes:
+        counts: Number of calls and the sum of their cache lengths, by ``(num_sequences, num_positions, num_logits)``.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[int, int, int], tuple[int, int]] = {}
+
+    def add(self, *, num_sequences: int, num_positions: int, num_logits: int, cache_length: int) -> None:
+        """Count a call.
+
+        Args:
+            num_sequences: Prompts that take part.
+            num_positions: Positions computed by the body for all of them, without padding.
+            num_logits: Positions whose logits the LM head computes.
+            cache_length: Keys per sequence that attention reads, those of the call's own positions included; the
+                largest number of all sequences.
+        """
+        shape = (num_sequences, num_positions, num_logits)
+        num_calls, total = self.counts.get(shape, (0, 0))
+        self.counts[shape] = (num_calls + 1, total + cache_length)
+
+    def merge(self, other: CallShapes) -> None:
+        """Add the calls of another count."""
+        for shape, (more_calls, more_length) in other.counts.items():
+            num_calls, total = self.counts.get(shape, (0, 0))
+            self.counts[shape] = (num_calls + more_calls, total + more_length)
+
+    def lines(self) -> list[str]:
+        """Return entries as ``num_sequences num_positions num_logits num_calls cache_length``, sorted, for JSON."""
+        return [" ".join(map(str, (*shape, *count))) for shape, count in sorted(self.counts.items())]
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[str]) -> CallShapes:
+        """Read what :meth:`lines` returned.
+
+        Raises:
+            ValueError: If a line has other than five whole numbers.
+        """
+        shapes = cls()
+        for line in lines:
+            num_sequences, num_positions, num_logits, num_calls, cache_length = map(int, line.split())
+            shapes.counts[num_sequences, num_positions, num_logits] = (num_calls, cache_length)
+        return shapes
 
 
 @dataclass(kw_only=True)
@@ -103,6 +165,7 @@ class DecodingOutput:
         rows: The prompts' generations, in the prompts' order.
         num_calls: Calls to the model, whatever their batch size.
         num_positions: Token positions computed, padding included.
+        call_shapes: The calls by shape, for ``refusion-lit report --project``; ``None``: not counted.
         num_shared: Prompt tokens whose KV cache entries were copied from other prompts instead of computed.
         cache_bytes: The KV cache's peak memory.
         cache_bytes_per_token: Memory per cache entry; 0 if nothing was cached.
@@ -114,6 +177,7 @@ class DecodingOutput:
     num_calls: int = 0
     num_positions: int = 0
     seconds: float = 0.0
+    call_shapes: CallShapes | None = field(default_factory=CallShapes)
     num_shared: int = 0
     cache_bytes: int = 0
     cache_bytes_per_token: float = 0.0

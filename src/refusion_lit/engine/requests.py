@@ -76,6 +76,7 @@ class Draw:
             ``negative_entropy`` (filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
             draws stay in these distributions, ``forbidden`` ids do not; temperature 0 filters like temperature 1.
+        raw_statistic: Compute the statistic before temperature, top-k and top-p.
         top_p_first: Apply top-p before top-k (Dream); by default top-k comes first (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
         proposes: Whether readings hand out the drafts as proposals. Their noise is independent of other draws' noise
@@ -88,6 +89,7 @@ class Draw:
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()
     statistic: Statistic | None = None
+    raw_statistic: bool = False
     top_p_first: bool = False
     with_probability: bool = True
     proposes: bool = False
@@ -158,6 +160,8 @@ class Reading:
         statistic: Their requested statistics; empty without a request.
         scores: The probabilities that ``score_at`` requests.
         proposals: The drafts with their distributions, if the draw proposes them.
+        logprobs: Log-softmax of the logits at ``draft_at`` and then ``score_at`` [position, vocab]; stays on the
+            model's device. ``None`` unless log-probabilities are recorded.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -165,6 +169,7 @@ class Reading:
     statistic: list[float] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
+    logprobs: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -180,6 +185,7 @@ class SamplingJob:
         constraint: Which tokens may be drawn; ``None``: all tokens.
         guide: Distance from a hidden state to the hidden state of its unconditional logits, for classifier-free
             guidance.
+        with_logprobs: Whether the reading gets log-probabilities.
         reading: Receives the result.
     """
 
@@ -190,6 +196,7 @@ class SamplingJob:
     canvas: Sequence[int]
     constraint: ConstraintState | None = None
     guide: int = 0
+    with_logprobs: bool = False
     reading: Reading = field(default_factory=Reading)
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from refusion_lit.modeling.config import check_supported, learns_positions, sliding_window
+from refusion_lit.modeling.config import check_supported, freeze_frequencies, learns_positions, sliding_window
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
@@ -52,6 +52,7 @@ class Backbone(nn.Module, LanguageModel):
     ) -> None:
         super().__init__()
         check_supported(model, get_body(model))
+        freeze_frequencies(get_body(model))
         if batch_invariant:
             check_invariant(get_body(model), is_fused=fused_body)
         self.model = model
@@ -69,6 +70,8 @@ class Backbone(nn.Module, LanguageModel):
             self.max_positions = min(self.window, self.max_positions or self.window)
             self.learns_positions = True
         self.packed = PackedWeights()
+        self.new_token_ids: tuple[int, ...] = ()
+        """Tokens whose rows loading has added to pretrained weights, such as a mask token."""
         self.adapters: Adapters | None = None
         """Options and base model of unmerged low-rank adapters."""
 

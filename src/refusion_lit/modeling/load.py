@@ -154,6 +154,8 @@ class BackboneConfig:
             drafter = _make_drafter(self, model)
         decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
         backbone = Backbone(model, traits, read_special_tokens(tokenizer), **decoding)
+        if source is not None:
+            backbone.new_token_ids = new_token_ids
         if drafter is not None:
             attach(backbone, drafter)
         if self.lora is not None:

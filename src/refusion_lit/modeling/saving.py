@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -20,11 +21,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
+from refusion_lit.modeling.chat_template import get_chat_options
 from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter
 from refusion_lit.modeling.lora import adapts_embedding, merged, quiet_peft
 from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.modeling.weights import weights_digest
-from refusion_lit.types import ModelTraits
+from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.files import require_empty, write_atomically
 from refusion_lit.utils.require import require
 
@@ -71,12 +73,12 @@ def save_model(
     if drafter is not None:
         model.config.refusion_lit[HAS_DRAFTER] = True
         path.mkdir(parents=True, exist_ok=True)
-        save_drafter(drafter, get_body(model), path, vocab_size=backbone.special_tokens.vocab_size)
+        save_drafter(drafter, get_body(model), path, **vocabulary_options(backbone.special_tokens))
     elif has_own_decoder(backbone.traits):
         named = stored.get("decoder") or {}
         options = (named.get("init_args") or {}) if named.get("class_path") == "ReFusion" else {}
         known = {name: options[name] for name in PROGRAM_OPTIONS if options.get(name) is not None}
-        model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size, **known}
+        model.generation_config.refusion = {**vocabulary_options(backbone.special_tokens), **known}
         model.generation_config._from_model_config = False  # otherwise loading derives it from the config
         write_program(_PACKAGE / "refusion" / "export.py", path)
     model.save_pretrained(path)
@@ -88,17 +90,28 @@ def has_own_decoder(traits: ModelTraits) -> bool:
     return traits.attention == "causal" and {"mask", "next_token_in_slot"} <= set(traits.predictions or ())
 
 
-def save_drafter(drafter: Drafter, body: nn.Module, directory: Path, *, vocab_size: int) -> None:
+def vocabulary_options(special: SpecialTokens) -> dict[str, Any]:
+    """Return what an exported decoder must know of the vocabulary; the model may have more rows."""
+    unused = {"unused_token_ids": list(special.unused_token_ids)} if special.unused_token_ids else {}
+    return {"vocab_size": special.vocab_size, **unused}
+
+
+def save_drafter(
+    drafter: Drafter, body: nn.Module, directory: Path, *, vocab_size: int, unused_token_ids: Sequence[int] = ()
+) -> None:
     """Write a drafter without its model: options, weights in bfloat16, decoder, and the model's name and digest.
 
     Args:
         drafter: The drafter.
         body: The body of the model that the drafter was trained for.
         directory: An existing directory.
-        vocab_size: Number of the tokenizer's tokens; the model may have more rows.
+        vocab_size: The tokenizer's highest id plus 1; the model may have more rows.
+        unused_token_ids: Ids below it that belong to no token.
     """
     values = {"format": FORMAT, **asdict(drafter.origin), "base_weights": weights_digest(body.get_submodule("layers"))}
     values["vocab_size"] = vocab_size
+    if unused_token_ids:
+        values["unused_token_ids"] = [*unused_token_ids]
     write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)
@@ -257,7 +270,8 @@ def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "..."}]
         program = f"messages = {json.dumps(turns)}\n"
-        call = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True"
+        options = "".join(f", {name}={value!r}" for name, value in get_chat_options(tokenizer).items())
+        call = f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True{options}"
         if get_add_bos(tokenizer) == "auto" or _template_writes_bos(tokenizer, turns):
             prefix = []
     else:
@@ -278,7 +292,8 @@ def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str
 def _template_writes_bos(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> bool:
     """Return whether a chat template's prompt begins with BOS."""
     try:
-        rendered: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        options = get_chat_options(tokenizer)
+        rendered: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, **options)
     except Exception:  # a template may refuse the turn with any error
         return False
     return starts_with_bos(rendered["input_ids"], tokenizer)

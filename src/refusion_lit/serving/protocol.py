@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
+from refusion_lit.decoding import TokenLogprob
+from refusion_lit.text_model import TextModel
 from refusion_lit.utils.require import require
 
 _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": []}
-_SWITCHES = ("logprobs", "echo", "store")
+_SWITCHES = ("echo", "store")
 """Fields that clients always send. ``_NEUTRAL`` fields have no effect with these values, ``_SWITCHES`` if false."""
 _REASONS = {
     "max_completion_tokens": "max_tokens is given, too",
-    "logprobs": "this server returns no log-probabilities, with any decoder",
     "tools": "this server calls no tools; use response_format for JSON",
 }
 
@@ -107,14 +110,71 @@ class TextPart(_Strict):
     text: str
 
 
-class Message(_Strict):
-    """A turn of a chat."""
+class FunctionCall(_Strict):
+    """A function that an assistant's turn calls, with its arguments as JSON text."""
 
-    role: Literal["system", "user", "assistant"]
+    name: str
+    arguments: str
+
+    def parse_arguments(self) -> Any:  # noqa: ANN401 - any JSON
+        """Return the arguments as values, which chat templates write in their own form; text that is no JSON stays."""
+        try:
+            return json.loads(self.arguments)
+        except ValueError:
+            return self.arguments
+
+
+class ToolCall(_Strict):
+    """A call of a tool in an assistant's turn."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Strict):
+    """A turn of a chat.
+
+    Attributes:
+        role: Whose turn it is.
+        content: Its text; an assistant's turn that calls tools may have none.
+        name: Name of the speaker, or of the tool.
+        tool_calls: The tools that an assistant's turn calls.
+        tool_call_id: The call that a tool's turn answers.
+        reasoning_content: An assistant's thoughts, for templates that write them.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        list[TextPart],
+        list[TextPart] | None,
         BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
-    ]
+    ] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def check_content(self) -> Message:
+        """Refuse a turn without text, unless it calls tools."""
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
+            raise ValueError(f"a turn of the {self.role} needs content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The turn's text."""
+        return "".join(part.text for part in self.content or ())
+
+    def to_turn(self) -> dict[str, Any]:
+        """Return the turn as chat templates read it."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            calls = [(call, {"name": call.function.name, "arguments": call.function.parse_arguments()})
+                     for call in self.tool_calls]  # fmt: skip
+            turn["tool_calls"] = [{"id": call.id, "type": call.type, "function": function} for call, function in calls]
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        return turn | {name: value for name, value in others.items() if value is not None}
 
 
 class ChatRequest(BaseRequest):
@@ -122,6 +182,20 @@ class ChatRequest(BaseRequest):
 
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives per token get a log-probability; ``None``: no log-probabilities at all.
+
+        Raises:
+            ValueError: If alternatives are asked for without log-probabilities.
+        """
+        holds = self.logprobs or self.top_logprobs is None
+        require(holds, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(BaseRequest):
@@ -129,6 +203,70 @@ class CompletionRequest(BaseRequest):
 
     is_chat: ClassVar[bool] = False
     prompt: _Texts
+    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        default=None, ge=0, le=20
+    )
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives per token get a log-probability; ``None``: no log-probabilities at all."""
+        return self.logprobs
+
+
+LogprobEntries = Sequence[tuple[int, TokenLogprob | None]]
+"""Tokens with their log-probabilities; ``None`` for tokens that a schema gives."""
+
+
+def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:  # noqa: ARG001
+    """Return log-probabilities in the form of OpenAI's chats; ``forward`` is the forward pass that gave them.
+
+    Args:
+        entries: The tokens. The token that ends the response has no text and is left out.
+        model: Gives the tokens' text.
+        start: Not used in this form.
+    """
+
+    def describe(token: int, logprob: float | None) -> dict[str, Any]:
+        content = model.token_bytes(token)
+        return {"token": model.token_text(token), "logprob": logprob, "bytes": content and [*content]}
+
+    return {
+        "content": [
+            {
+                **describe(token, entry and entry.logprob),
+                "top_logprobs": [describe(*pair) for pair in (entry.top if entry else ())],
+                "forward": entry and entry.forward,
+            }
+            for token, entry in _without_end(entries, model)
+        ]
+    }
+
+
+def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:
+    """Return log-probabilities in the form of OpenAI's completions; ``forwards`` are the passes that gave them.
+
+    Args:
+        entries: The tokens. The token that ends the response has no text and is left out.
+        model: Gives the tokens' text.
+        start: Number of characters of the response before the tokens.
+    """
+    known = _without_end(entries, model)
+    texts = [model.token_text(token) for token, _ in known]
+    return {
+        "tokens": texts,
+        "token_logprobs": [entry and entry.logprob for _, entry in known],
+        "top_logprobs": [
+            entry and {model.token_text(token): logprob for token, logprob in entry.top} for _, entry in known
+        ],
+        "text_offset": [*accumulate(map(len, texts[:-1]), initial=start)] if texts else [],
+        "forwards": [entry and entry.forward for _, entry in known],
+    }
+
+
+def _without_end(entries: LogprobEntries, model: TextModel) -> LogprobEntries:
+    """Return entries without the end-of-sequence token behind the text."""
+    ends = model.backbone.special_tokens.eos_token_ids
+    return [*entries[:-1], *(entry for entry in entries[-1:] if entry[0] not in ends)]
 
 
 def describe_error(error: RequestValidationError) -> str:
