@@ -8,6 +8,7 @@ from refusion_lit.families.block_diffusion.token_editing import EditableBlockMas
 from refusion_lit.families.idlm import Introspective
 from refusion_lit.families.llada.objective import Masked
 from refusion_lit.families.nemotron import CausalBlockMasked
+from refusion_lit.families.speculative.block_objective import BlockDraft
 from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm import DualStream
 from refusion_lit.families.zarya import Zarya
@@ -18,6 +19,7 @@ from refusion_lit.refusion.windows import MaskWindows
 
 __all__ = [
     "Autoregressive",
+    "BlockDraft",
     "BlockMasked",
     "CausalBlockMasked",
     "DualStream",

@@ -31,6 +31,8 @@ class SpecialTokens:
         draft_token_ids: A drafter's mask ids, nearest token first. They lie beyond all embedding rows and never
             appear in a text.
         unused_token_ids: Ids below ``vocab_size`` that belong to no token of the tokenizer.
+        drafts_block: Whether the drafter drafts a block in forwards of its own (DFlash), so that its masks see one
+            another, and predict their own positions.
     """
 
     mask_token_id: int | None
@@ -39,6 +41,7 @@ class SpecialTokens:
     vocab_size: int
     draft_token_ids: tuple[int, ...] = ()
     unused_token_ids: tuple[int, ...] = ()
+    drafts_block: bool = False
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:

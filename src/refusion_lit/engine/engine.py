@@ -173,6 +173,7 @@ class Engine:
         self.running: list[PromptSequence] = []
         self.sampler = Sampler(model, all_probabilities=self.trace)
         self.run_body = model.runner()
+        self.run_drafter = model.draft_runner()
         self.device = model.device
         self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
 
@@ -268,12 +269,14 @@ class Engine:
     def _schedule(self) -> list[list[PromptSequence]]:
         """Return the groups to serve next; a group's prompts share a call of the model.
 
-        Requests for further drafts need no call and come first, then forwards within the budget.
+        Requests for further drafts need no call and come first, then a drafter's forwards, so that the model verifies
+        many prompts' drafts together, then forwards within the budget.
         """
         drafting = [sequence for sequence in self.running if isinstance(sequence.request, MoreDrafts)]
         if drafting:
             return [drafting]
         chosen = [sequence for sequence in self.running if sequence.request is not None]
+        chosen = [sequence for sequence in chosen if sequence.forward.by_drafter] or chosen
         if self.options.max_tokens_per_forward is not None:
             chosen = fit_into_forward(chosen, self.options.max_tokens_per_forward)
         groups = ([sequence for sequence in chosen if sequence.forward.cached is cached] for cached in (True, False))
@@ -293,10 +296,14 @@ class Engine:
                 self.cache.compact(sequence.cache_row, forward.keep.indices, forward.keep.num_leading)
         cache = self.cache if forwards[0].cached else None
         batch = Batch(forwards, [sequence.cache_row for sequence in group], self.device, cache)
-        hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
-        self.output.num_calls += 1
-        self.output.num_positions += len(hidden)
-        self._count_shape(group, num_positions=batch.num_tokens, cache_length=batch.num_keys)
+        by_drafter = forwards[0].by_drafter
+        run = self.run_drafter if by_drafter else self.run_body
+        assert run is not None, "a decoder that requests a drafter's forwards requires a drafter"
+        hidden = run(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
+        if not by_drafter:
+            self.output.num_calls += 1
+            self.output.num_positions += len(hidden)
+            self._count_shape(group, num_positions=batch.num_tokens, cache_length=batch.num_keys)
         parts = hidden.split([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
         for sequence, part, shape, starts in zip(group, parts, batch.shapes, batch.starts, strict=True):
             sequence.record_forward(part, shape, starts)

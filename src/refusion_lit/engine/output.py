@@ -71,6 +71,8 @@ class Generation:
         num_tokens: How many tokens were generated: the tokens in ``token_ids`` that were not given.
         num_forwards: Forwards in which the prompt took part. Decoders that weigh a forward's cost (``SelfSpeculative``
             and ``infill: bonus`` of ``ReFusion``) take more or fewer forwards beside other prompts, for the same text.
+        num_drafter_forwards: Forwards of a drafter with layers of its own (DFlash); ``num_forwards`` and
+            ``num_positions`` leave them out.
         num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
             count too.
         seconds: Time from the prompt's admission to its end.
@@ -87,6 +89,7 @@ class Generation:
     finish_reason: str = "unfinished"
     num_tokens: int = 0
     num_forwards: int = 0
+    num_drafter_forwards: int = 0
     num_positions: int = 0
     seconds: float = 0.0
     round_ratios: list[float] = field(default_factory=list)

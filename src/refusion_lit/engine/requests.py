@@ -120,6 +120,8 @@ class Forward:
         packed: Whether the branches share one row of the call, one after the other. Otherwise every branch has a row.
             Changes the layout, not what a branch sees.
         keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
+        by_drafter: Whether the model's drafter, which has layers of its own, computes the forward. It is no forward of
+            the model, and is not counted as such.
         twin_at: For ``draw.guidance``: take the unconditional logits from the first row of the prompt's previous
             forward, at the offsets of the first branch plus this number. ``None``: take them from the second branch.
     """
@@ -130,6 +132,7 @@ class Forward:
     cached: bool = True
     packed: bool = False
     keep: Compaction | None = None
+    by_drafter: bool = False
     twin_at: int | None = None
 
 
