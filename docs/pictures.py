@@ -93,6 +93,28 @@ def blocks() -> None:
     picture("card.svg", 700, 302, "Two forwards of CARD", parts)
 
 
+def strides() -> None:
+    """Draw three forwards of introspective strided decoding with a stride of four."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    masks = [f"M@{i}" for i in range(3, 14)]
+    parts = [
+        row(10, "1  feed a token and masks", [prompt, ("known", ["a@3"]), ("mask", masks[1:4])]),
+        row(62, "2  add a token, keep drafts", [prompt, ("known", ["a@3", "b@4"]), ("draft", ["c@5", "d@6", "e@7"])]),
+        row(114, "3  feed drafts and masks", [("known", ["b@4"]), ("draft", ["c@5", "d@6", "e@7"]),
+                                              ("mask", masks[5:8])]),
+        row(166, "4  all hold: add four, new drafts", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6", "e@7", "f@8"]),
+                                                       ("draft", ["g@9", "h@10", "x@11"])]),
+        row(218, "5  feed drafts and masks", [("known", ["f@8"]), ("draft", ["g@9", "h@10"]), ("rejected", ["x@11"]),
+                                              ("mask", masks[9:11])]),
+        text(8, 274, "Small numbers: position in the text. Rows 1, 3 and 5 are forwards. A position predicts the token "
+                     "after it, so a draft", 12),
+        text(8, 290, "is verified by the position before it. Row 5 adds g, h and the right token in place of x; its "
+                     "masks are lost.", 12),
+        text(8, 306, "Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: final.", 12),
+    ]  # fmt: skip
+    picture("introspective_strided.svg", 800, 318, "Three forwards of IntrospectiveStrided", parts)
+
+
 def pipeline() -> None:
     """Draw three forwards of D2F with blocks of three masks."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -390,6 +412,7 @@ PICTURES = (
     search,
     groups,
     blocks,
+    strides,
     pipeline,
     editing,
     sets,

@@ -17,6 +17,7 @@ from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
 from refusion_lit.families.block_diffusion.token_editing import TokenEditing
 from refusion_lit.families.defaults import default_decoder, named_decoder, register_decoder
+from refusion_lit.families.idlm import IntrospectiveStrided
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
@@ -39,6 +40,7 @@ __all__ = [
     "Forward",
     "Generation",
     "GenerationCallback",
+    "IntrospectiveStrided",
     "KeptCache",
     "LLaDA",
     "ModelMismatchError",

@@ -5,6 +5,7 @@ from typing import Any
 from refusion_lit.families.autoregressive.objective import Autoregressive
 from refusion_lit.families.block_diffusion.objective import BlockMasked
 from refusion_lit.families.block_diffusion.token_editing import EditableBlockMasked
+from refusion_lit.families.idlm import Introspective
 from refusion_lit.families.llada.objective import Masked
 from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm import DualStream
@@ -21,6 +22,7 @@ __all__ = [
     "EditableBlockMasked",
     "GatedDraft",
     "Hybrid",
+    "Introspective",
     "MaskWindows",
     "Masked",
     "Objective",

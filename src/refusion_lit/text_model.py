@@ -63,17 +63,25 @@ class TextModel:
         """Constrains responses to JSON schemas; built on first use, because reading a vocabulary takes a second."""
         return Schemas(self.tokenizer, self.backbone.special_tokens)
 
-    def encode(self, query: str, messages: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode(
+        self,
+        query: str,
+        messages: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return a query's prompt tokens, chat template or ``prompt_template`` included.
 
         Args:
             query: The text.
             messages: Chat turns in place of the query, for tokenizers with a chat template.
+            tools: Descriptions of tools, for templates that render tools.
+            chat_options: Options of the chat template besides the options that are kept with the model.
 
         Raises:
-            ValueError: If the query is empty or cannot be encoded.
+            ValueError: If the query is empty or cannot be encoded, or the chat template does not read an option.
         """
-        return encode_prompt(self.tokenizer, query, self.prompt_template, messages)
+        return encode_prompt(self.tokenizer, query, self.prompt_template, messages, tools, chat_options)
 
     def detokenize(self, token_ids: Sequence[int], after: Sequence[int] = (), stop: Sequence[str] = ()) -> str:
         """Return the text of tokens without special tokens.

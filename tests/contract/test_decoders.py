@@ -26,6 +26,7 @@ from refusion_lit.decoding import (
     Decoder,
     FastDLLM,
     FirstHitting,
+    IntrospectiveStrided,
     LLaDA,
     RecomputeKV,
     ReFusion,
@@ -389,7 +390,21 @@ def card_forwards(decoder: CARD, case: Case) -> int:
     sizes = [min(decoder.block_size, case.length - start) for start in range(0, case.length, decoder.block_size)]
     if case.certainty > decoder.threshold:
         return len(sizes)
-    return sum(min(size, decoder.max_rounds or size) for size in sizes)
+    return sum(len(card_rounds(decoder, size)) for size in sizes)
+
+
+def card_rounds(decoder: CARD, size: int) -> list[int]:
+    """Return how many masks of a block each forward fills without a sure one."""
+    rounds: list[int] = []
+    while sum(rounds) < size:
+        quota = 1 if decoder.num_steps is None else step_quota(size, decoder.num_steps, len(rounds))
+        rounds.append(size if len(rounds) + 1 == decoder.max_rounds else max(quota, 1))
+    return rounds
+
+
+def strided_forwards(decoder: IntrospectiveStrided, case: Case) -> int:
+    """Count the prompt, the forward that adds two tokens, and full strides: an oracle's drafts are its own choice."""
+    return 2 + ceil(max(case.length - 2, 0) / decoder.stride)
 
 
 def d2f_forwards(decoder: D2F, case: Case) -> int:
@@ -454,6 +469,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     FastDLLM: fast_dllm_forwards,
     WeDLM: wedlm_forwards,
     CARD: card_forwards,
+    IntrospectiveStrided: strided_forwards,
     D2F: d2f_forwards,
     APD: apd_forwards,
     SetDiffusion: set_forwards,

@@ -19,6 +19,7 @@ from refusion_lit.decoding import (
     Decoder,
     FastDLLM,
     FirstHitting,
+    IntrospectiveStrided,
     LLaDA,
     RecomputeKV,
     ReFusion,
@@ -44,7 +45,7 @@ from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, O
 
 KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,
          SlotSearch, TokenEditing, WeDLM}  # fmt: skip
-REFUSES = {APD, Autoregressive, SelfSpeculative, CARD}
+REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, IntrospectiveStrided}
 
 
 def filling(size: int, spans: dict[int, Span]) -> Constraint:

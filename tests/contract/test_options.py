@@ -11,6 +11,7 @@ from refusion_lit.decoding import Decoder, RowState
 from refusion_lit.objectives import Objective
 
 MINIMA = {
+    ("IntrospectiveStrided", "num_verified"): 0,
     ("SelfSpeculative", "num_drafts"): 0,
     ("TokenEditing", "max_post_steps"): 0,
     ("GroupPolicy", "group_size"): 2,

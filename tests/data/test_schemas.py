@@ -91,9 +91,29 @@ def test_an_end_is_found_where_one_byte_again_and_again_leads_to_none(model: Tex
         jsonschema.validate(json.loads(row.text), schema)
 
 
+FORMATS = {
+    "date": (["2024-02-29", "2000-02-29", "2023-02-28", "2023-12-31"], ["2023-02-29", "1900-02-29", "0000-01-01"]),
+    "time": (["23:59:59Z", "12:00:00.5+01:00"], ["06:12:60Z", "23:59:60Z"]),
+    "date-time": (["2024-02-29T23:59:59Z"], ["2023-02-29T12:00:00Z", "2023-02-28T12:00:60Z", "0000-01-01T12:00:00Z"]),
+}
+
+
+@pytest.mark.parametrize("extra", [{}, {"maxLength": 60}, {"allOf": [{"minLength": 1}]}, {"type": ["string", "null"]}])
+@pytest.mark.parametrize("name", FORMATS)
+def test_dates_and_times_exist(model: TextModel, name: str, extra: dict[str, Any]) -> None:
+    constraint = make_constraint(model, {"type": "string", "format": name, **extra})
+    for texts, expected in zip(FORMATS[name], (True, False), strict=True):
+        for text in texts:
+            tokens = [*model.tokenizer(json.dumps(text), add_special_tokens=False)["input_ids"]]
+            state: Any = constraint.begin(400)
+            is_accepted = state._matcher.try_consume_tokens(tokens) == len(tokens) and state._matcher.is_accepting()
+            assert is_accepted == expected, text
+
+
 REFUSED = [
     ({"type": "nothing"}, {}, "json_schema: .*cannot be kept"),
     ({"type": "string", "pattern": "(?=a)b"}, {}, "json_schema: .*cannot be kept"),
+    ({"type": "string", "pattern": "^(?i)ab$"}, {}, "json_schema: pattern"),
     (False, {}, "json_schema: .*cannot be kept"),
     (
         {"enum": [1, 2**53 + 1]},

@@ -67,7 +67,11 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"threshold": None, "order": "entropy", "cache": "prefix", "block_length": 8, "steps": 8, "shifted": True},
         {"threshold": 0.5, "order": "maskgit_plus", "block_length": None, "steps": 4, "shifted": True},
     ],
-    CARD: [{"block_size": 4, "threshold": 0.5, "max_rounds": 2}, {"block_size": 5, "max_rounds": None}],
+    CARD: [
+        {"block_size": 4, "threshold": 0.5, "max_rounds": 2},
+        {"block_size": 5, "max_rounds": None},
+        {"block_size": 6, "threshold": 1.0, "max_rounds": None, "num_steps": 2},
+    ],
     APD: [
         {"mixture_weight": 0.5, "max_lookahead": 6},
         {"mixture_weight": 0.95, "max_lookahead": None, "shifted": True},

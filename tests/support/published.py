@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,3 +26,19 @@ def reference(name: str) -> dict[str, Any]:
 @cache
 def published_model(name: str, dtype: Any = "float32") -> TextModel:
     return refusion_lit.load(MODELS[name], dtype=dtype)
+
+
+class _Ended:
+    """A model with another EOS token."""
+
+    def __init__(self, backbone: Any, eos_token_id: int) -> None:
+        self._backbone = backbone
+        self.special_tokens = replace(backbone.special_tokens, eos_token_ids=(eos_token_id,))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backbone, name)
+
+
+def ended_by(backbone: Any, eos_token_id: int) -> Any:
+    """Return a model whose responses end at the given token alone."""
+    return _Ended(backbone, eos_token_id)

@@ -22,6 +22,7 @@ from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.data.tokenizers import load_tokenizer, tokenizer_from_files
 from refusion_lit.decoding import Decoder, named_decoder
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.chat_template import set_chat_options
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, load_drafter
 from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_dtype, default_device
@@ -48,6 +49,7 @@ def load(
     draft: str | Path | None = None,
     verifier: str | Path | None = None,
     add_bos: AddBos | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> TextModel:
     """Load a model with its tokenizer for inference. Adapters of a checkpoint are merged into its weights.
 
@@ -66,9 +68,11 @@ def load(
             :class:`~refusion_lit.decoding.APD`.
         add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does.
             ``None``: as stored with the model, else ``auto``.
+        chat_template_kwargs: Options of the chat template, such as ``{"enable_thinking": False}``. ``None``: as stored
+            with the model, else none.
 
     Raises:
-        ValueError: If the model cannot be loaded.
+        ValueError: If the model cannot be loaded, or its chat template does not read an option.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/models/additions-clean", device="cpu")
@@ -93,6 +97,8 @@ def load(
             draft = own_draft(source, revision)
     if add_bos is not None:
         set_add_bos(model.tokenizer, add_bos)
+    if chat_template_kwargs is not None:
+        set_chat_options(model.tokenizer, chat_template_kwargs)
     if draft is not None:
         attach(model.backbone, load_drafter(model.backbone.body, draft))
     model.backbone.to(device).eval()

@@ -57,7 +57,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Arguments; the process's own by default.
 
     Returns:
-        The exit code: 0, 2 for a user's error, 130 when interrupted, 141 when the reader of a pipe has left.
+        The exit code: 0, 2 for a user's error, 3 if a server cut answers, 130 when interrupted, 141 when the reader of
+        a pipe has left.
     """
     argv = list(args if args is not None else sys.argv[1:])
     if args is None:

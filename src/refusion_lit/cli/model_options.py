@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jsonargparse import Namespace
 
@@ -124,6 +124,8 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens per block, with block_causal")
     bos = "prompts begin with BOS: true, false, or auto, as the tokenizer itself does; by default as stored"
     parser.add_argument("--add_bos", type=bool | Literal["auto"] | None, default=None, help=bos)
+    chat = "options of the chat template, as '{\"enable_thinking\": false}'; by default as stored with the model"
+    parser.add_argument("--chat_template_kwargs", type=dict[str, Any] | None, default=None, help=chat)
     parser.add_argument("--revision", type=str | None, default=None, help="pinned revision of a hub id")
     parser.add_argument("--trust_remote_code", type=bool, default=False, help="run Python code that the source brings")
 
@@ -160,7 +162,7 @@ def load_model(options: Namespace) -> TextModel:
     require(is_used or options.verifier is None, "verifier", "a decoder that uses it, as APD does", got, fix)
     names = ("checkpoint_format", "attention", "block_size", "batch_invariant")
     overrides = BackboneConfig(source=path, **{name: options[name] for name in names})
-    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier", "add_bos")
+    names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier", "add_bos", "chat_template_kwargs")
     model = load(path, overrides=overrides, **{name: options[name] for name in names})
     size = sum(weights.numel() for weights in model.backbone.parameters())
     number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"

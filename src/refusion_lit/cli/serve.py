@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from refusion_lit.cli.model_options import (
 )
 from refusion_lit.serving import Limits
 from refusion_lit.utils.require import require
+
+_CUT = 3
+"""Exit status of a server that stopped before all answers in flight were complete."""
 
 
 def build_parser() -> ModelParser:
@@ -50,6 +55,9 @@ def run(args: list[str]) -> int:
         packages = "fastapi llguidance prometheus-client uvicorn"
         raise ValueError(f"serve: needs {error.name}; run pip install {packages}.") from error
     key = os.environ.get(API_KEY) or None
+    is_sendable = key is None or bool(re.fullmatch("[!-~]+", key))
+    fix = "set another key; one that is read from a file may end with a line break"
+    require(is_sendable, API_KEY, "printable ASCII characters without blanks", "others, which clients cannot send", fix)
     fix = f"set {API_KEY} to a secret that clients send, or use 127.0.0.1"
     is_safe = key is not None or options.host in LOCAL_HOSTS
     require(is_safe, "host", f"127.0.0.1, ::1 or localhost where {API_KEY} is not set", options.host, fix)
@@ -61,8 +69,14 @@ def run(args: list[str]) -> int:
     worker = Worker(setup.model, setup.decoder, setup.sampling, setup.decoding, limits)
     service = Service(worker, options.name or Path(options.ckpt_path).resolve().name)
     sys.stderr.write(f"serving {service.name} with {type(setup.decoder).__name__}\n")
+    server = Server(build_app(service, key=key), service, options.host, options.port)
+    gc.freeze()  # at exit, collecting the libraries' objects takes a second
     try:
-        Server(build_app(service, key=key), service, options.host, options.port).run()
+        server.run()
     except SystemExit as error:  # uvicorn has told why, such as a port that is taken
         return int(error.code or 0) and 2
-    return int(worker.failure is not None)  # so that a supervisor starts it again
+    if worker.failure is not None:
+        return 1  # so that a supervisor starts it again
+    if server.num_cut:
+        sys.stderr.write(f"stopped before {server.num_cut} answers were complete\n")
+    return _CUT if server.num_cut else 0

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.drafting import rounds_since, text_branch
 from refusion_lit.engine.requests import Draw, Forward, Steps
+from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import random_subset, shift_left
@@ -41,20 +42,23 @@ class CARD(Decoder):
         threshold: Fill every mask whose token is more probable (tau), in [0, 1].
         max_rounds: Maximum number of forwards per block (T_max); the last forward fills all remaining masks. ``None``:
             no limit.
+        num_steps: Number of forwards over which a block's masks are spread; a forward fills at least its equal share.
+            ``None``: at least a mask. With ``threshold: 1``, as I-DLM's sampler in NeMo AutoModel fills a block.
 
     >>> from refusion_lit.decoding import default_decoder
     >>> default_decoder(SoftTail().traits)
-    CARD(block_size=16, threshold=0.9, max_rounds=8)
+    CARD(block_size=16, threshold=0.9, max_rounds=8, num_steps=None)
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask_shifted", "next_token"))
     shares = "all_but_last"
     refuses = "its masks see no text on their right"
 
-    ranges = {"block_size": 1, "threshold": "[0, 1]", "max_rounds": 1}
+    ranges = {"block_size": 1, "threshold": "[0, 1]", "max_rounds": 1, "num_steps": 1}
     block_size: int = 16
     threshold: float = 0.9
     max_rounds: int | None = 8
+    num_steps: int | None = None
 
     def step(self, state: RowState) -> Steps[None]:
         """Run one forward over the block and fill masks."""
@@ -65,8 +69,10 @@ class CARD(Decoder):
         branch = text_branch(state, state.num_cached, positions[-1], positions, shift=1)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         reading = (yield Forward(phase="denoise", branches=(branch,), draw=draw))[0]
-        is_last = rounds_since(state, start) == self.max_rounds
-        chosen = range(len(masked)) if is_last else above_or_best(reading.probabilities, self.threshold)
+        round_number = rounds_since(state, start)
+        quota = 1 if self.num_steps is None else step_quota(len(block), self.num_steps, round_number - 1)
+        is_last = round_number == self.max_rounds
+        chosen = range(len(masked)) if is_last else above_or_best(reading.probabilities, self.threshold, max(quota, 1))
         state.commit([masked[i] for i in chosen], [reading.tokens[i] for i in chosen])
         state.num_cached = state.prompt_length + start
         if len(chosen) < len(masked):

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.tokenizers import unknown_text
+from refusion_lit.modeling.chat_template import check_chat_options, get_chat_options
 from refusion_lit.modeling.vocabulary import EOS_IDS, get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.utils.require import require
 
@@ -23,6 +24,7 @@ def encode_prompt(
     prompt_template: str = "{query}",
     messages: Sequence[Mapping[str, Any]] = (),
     tools: Sequence[Mapping[str, Any]] = (),
+    chat_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Encode a query as a prompt.
 
@@ -40,13 +42,18 @@ def encode_prompt(
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
         tools: Descriptions of tools for the chat template.
+        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
 
     Raises:
-        ValueError: If a character is unknown, the chat template refuses the turns, or the prompt is empty.
+        ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
+            or the prompt is empty.
     """
     turns = list(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, *_texts_in([turns, tools])])
-    rendered = _render(tokenizer, guard, turns, prompt_template, query, tools)
+    if chat_options:
+        check_chat_options(tokenizer, chat_options)
+    rendered = _render(tokenizer, guard, turns, prompt_template, query, tools, chat_options=chat_options)
+    _check_roles(tokenizer, turns, tools, chat_options)
     ids = _encode_rendered(tokenizer, guard, rendered)
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
@@ -107,6 +114,9 @@ def encode_response(
             ids = whole[len(prompt_ids) :]
         else:
             ids = _encode_parts(tokenizer, guard.split(rendered[len(opened) :]), within=True)
+    elif response and (marked := guard.mark(response)) in rendered:
+        # The template writes an earlier turn of the assistant without the opening, as Qwen3 does with its thoughts.
+        ids = _encode_parts(tokenizer, guard.split(marked + rendered.rpartition(marked)[2]), within=True)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for place, token in enumerate(ids):
         if token in special and response.strip() in str(tokenizer.decode(ids[:place])):
@@ -158,6 +168,7 @@ def _render(
     tools: Sequence[Mapping[str, Any]],
     *,
     is_open: bool = True,
+    chat_options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of turns, with users' names of special tokens marked."""
     roles = ", ".join(str(turn["role"]) for turn in turns)
@@ -166,12 +177,40 @@ def _render(
         require(len(turns) == 1, "messages", expected, f"turns of {roles}", "leave out the other turns")
         return prompt_template.replace("{query}", guard.mark(query))
     marked: Any = _map_texts(guard.mark, list(turns))
-    options: dict[str, Any] = {"tools": _map_texts(guard.mark, list(tools))} if tools else {}
+    options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {})}
+    if tools:
+        options["tools"] = _map_texts(guard.mark, list(tools))
     try:
         return str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=is_open, **options))
     except Exception as error:  # a template may raise any error
         message = f"messages: the chat template refuses turns of {roles} ({error}); reorder them."
         raise ValueError(message) from error
+
+
+def _check_roles(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    chat_options: Mapping[str, Any] | None,
+) -> None:
+    """Refuse turns that the chat template drops: many templates know no developer, and some no tools.
+
+    Raises:
+        ValueError: If the text of a turn with another role than system, user and assistant would not be in the prompt.
+    """
+    if not tokenizer.chat_template:
+        return
+    options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {}), "tools": list(tools) or None}
+    for number, turn in enumerate(turns):
+        if turn["role"] not in ("system", "user", "assistant"):
+            probe: Any = [*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]]
+            rendered = str(tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True, **options))
+            fix = "use system" if turn["role"] == "developer" else "leave it out"
+            expected = "a role that the chat template renders"
+            require(_PROBE in rendered, f"messages.{number}.role", expected, turn["role"], fix)
+
+
+_PROBE = "probe of a turn"
 
 
 def _encode_rendered(tokenizer: PreTrainedTokenizerBase, guard: _Guard, rendered: str) -> list[int]:

@@ -18,6 +18,7 @@ from refusion_lit.data.evaluation import PromptBatch, encode_prompts, evaluation
 from refusion_lit.data.examples import EncodedExample, encode_example, load_examples
 from refusion_lit.data.tokenizers import TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.modeling.chat_template import set_chat_options
 from refusion_lit.modeling.vocabulary import AddBos, add_eos_tokens, describe_bos, set_add_bos
 from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.types import Prompt
@@ -48,6 +49,8 @@ class InstructionDataModule(L.LightningDataModule):
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
         add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does. The
             choice is stored with the model. ``None``: the stored choice, else ``auto``.
+        chat_template_kwargs: Options of the chat template, such as ``enable_thinking: false``; stored with the model.
+            ``None``: the stored options, else none.
 
     >>> from refusion_lit.data.tokenizers import CharacterTokenizer
     >>> from refusion_lit.tasks import Additions
@@ -70,6 +73,7 @@ class InstructionDataModule(L.LightningDataModule):
         seed: int = 0,
         max_eval_prompts: int | None = None,
         add_bos: AddBos | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
@@ -98,6 +102,7 @@ class InstructionDataModule(L.LightningDataModule):
         self.seed = seed
         self.max_eval_prompts = max_eval_prompts
         self.add_bos: AddBos | None = add_bos
+        self.chat_template_kwargs = chat_template_kwargs
         self._splits: dict[Split, LazyDataset | list[EncodedExample]] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
 
@@ -107,6 +112,8 @@ class InstructionDataModule(L.LightningDataModule):
         tokenizer = self.tokenizer_source.build(self.task, self.prompt_template)
         if self.add_bos is not None:
             set_add_bos(tokenizer, self.add_bos)
+        if self.chat_template_kwargs is not None:
+            set_chat_options(tokenizer, self.chat_template_kwargs)
         end = end_of_turn(tokenizer)  # what training examples end with
         if end is not None:
             add_eos_tokens(tokenizer, [end])

@@ -46,8 +46,14 @@ _VALUES = ("const", "enum")
 _APPLICATORS = (*_VALUES, "allOf", "anyOf", "oneOf", "$ref")
 _IGNORED = ("default", "examples")
 _EXACT = Context(prec=15, Emin=-8)  # all parsers read decimals of this precision, from 1e-22 on, as the same floats
-_AMBIGUOUS = re.compile(r"\\[DW]|\[\^[^]]*\\|\[\^?]?[^]]*(\[|&&|--|~~)")
-"""Patterns that engines read differently, after escapes other than ``\\d``, ``\\D``, ``\\w``, ``\\W`` are replaced."""
+_AMBIGUOUS = re.compile(r"\\[DW]|\[\^[^]]*\\|\[\^?]?[^]]*(\[|&&|--|~~)|\(\?[^:=!<]")
+"""Patterns that engines read differently; escapes other than ``\\d``, ``\\D``, ``\\w``, ``\\W`` are removed first."""
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"({_YEAR}-(0[13-9]|1[0-2])-[0-9]{{2}}|{_YEAR}-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_EXISTING = {"date": f"^{_DATE}", "time": f"^{_TIME}", "date-time": f"^{_DATE}[Tt]{_TIME}"}
+"""Patterns by format. llguidance alone allows 29 February in every year, the year 0, and second 60 in every minute."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value maps names, which are not keywords, to schemas."""
 
@@ -129,6 +135,9 @@ def _make_strict(schema: Any) -> Any:  # noqa: ANN401 - any JSON value
         if bound is not False:  # a number beyond the bound may be rounded to it, but not to the next exact number
             end = float(following(_EXACT.create_decimal(repr(float(bound)))))
             strict[inclusive] = tighter(end, strict.get(inclusive, end))
+    pattern = _EXISTING.get(str(strict.get("format")))
+    if pattern and isinstance(strict.get("allOf", []), list):
+        strict["allOf"] = [{"pattern": pattern}, *strict.get("allOf", [])]
     if not isinstance(strict.get("items"), list):
         strict.pop("additionalItems", None)  # meaningless here, but llguidance would skip prefixItems
     return strict
@@ -160,7 +169,8 @@ def _check_keyword(
     elif keyword in ("pattern", "patternProperties"):
         for pattern in value if isinstance(value, Mapping) else [str(value)]:
             is_clear = not _AMBIGUOUS.search(re.sub(r"\\[^DWdw]", "x", str(pattern)))
-            yield is_clear, r"patterns without \D, \W, [^\d], [^\w] and sets in classes, where engines differ", pattern
+            expected = r"patterns without \D, \W, [^\d], [^\w], (?i) and sets in classes, where engines differ"
+            yield is_clear, expected, pattern
     elif keyword in _VALUES:
         try:
             json.dumps(value, allow_nan=False)

@@ -15,6 +15,7 @@ from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
+from refusion_lit.modeling.chat_template import get_chat_options
 from refusion_lit.modeling.vocabulary import prompt_prefix, starts_with_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
@@ -141,7 +142,8 @@ class RefusionLitModel(LM):
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
         }
-        return str(self.model.tokenizer.apply_chat_template(chat_history, tokenize=False, **end))
+        options = {**get_chat_options(self.model.tokenizer), **end}
+        return str(self.model.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the tokenizer's chat template, for the harness's records."""

@@ -10,6 +10,7 @@ from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.decoder import BlockDiffusion
 from refusion_lit.families.block_diffusion.token_editing import TokenEditing
+from refusion_lit.families.idlm import IntrospectiveStrided
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.speculative.decoder import SelfSpeculative
@@ -21,7 +22,17 @@ from refusion_lit.utils.require import require
 
 NAMEABLE: dict[str, type[Decoder]] = {
     cls.__name__: cls
-    for cls in (Autoregressive, BlockDiffusion, FastDLLM, LLaDA, ReFusion, SelfSpeculative, TokenEditing, WeDLM)
+    for cls in (
+        Autoregressive,
+        BlockDiffusion,
+        FastDLLM,
+        IntrospectiveStrided,
+        LLaDA,
+        ReFusion,
+        SelfSpeculative,
+        TokenEditing,
+        WeDLM,
+    )
 }
 """Decoders that a model's config may name. Only these: a name in a config never causes an import."""
 

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
+from refusion_lit.modeling.chat_template import get_chat_options
 from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter
 from refusion_lit.modeling.lora import adapts_embedding, merged, quiet_peft
 from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
@@ -257,7 +258,8 @@ def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "..."}]
         program = f"messages = {json.dumps(turns)}\n"
-        call = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True"
+        options = "".join(f", {name}={value!r}" for name, value in get_chat_options(tokenizer).items())
+        call = f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True{options}"
         if get_add_bos(tokenizer) == "auto" or _template_writes_bos(tokenizer, turns):
             prefix = []
     else:
@@ -278,7 +280,8 @@ def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str
 def _template_writes_bos(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> bool:
     """Return whether a chat template's prompt begins with BOS."""
     try:
-        rendered: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        options = get_chat_options(tokenizer)
+        rendered: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, **options)
     except Exception:  # a template may refuse the turn with any error
         return False
     return starts_with_bos(rendered["input_ids"], tokenizer)

@@ -5,34 +5,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
+import resource
+import socket
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any, Literal
 
+import h11
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.server import ServerState
 
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, describe_error, error_body
 from refusion_lit.serving.service import Service
 
 API_KEY = "REFUSION_LIT_API_KEY"
 """Environment variable with the API key that clients must send."""
-_GRACE_SECONDS = 5.0
-"""Seconds that a running model call gets after the drain limit. Then the process exits without waiting for the call."""
+_STOP_SECONDS = 0.5
+"""Seconds that a running model call and streams get to end after a second signal."""
+_REQUEST_SECONDS = 30.0
+"""Maximum time in which a client must send a whole request, unless ``max_seconds`` is less."""
+_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MAX_CONNECTIONS = max((_FILES - 64) // 2, 8) if 0 <= _FILES < 2048 else 1024
+"""Maximum number of open connections: about half of the files that the process may have open."""
+_BACKLOG = max(MAX_CONNECTIONS // 4, 1)
+"""Connections that the event loop accepts at once, before it can refuse any."""
+_TOO_MANY = "the server has too many connections; try again later."
+_OPEN_PATHS = ("/", "/health")
+"""Paths that need no API key."""
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 """Host headers that are accepted when no API key is set."""
-_Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+_read_bearer = HTTPBearer(auto_error=False)
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -57,48 +72,51 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
         worker.thread.start()
         yield
         worker.drain(0.0)
-        await asyncio.to_thread(worker.thread.join, _GRACE_SECONDS)
+        await asyncio.to_thread(worker.thread.join, worker.grace_seconds)
 
     handlers: Any = dict.fromkeys((HTTPException, RequestValidationError, Exception), partial(_refuse, service))
     # FastAPI's documentation pages are off: they load scripts from a CDN.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, exception_handlers=handlers)
-    app.add_middleware(_limit_bodies, max_bytes=worker.limits.max_body_bytes)
-    if not key:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS)
+    # So are redirects of paths that end with a slash: they would name any host that a request names.
+    app = FastAPI(
+        docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan,
+        exception_handlers=handlers,
+    )  # fmt: skip
+    app.add_middleware(_check_requests, key=key, max_bytes=worker.limits.max_body_bytes)
 
-    async def check_key(credentials: _Credentials) -> None:
-        if key and not (credentials and hmac.compare_digest(credentials.credentials.encode(), key.encode())):
-            raise HTTPException(401, "authorization: expected the API key, got none or another; send it as a bearer.")
-
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         state = "stopping" if worker.is_draining else "ready" if worker.is_ready else "loading"
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def show() -> Response:
         return FileResponse(Path(__file__).with_name("page.html"), headers={"Content-Security-Policy": _PAGE_POLICY})
 
-    api = APIRouter(dependencies=[Depends(check_key)])
-
-    @api.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await service.answer(body, request)
 
-    @api.post("/v1/completions")
+    @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         return await service.answer(body, request)
 
-    @api.get("/v1/models")
+    has_template = bool(service.model.tokenizer.chat_template)
+    card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
+    card |= {"has_chat_template": has_template}  # without, the page sends no history
+
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
         return {"object": "list", "data": [card]}
 
-    @api.get("/metrics")
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_name(name)
+        return card
+
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
 
-    app.include_router(api)
     return app
 
 
@@ -112,29 +130,209 @@ async def _refuse(service: Service, _: Request, error: Exception) -> Response:
     return JSONResponse(error_body(error), error.status_code, error.headers)
 
 
-def _limit_bodies(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """Return an application that refuses larger bodies, by the declared length or by the number of bytes read."""
+def _check_requests(app: ASGIApp, key: str | None, max_bytes: int) -> ASGIApp:
+    """Return an application that refuses requests before it reads their bodies, and bodies that are too large.
+
+    Args:
+        app: The application that gets the other requests.
+        key: The API key; without, the host must be this machine.
+        max_bytes: Maximum size of a body, by the declared length or by the number of bytes read.
+    """
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(raw=scope.get("headers", []))
-        declared = int(headers.get("content-length", 0))
+        if scope["type"] != "http":  # the lifespan
+            await app(scope, receive, send)
+            return
+        scope.setdefault("state", {})["arrived"] = time.monotonic()
+        headers = Headers(raw=scope["headers"])
         num_read = 0
+
+        async def drain() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):  # closing a connection with unread data may lose the answer
+                    while headers.get("connection") == "close" and (await receive()).get("more_body"):
+                        pass
 
         async def receive_within_limit() -> Message:
             nonlocal num_read
-            message = await receive() if declared <= max_bytes else {}
+            message = await receive()
             num_read += len(message.get("body", b""))
-            if max(declared, num_read) > max_bytes:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(1):  # closing a connection with unread data may lose the answer
-                        while headers.get("connection") == "close" and (await receive()).get("more_body"):
-                            pass
-                raise HTTPException(413, f"body: expected at most {max_bytes} bytes, got more; shorten it.")
+            if num_read > max_bytes:
+                await drain()
+                raise _too_large(max_bytes)
             return message
 
-        await app(scope, receive_within_limit, send)
+        try:
+            await _check_head(Request(scope), key, max_bytes)
+        except HTTPException as error:
+            await drain()
+            await JSONResponse(error_body(error), error.status_code, error.headers)(scope, receive, send)
+        else:
+            await app(scope, receive_within_limit, send)
 
     return run
+
+
+async def _check_head(request: Request, key: str | None, max_bytes: int) -> None:
+    """Refuse a request by its head.
+
+    Raises:
+        HTTPException: If the host or the API key is wrong, or the declared body is too large.
+    """
+    host = request.headers.get("host", "").lower()
+    if not key and host not in LOCAL_HOSTS and host.rpartition(":")[0] not in LOCAL_HOSTS:
+        raise HTTPException(400, f"host: expected {LOCAL_HOSTS[0]}, as the server has no API key, got {host[:60]!r}.")
+    if key and request.scope["path"] not in _OPEN_PATHS:
+        sent = await _read_bearer(request)
+        if not (sent and hmac.compare_digest(sent.credentials.encode(), key.encode())):
+            message = "authorization: expected the API key, got none or another; send it as a bearer."
+            raise HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(413, f"body: expected at most {max_bytes} bytes, got more; shorten it.")
+
+
+async def _answer_busy(scope: Scope, receive: Receive, send: Send) -> None:
+    error = HTTPException(503, _TOO_MANY, headers={"Retry-After": "1", "Connection": "close"})
+    await JSONResponse(error_body(error), error.status_code, error.headers)(scope, receive, send)
+
+
+class Connection(H11Protocol):
+    """A connection with time limits. A client that closes its writing half after a request gets the answer.
+
+    Only so many connections are open at a time. A new one then takes the place of the connection that has waited
+    longest for a complete request. If all have a request in progress, the new connection gets status 503.
+
+    Args:
+        max_seconds: Time for a client to go on reading an answer; also for sending a request, if less than 30 s.
+    """
+
+    def __init__(
+        self, *, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None, max_seconds: float,
+    ) -> None:  # fmt: skip
+        super().__init__(config, server_state, app_state, _loop)
+        self.request_seconds = min(max_seconds, _REQUEST_SECONDS)
+        self.answer_seconds = max_seconds
+        self.state: Literal["waiting", "stalled", "busy"] | None = None
+        self.since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for the connection, or refuse it."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            others = [other for other in self.connections if isinstance(other, Connection) and other is not self]
+            waiting = [other for other in others if other.state == "waiting" and other.app is not _answer_busy]
+            if waiting:
+                min(waiting, key=lambda other: other.since).refuse(503, _TOO_MANY)
+            elif len(self.connections) > MAX_CONNECTIONS + _BACKLOG:
+                transport.abort()
+            else:
+                self.app = _answer_busy
+                self.request_seconds = min(self.request_seconds, 1.0)
+        self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read a part of a request."""
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self.state = None  # the time limit of the next state starts
+        self._follow()
+        if self._is_half_closed and self.state == "waiting":
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """Limit the time in which the client must read."""
+        super().pause_writing()
+        self._follow()
+
+    def resume_writing(self) -> None:
+        """Lift the limit."""
+        super().resume_writing()
+        self._follow()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection open if an answer is due. A client that has left is told apart by a probe."""
+        is_due = self.is_answering and self.scope["http_version"] == "1.1"
+        if is_due and not self._is_half_closed:
+            self._is_half_closed = True
+            event: h11.Event | None = None
+            if not self.cycle.response_started:
+                event = h11.InformationalResponse(status_code=100, headers=[], reason=STATUS_PHRASES[100])
+            elif self.scope.get("state", {}).get("is_stream"):
+                event = h11.Data(data=b":\n\n")  # a comment
+            self.transport.write((event and self.conn.send(event)) or b"")
+            self._check_reset()
+        return is_due
+
+    def _check_reset(self) -> None:
+        """Close the connection once the client has answered the probe with a reset, which asyncio does not notice."""
+        if self.is_answering and not self.transport.is_closing():
+            if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.transport.abort()
+            else:
+                self.loop.call_later(0.1, self._check_reset)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the answer to a complete request is due."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _follow(self) -> None:
+        """Set the state, and the time limit of a new state."""
+        state = "waiting" if not self.is_answering else "stalled" if self.flow.write_paused else "busy"
+        if state == self.state:
+            return
+        self.state, self.since = state, time.monotonic()
+        if self._timer is not None:
+            self._timer.cancel()
+        is_unread = state == "stalled" or self.transport.get_write_buffer_size() > 0
+        if state != "busy":
+            self._timer = self.loop.call_later(self.answer_seconds if is_unread else self.request_seconds, self._expire)
+
+    def _expire(self) -> None:
+        if self.state == "stalled":
+            self.transport.abort()
+        elif self.state == "waiting":
+            expected = f"expected all of it within {self.request_seconds:g} s"
+            self.refuse(408, f"request: {expected}, got a part or nothing; send it again.")
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        """Refuse bytes that are not HTTP."""
+        self.refuse(400, "request: expected HTTP/1.1, got something else; correct the request.")
+
+    def refuse(self, status: int, message: str) -> None:
+        """Send an error, unless an answer has begun, and close the connection."""
+        if not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = JSONResponse(error_body(HTTPException(status, message)), status, {"Connection": "close"})
+            head = h11.Response(status_code=status, headers=response.raw_headers, reason=STATUS_PHRASES[status])
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        is_unread = self.transport.get_write_buffer_size() > 0  # by a client that may never read it
+        (self.transport.abort if is_unread else self.transport.close)()
+        self.connections.discard(self)  # not counted from now on, although it is closed in the next tick
+
+    def shutdown(self) -> None:
+        """Close the connection as soon as no answer is due."""
+        if self.is_answering:
+            super().shutdown()
+        elif not self.transport.is_closing():
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -148,16 +346,46 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, service: Service, host: str, port: int) -> None:
-        super().__init__(uvicorn.Config(app, host=host, port=port, access_log=False, timeout_graceful_shutdown=5))
         self.worker = service.worker
+        connection: Any = partial(Connection, max_seconds=self.worker.limits.max_seconds)
+        options: dict[str, Any] = {"host": host, "port": port, "http": connection, "backlog": _BACKLOG}
+        super().__init__(uvicorn.Config(app, loop="asyncio", ws="none", access_log=False, **options))
+        self._num_aborted = 0
+        self._abort_at = math.inf
+
+    @property
+    def num_cut(self) -> int:
+        """Number of answers that clients did not get to their end because the server stopped."""
+        return self.worker.num_cut or self._num_aborted
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Drain at the first signal; stop at the second."""
-        self.should_exit = self.worker.is_draining
-        self.worker.drain(self.worker.limits.drain_seconds)
+        if self.worker.is_draining:
+            self.should_exit = True
+            self._abort_at = time.monotonic() + _STOP_SECONDS
+            self.worker.grace_seconds = _STOP_SECONDS
+        self.worker.drain(0.0 if self.should_exit else self.worker.limits.drain_seconds)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen with a long queue, from which the event loop accepts a few connections at once."""
+        await super().startup(sockets)
+        for listener in [listener for server in getattr(self, "servers", []) for listener in server.sockets]:
+            with socket.fromfd(listener.fileno(), listener.family, listener.type) as copy:
+                copy.listen(2048)
 
     async def on_tick(self, counter: int) -> bool:
         """Stop when the engine's thread has ended or hangs in a call of the model."""
-        hangs = time.monotonic() > self.worker.stop_at + _GRACE_SECONDS
+        hangs = time.monotonic() > self.worker.stop_at + self.worker.grace_seconds
         self.should_exit = self.should_exit or hangs or not self.worker.thread.is_alive()
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers be sent to their end for a while, then close all connections."""
+        self._abort_at = min(self._abort_at, time.monotonic() + self.worker.grace_seconds)
+        closing = asyncio.ensure_future(super().shutdown(sockets))
+        while not (await asyncio.wait({closing}, timeout=0.1))[0]:
+            connections = list(self.server_state.connections) if time.monotonic() > self._abort_at else []
+            for connection in connections:
+                self._num_aborted += isinstance(connection, Connection) and connection.is_answering
+                connection.transport.abort()
+        await closing

@@ -11,9 +11,9 @@ from starlette.exceptions import HTTPException
 
 from refusion_lit.utils.require import require
 
-_NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools")
+_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": []}
 _SWITCHES = ("logprobs", "echo", "store")
-"""Fields that some clients always send. ``_NEUTRAL`` fields have no effect if zero or empty, ``_SWITCHES`` if false."""
+"""Fields that clients always send. ``_NEUTRAL`` fields have no effect with these values, ``_SWITCHES`` if false."""
 _REASONS = {
     "max_completion_tokens": "max_tokens is given, too",
     "logprobs": "this server returns no log-probabilities, with any decoder",
@@ -36,7 +36,9 @@ class _Strict(BaseModel):
         return {
             name: value
             for name, value in values.items()
-            if value is not None and (value or name not in _NEUTRAL) and (value is not False or name not in _SWITCHES)
+            if value is not None
+            and (isinstance(value, bool) or value != _NEUTRAL.get(name))
+            and (value is not False or name not in _SWITCHES)
         }
 
 
@@ -105,14 +107,71 @@ class TextPart(_Strict):
     text: str
 
 
-class Message(_Strict):
-    """A turn of a chat."""
+class FunctionCall(_Strict):
+    """A function that an assistant's turn calls, with its arguments as JSON text."""
 
-    role: Literal["system", "user", "assistant"]
+    name: str
+    arguments: str
+
+    def parse_arguments(self) -> Any:  # noqa: ANN401 - any JSON
+        """Return the arguments as values, which chat templates write in their own form; text that is no JSON stays."""
+        try:
+            return json.loads(self.arguments)
+        except ValueError:
+            return self.arguments
+
+
+class ToolCall(_Strict):
+    """A call of a tool in an assistant's turn."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Strict):
+    """A turn of a chat.
+
+    Attributes:
+        role: Whose turn it is.
+        content: Its text; an assistant's turn that calls tools may have none.
+        name: Name of the speaker, or of the tool.
+        tool_calls: The tools that an assistant's turn calls.
+        tool_call_id: The call that a tool's turn answers.
+        reasoning_content: An assistant's thoughts, for templates that write them.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        list[TextPart],
+        list[TextPart] | None,
         BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
-    ]
+    ] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def check_content(self) -> Message:
+        """Refuse a turn without text, unless it calls tools."""
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
+            raise ValueError(f"a turn of the {self.role} needs content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The turn's text."""
+        return "".join(part.text for part in self.content or ())
+
+    def to_turn(self) -> dict[str, Any]:
+        """Return the turn as chat templates read it."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            calls = [(call, {"name": call.function.name, "arguments": call.function.parse_arguments()})
+                     for call in self.tool_calls]  # fmt: skip
+            turn["tool_calls"] = [{"id": call.id, "type": call.type, "function": function} for call, function in calls]
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        return turn | {name: value for name, value in others.items() if value is not None}
 
 
 class ChatRequest(BaseRequest):
@@ -120,6 +179,7 @@ class ChatRequest(BaseRequest):
 
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(BaseRequest):
@@ -136,6 +196,8 @@ def describe_error(error: RequestValidationError) -> str:
     name = ".".join(map(str, parts)) if parts and isinstance(parts[0], str) else "body"
     if first["type"] == "extra_forbidden":
         return f"{name}: refused, as {_REASONS.get(name, 'this server has no such field')}; leave it out."
+    if isinstance(first["input"], bytes):
+        return "body: expected JSON with Content-Type: application/json, got another type; name it."
     has_input = first["type"] not in ("missing", "json_invalid")
     got = f", got {json.dumps(first['input'], default=str)[:60]}" if has_input else ""
     return f"{name}: {first['msg']}{got}."

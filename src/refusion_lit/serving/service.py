@@ -44,7 +44,7 @@ class ServedRequest:
 
     body: ChatRequest | CompletionRequest
     id: str
-    started: float = field(default_factory=time.monotonic)
+    started: float
     jobs: list[Job] = field(default_factory=list)
     events: asyncio.Queue[tuple[Job, Update | HTTPException]] = field(default_factory=asyncio.Queue)
 
@@ -115,7 +115,7 @@ class Service:
             HTTPException: If the request is refused, or fails.
         """
         try:
-            served = await self._begin(body)
+            served = await self._begin(body, request.state.arrived)
         except (ValueError, HTTPException) as error:
             self.requests.labels("refused").inc()
             if isinstance(error, HTTPException):
@@ -124,6 +124,7 @@ class Service:
             message = error.rename(name) if isinstance(error, OptionError) and name else str(error)
             raise HTTPException(400, message) from error
         if body.stream:
+            request.state.is_stream = True
             return StreamingResponse(self._stream(served), media_type="text/event-stream")
         collecting = asyncio.create_task(self._collect(served))
         while not (await asyncio.wait({collecting}, timeout=0.5))[0]:  # seconds
@@ -132,17 +133,29 @@ class Service:
                 return Response(status_code=499)
         return JSONResponse(collecting.result())
 
-    async def _begin(self, body: ChatRequest | CompletionRequest) -> ServedRequest:
+    def check_name(self, name: str) -> None:
+        """Refuse another model's name.
+
+        Raises:
+            HTTPException: If the name is not the model's.
+        """
+        if name != self.name:
+            raise HTTPException(404, f"model: expected {self.name!r}, got {name[:60]!r}; see /v1/models.")
+
+    async def _begin(self, body: ChatRequest | CompletionRequest, arrived: float) -> ServedRequest:
         """Check a request, encode its prompts and submit its jobs. The request's time limit includes this work.
+
+        Args:
+            body: The request's body.
+            arrived: Time (:func:`time.monotonic`) at which the request's head arrived.
 
         Raises:
             HTTPException: If the server is loading, stopping or busy, or the request names another model.
             ValueError: If an option is impossible.
         """
-        served = ServedRequest(body, f"{'chat' * body.is_chat}cmpl-{secrets.token_hex(12)}")
+        served = ServedRequest(body, f"{'chat' * body.is_chat}cmpl-{secrets.token_hex(12)}", arrived)
         worker = self.worker
-        if body.model != self.name:
-            raise HTTPException(404, f"model: expected {self.name!r}, got {body.model[:60]!r}; see /v1/models.")
+        self.check_name(body.model)
         if not worker.is_ready:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._sampling(body)
@@ -198,14 +211,11 @@ class Service:
     def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Return the prompts' tokens; names of special tokens in texts stay text."""
         if isinstance(body, ChatRequest):
-            texts = ["".join(part.text for part in message.content) for message in body.messages]
-            turns = [
-                {"role": message.role, "content": text} for message, text in zip(body.messages, texts, strict=True)
-            ]
+            turns = [message.to_turn() for message in body.messages]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
             expected = "one message of the user, as this model has no chat template"
             require(fits, "messages", expected, len(turns), "use /v1/completions")
-            return [self.model.encode(texts[-1], turns)]
+            return [self.model.encode(body.messages[-1].text, turns, chat_options=body.chat_template_kwargs)]
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
         return [encode_plain_prompt(self.model.tokenizer, text) for text in body.prompt]

@@ -143,6 +143,7 @@ class Worker:
         is_ready: Whether the model has run once.
         is_draining: Whether further jobs are refused.
         failure: Why the thread has ended early: no new engine could be made after a failed call.
+        grace_seconds: Time that a running call of the model gets after ``stop_at``, and that streams get to be read.
         stop_at: Time (:func:`time.monotonic`) at which the thread ends, unless a call of the model hangs.
         active: Jobs in flight by number.
         waiting: Jobs that wait for a row.
@@ -165,6 +166,8 @@ class Worker:
         self.active: dict[int, Job] = {}
         self._suspects: set[int] = set()  # jobs of a failed call, which run one at a time
         self.stop_at = math.inf
+        self.grace_seconds = 5.0
+        self._num_cut = 0
         self.thread = threading.Thread(target=self._run, args=[torch.get_num_threads()], name="engine", daemon=True)
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -192,6 +195,11 @@ class Worker:
             self.stop_at = min(self.stop_at, time.monotonic() + seconds)
             self._changed.notify()
 
+    @property
+    def num_cut(self) -> int:
+        """Number of answers that clients wait for, or waited for when the thread ended."""
+        return self._num_cut + sum(job.deadline > 0 for job in (*self.active.values(), *self.waiting))
+
     def _run(self, num_threads: int) -> None:
         """Run jobs until the worker stops; every job ends with a generation or an error."""
         torch.set_num_threads(num_threads)  # a setting per thread
@@ -208,6 +216,7 @@ class Worker:
             log.exception("the engine has stopped")
             self.failure = error
         self.drain(0.0)  # from here on, submit refuses jobs
+        self._num_cut = self.num_cut
         for job in (*self.active.values(), *self.waiting):
             job.notify((job, _to_http_error(self.failure)))
         self.active, self.waiting = {}, deque()

@@ -1,0 +1,89 @@
+"""Options of a chat template, such as ``enable_thinking`` of Qwen3, which are kept with the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.utils.require import require
+
+CHAT_OPTIONS = "chat_template_kwargs"
+"""Entry of ``tokenizer_config.json`` with the options; it is saved with the tokenizer."""
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
+def get_chat_options(tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401 - a tokenizer of transformers
+    """Return the options with which a tokenizer's chat template is rendered."""
+    return dict(tokenizer.init_kwargs.get(CHAT_OPTIONS) or {})
+
+
+def set_chat_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    """Set the options of a tokenizer's chat template, which are saved with the tokenizer.
+
+    Args:
+        tokenizer: Changed in place.
+        options: Values by name; an empty mapping removes all options.
+
+    Raises:
+        ValueError: If the chat template does not read an option.
+    """
+    check_chat_options(tokenizer, options)
+    tokenizer.init_kwargs.pop(CHAT_OPTIONS, None)
+    if options:
+        tokenizer.init_kwargs[CHAT_OPTIONS] = dict(options)
+
+
+def check_chat_options(tokenizer: Any, options: object) -> None:  # noqa: ANN401 - a tokenizer of transformers
+    """Refuse options that the chat template does not read, because they would have no effect.
+
+    Raises:
+        ValueError: If the options are no mapping, the tokenizer has no chat template, or the template does not read an
+            option, or the option is a part of the conversation.
+    """
+    require(isinstance(options, Mapping), CHAT_OPTIONS, "a mapping of names to values", options, "write {NAME: VALUE}")
+    assert isinstance(options, Mapping)
+    template = tokenizer.chat_template
+    has_template = bool(template) or not options
+    require(has_template, CHAT_OPTIONS, "none, as the tokenizer has no chat template", dict(options), "leave it out")
+    known = _names_in(template) - {*_RESERVED} if options else set()
+    for name in options:
+        fix = f"choose some of {', '.join(sorted(known))}" if known else "leave it out"
+        require(name in known, CHAT_OPTIONS, "options that the chat template reads", name, fix)
+
+
+def _names_in(template: str | Mapping[str, str]) -> set[str]:
+    """Return the names that a chat template reads and does not assign.
+
+    Templates use tags of transformers' own, so they are split into tokens instead of parsed.
+    """
+    sources = [template] if isinstance(template, str) else [*template.values()]
+    names: set[str] = set()
+    assigned: set[str] = set()
+    for source in sources:
+        try:
+            tokens = [(kind, value) for _, kind, value in Environment().lex(source) if kind != "whitespace"]
+        except TemplateSyntaxError:
+            continue
+        values = ["", "", *(value for _, value in tokens), ""]
+        for place, (kind, name) in enumerate(tokens, start=2):
+            earlier, previous, following = values[place - 2], values[place - 1], values[place + 1]
+            is_attribute_or_test = previous in (".", "is", "|") or (earlier, previous) == ("is", "not")
+            if kind != "name" or is_attribute_or_test:
+                continue
+            if previous in ("set", "for", "macro"):
+                assigned.add(name)
+            elif following != "=":  # the name of an argument
+                names.add(name)
+    return names - assigned - _KEYWORDS
+
+
+_KEYWORDS = {
+    "if", "elif", "else", "endif", "for", "endfor", "in", "is", "not", "and", "or", "set", "endset", "macro",
+    "endmacro", "block", "endblock", "call", "endcall", "filter", "endfilter", "generation", "endgeneration", "break",
+    "continue", "do", "with", "endwith", "true", "false", "none", "True", "False", "None", "loop", "namespace", "range",
+    "raise_exception", "strftime_now", "recursive", "defined", "dict", "joiner", "cycler", "lipsum", "scoped", "raw",
+    "endraw", "bos_token", "eos_token", "pad_token", "unk_token", "ns",
+}  # fmt: skip

@@ -1,0 +1,297 @@
+"""Connections as an attacker, or a client in a hurry, uses them: slow, many, half-closed, never read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
+pytest.importorskip("openai", reason="needs openai: pip install --group test")
+pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
+
+from refusion_lit.cli import main
+from refusion_lit.decoding import Autoregressive
+from refusion_lit.serving import app
+from refusion_lit.serving.app import Server
+from refusion_lit.text_model import TextModel
+from support.forks import finished, start
+from support.servers import MODEL, NAME, address, raw, serving, slow, wait_for
+
+HEAD = "POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
+PARTS = ["", "GET / HTTP/1.1\n", f"{HEAD}Content-Length: 500\n\n{{", f"{HEAD}Transfer-Encoding: chunked\n\n5\n{{"]
+
+
+def post(version: str = "1.1", **options: Any) -> str:
+    body = json.dumps({"model": NAME, "prompt": "1+1", **options})
+    return f"{HEAD.replace('1.1', version)}Content-Length: {len(body)}\n\n{body}"
+
+
+def read(connection: socket.socket, seconds: float = 20.0) -> bytes:
+    """Return all that a server sends until it closes the connection."""
+    connection.settimeout(seconds)
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := connection.recv(65536):
+            received += data
+    return received
+
+
+def get_error(answer: bytes) -> tuple[int, str]:
+    """Return the status and the message of an error in OpenAI's form."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == int(head.split()[1])
+    return error["code"], error["message"]
+
+
+def get_health(url: str) -> int:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("most", [20, 1000])
+def test_300_slow_connections_keep_nobody_out(model: TextModel, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(app, "MAX_CONNECTIONS", most)
+    with serving(model, key="secret", max_seconds=2.0) as server, contextlib.ExitStack() as stack:
+        slow_ones = [stack.enter_context(raw(server, PARTS[i % len(PARTS)])) for i in range(300)]
+        assert get_health(address(server)) == 200
+        assert len(server.server_state.connections) <= most + 1
+        with raw(server, HEAD.replace("POST /v1/completions", "GET /v1/models") + "Connection: close\n\n") as another:
+            assert get_error(read(another))[0] == 401
+        wait_for(lambda: not server.server_state.connections, 10)
+        answers = [read(connection) for connection in slow_ones]
+        assert get_health(address(server)) == 200
+    errors = [get_error(answer) for answer in answers if b" 401 " not in answer]
+    assert {status for status, _ in errors} <= {408, 503}
+    late = sum(status == 408 for status, _ in errors)
+    assert late <= most
+    assert sum(status == 503 for status, _ in errors) == 0 or most == 20
+    assert all("within 2 s" in message for status, message in errors if status == 408)
+
+
+def test_bytes_that_trickle_in_do_not_prolong_the_limit(model: TextModel) -> None:
+    with serving(model, max_seconds=1.0) as server:
+        for text in (HEAD, f"{HEAD}Content-Length: 500\n\n"):
+            with raw(server, text) as connection:
+                started = time.monotonic()
+                with contextlib.suppress(OSError):
+                    while time.monotonic() < started + 4:
+                        connection.sendall(b"1")
+                        time.sleep(0.1)
+                assert time.monotonic() < started + 3
+            assert get_health(address(server)) == 200
+
+
+def test_a_connection_in_use_is_not_closed_but_further_ones_get_503(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_CONNECTIONS", 2)
+    with serving(model, Autoregressive(), prepare=slow, max_seconds=30.0) as server, contextlib.ExitStack() as stack:
+        asked = post(stream=True, max_tokens=60)
+        streams = [stack.enter_context(raw(server, asked.replace("\nHost", "\nConnection: close\nHost"))) for _ in "ab"]
+        wait_for(lambda: len(server.worker.active) == 2)
+        for _ in range(3):
+            with raw(server, "GET /health HTTP/1.1\nHost: localhost\n\n") as another:
+                status, message = get_error(read(another))
+            assert (status, "connections" in message) == (503, True)
+        assert all(b"[DONE]" in read(stream) for stream in streams)
+        assert get_health(address(server)) == 200
+
+
+def test_requests_one_after_the_other_on_a_connection_have_a_limit_each(model: TextModel) -> None:
+    get = "GET /health HTTP/1.1\nHost: localhost\n\n"
+    with serving(model, max_seconds=1.0) as server, raw(server, get) as connection:
+        for _ in range(4):
+            time.sleep(0.4)
+            connection.sendall(get.replace("\n", "\r\n").encode())
+        connection.sendall(b"GET")
+        answer = read(connection)
+        assert answer.count(b" 200 OK") == 5
+        assert answer.count(b" 408 ") == 1
+
+
+def test_the_key_is_checked_before_the_body_is_read(model: TextModel) -> None:
+    with serving(model, key="secret") as server:
+        for body in ("Content-Length: 500000\n\n", "Content-Length: 9\n\n{", "Transfer-Encoding: chunked\n\n"):
+            for sent in ("", "Authorization: Bearer x\n", "Authorization: Basic secret\n"):
+                with raw(server, HEAD + sent + body) as connection:
+                    assert b" 401 " in connection.makefile("rb").readline()
+        with raw(server, f"{HEAD}Connection: close\nContent-Length: 900000\n\n") as connection:
+            connection.sendall(b"1" * 900_000)  # all of it first, as Python's urllib does
+            assert get_error(read(connection))[0] == 401
+
+
+def test_a_client_that_closes_its_writing_half_gets_its_answers(model: TextModel) -> None:
+    with serving(model, Autoregressive(), prepare=lambda worker: slow(worker, 0.01)) as server:
+        [row] = model.generate(["1+1"], decoder=Autoregressive(), max_new_tokens=16)
+        for stream in (False, True):
+            for times in (1, 3):  # pipelined
+                with raw(server, post(stream=stream) * times) as connection:
+                    connection.shutdown(socket.SHUT_WR)
+                    started = time.monotonic()
+                    answer = read(connection)
+                    assert time.monotonic() < started + 4, "the connection is not kept alive"
+                assert answer.count(b" 200 OK") == times
+                assert answer.count(b"[DONE]") == stream * times
+                if not stream:
+                    text = json.loads(answer.rpartition(b"\r\n\r\n")[2])["choices"][0]["text"]
+                    assert text == row.text
+        with raw(server, "GET /v1/models HTTP/1.1\nHost: localhost\n\n") as connection:
+            connection.shutdown(socket.SHUT_WR)
+            assert b" 200 OK" in read(connection)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_closes_both_halves_frees_its_row_and_its_place(
+    model: TextModel, stream: bool, version: str
+) -> None:
+    with serving(model, Autoregressive(), rows=1, prepare=lambda worker: slow(worker, 0.1)) as server:
+        asked = post(version, stream=stream, max_tokens=450)
+        first, second = raw(server, asked), raw(server, asked)
+        wait_for(lambda: len(server.worker.active) == len(server.worker.waiting) == 1)
+        second.close()
+        wait_for(lambda: not server.worker.waiting, 5)
+        first.close()
+        wait_for(lambda: not server.worker.active, 5)
+        wait_for(lambda: not server.server_state.connections, 5)
+
+
+def test_an_answer_that_nobody_reads_is_given_up(model: TextModel) -> None:
+    with serving(model, Autoregressive(), max_seconds=1.0) as server:
+        server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        page = "GET / HTTP/1.1\nHost: localhost\n\n"
+        with raw(server, page * 50, buffer=4096):
+            wait_for(lambda: server.server_state.connections)
+            wait_for(lambda: not server.server_state.connections, 10)
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/metrics/", "/health/", "/v1/chat/completions/", "//evil.example"])
+def test_no_path_is_redirected(model: TextModel, path: str) -> None:
+    with (
+        serving(model, key="secret") as server,
+        raw(
+            server, f"GET {path} HTTP/1.1\nHost: evil.example\nAuthorization: Bearer secret\nConnection: close\n\n"
+        ) as it,
+    ):
+        assert get_error(read(it))[0] == 404
+
+
+def test_every_error_has_openais_form(server: Server) -> None:
+    requests = {
+        "GET / HTTP/1.1\nHost: evil.example\n\n": 400,
+        "GET / HTTP/1.1\nHost: 127.0.0.1.evil.example\n\n": 400,
+        "GET / HTTP/1.1\n\n": 400,
+        "nonsense\n\n": 400,
+        "GET / HTTP/1.1\nHost: localhost\nContent-Length: x\n\n": 400,
+        "GET /\x01 HTTP/1.1\nHost: localhost\n\n": 400,
+        f"{HEAD}Content-Length: 2\nContent-Length: 3\n\n{{}}": 400,
+        "PUT / HTTP/1.1\nHost: localhost\nConnection: close\n\n": 405,
+        "GET /v1/models/other HTTP/1.1\nHost: localhost\nConnection: close\n\n": 404,
+        "GET /ws HTTP/1.1\nHost: localhost\nUpgrade: websocket\nConnection: Upgrade, close\n\n": 404,
+        f"{HEAD.replace('application/json', 'text/plain')}Connection: close\nContent-Length: 2\n\n{{}}": 400,
+    }
+    for request, expected in requests.items():
+        with raw(server, request) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            status, message = get_error(read(connection))
+        assert status == expected, request
+        assert "b'" not in message
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8000", "[::1]"):
+        for path in ("/", "/health"):
+            with raw(server, f"HEAD {path} HTTP/1.1\nHost: {host}\nConnection: close\n\n") as connection:
+                assert b" 200 OK" in read(connection), host
+
+
+def test_openais_client_retrieves_the_model(server: Server) -> None:
+    import openai
+
+    with openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client:
+        assert client.models.retrieve(NAME) == client.models.list().data[0]
+        with pytest.raises(openai.NotFoundError, match="other"):
+            client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("key", [" ", "secret\n", "a b", "é", "\ttab", "nul\x7f"])
+def test_a_key_that_no_client_can_send_is_refused(key: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("REFUSION_LIT_API_KEY", key)
+    assert main(["serve", "--ckpt_path", str(MODEL), "--host", "0.0.0.0"]) == 2
+    error = capsys.readouterr().err
+    assert "REFUSION_LIT_API_KEY: expected" in error
+    assert "secret" not in error
+
+
+@contextlib.contextmanager
+def serve(log: Path, *options: str) -> Any:
+    """Run ``refusion-lit serve`` in a process; yield it and its port."""
+    log.touch()
+    process = start(["serve", "--ckpt_path", str(MODEL), "--port", "0", *options], log, lambda: None)
+    try:
+        wait_for(lambda: "running on" in log.read_text() or not process.is_alive())
+        url = log.read_text().partition("running on ")[2].split()[0]
+        wait_for(lambda: get_health(url) == 200)
+        yield process, int(url.rpartition(":")[2])
+    finally:
+        process.kill()
+
+
+def test_a_second_signal_stops_at_once_and_the_exit_status_says_that_answers_were_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSION_LIT_API_KEY", "")
+    log = tmp_path / "log"
+    options = ("--max_answer_tokens", "500", "--batch_size", "1", "--drain_seconds", "60")
+    with serve(log, *options) as (process, port), contextlib.ExitStack() as stack:
+        body = json.dumps(
+            {"model": MODEL.name, "prompt": "1+1", "n": 16, "stream": True, "max_tokens": 400, "temperature": 5}
+        )
+        request = f"{HEAD}Content-Length: {len(body)}\n\n{body}".replace("\n", "\r\n").encode()
+        streams = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(4)]
+        for stream in streams:
+            stream.sendall(request)
+            assert b" 200 OK" in stream.recv(4096)
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.2)
+        assert process.is_alive(), "answers are in flight"
+        with ThreadPoolExecutor() as pool:
+            answers = [pool.submit(read, stream) for stream in streams]
+            started = time.monotonic()
+            os.kill(process.pid, signal.SIGTERM)
+            assert finished(process) == 3
+            assert time.monotonic() < started + 4
+            for received in [answer.result() for answer in answers]:
+                assert b"[DONE]" not in received
+                assert b"the server is stopping" in received or not received.endswith(b"0\r\n\r\n")
+    assert "answers" in log.read_text().splitlines()[-1]
+
+
+def test_answers_that_end_in_time_leave_status_0_and_those_cut_by_the_limit_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSION_LIT_API_KEY", "")
+    for drain, num_choices, expected in (("60", 1, 0), ("0", 16, 3)):
+        with serve(tmp_path / f"log{drain}", "--drain_seconds", drain, "--batch_size", "1") as (process, port):
+            options = {"n": num_choices, "stream": True, "max_tokens": 400, "temperature": 5}
+            body = json.dumps({"model": MODEL.name, "prompt": "1+1", **options})
+            with socket.create_connection(("127.0.0.1", port)) as stream:
+                stream.sendall(f"{HEAD}Content-Length: {len(body)}\n\n{body}".replace("\n", "\r\n").encode())
+                assert b" 200 OK" in stream.recv(4096)
+                os.kill(process.pid, signal.SIGTERM)
+                assert finished(process) == expected
+                assert (b"[DONE]" in read(stream)) == (expected == 0)
