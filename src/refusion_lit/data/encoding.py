@@ -281,6 +281,19 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
     return [*prompt_prefix(tokenizer), *encode_text(tokenizer, text)]
 
 
+def split_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
+    """Return the parts of a text, and whether a part is the name of a special token."""
+    parts = re.split(f"({_special_names(tokenizer).pattern})", text)
+    return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
+
+
+def _special_names(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern of the names of special tokens."""
+    added = tokenizer.added_tokens_decoder.values()
+    names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+
 class _Guard:
     """Marks names of special tokens in users' text, so that they differ from a template's names after rendering.
 
@@ -292,9 +305,7 @@ class _Guard:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
-        added = tokenizer.added_tokens_decoder.values()
-        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._names = _special_names(tokenizer)
         used = set().union(*texts)
         # Unicode reserves code points from U+FDD0 on for internal use; texts rarely contain them.
         free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)
