@@ -282,14 +282,14 @@ def test_a_whole_export_is_the_model_with_its_drafter(
 def test_a_directory_with_its_own_drafter_is_tested_with_it(run: Path, checkpoint: str, tmp_path: Path) -> None:
     """A config of a drafter's training would put a new one on the model."""
     assert main(["export", "--ckpt_path", checkpoint, "--output", str(tmp_path / "model")]) == 0
-    found = []
+    actual = []
     for source in (checkpoint, str(tmp_path / "model")):
         args = ["test", "--config", str(run / "config.yaml"), "--ckpt_path", source, f"--runs_dir={tmp_path}"]
-        assert main([*args, f"--run_name={len(found)}", "--model.sampling.max_new_tokens=24"]) == 0
-        results = json.loads((tmp_path / str(len(found)) / "version_0" / "results.json").read_text())
+        assert main([*args, f"--run_name={len(actual)}", "--model.sampling.max_new_tokens=24"]) == 0
+        results = json.loads((tmp_path / str(len(actual)) / "version_0" / "results.json").read_text())
         (figures,) = results["results"].values()
-        found.append((figures["num_forwards"], figures["num_tokens"]))
-    assert found[0] == found[1]
+        actual.append((figures["num_forwards"], figures["num_tokens"]))
+    assert actual[0] == actual[1]
 
 
 def test_a_drafter_is_no_model(draft: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

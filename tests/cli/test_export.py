@@ -59,8 +59,8 @@ def test_a_directory_names_its_own_decoder(tmp_path: Path, capsys: pytest.Captur
     assert "--decoder.slot_size 4 --decoder.num_serial_blocks 4 --decoder.infill bonus --decoder.num_drafts 3" in card
     model = refusion_lit.load(first)
     assert model.default_decoder == bonus
-    expected, own = (model.generate(["12+34,5+6>"], decoder=d, max_new_tokens=32)[0] for d in (bonus, None))
-    assert (own.token_ids, own.num_forwards) == (expected.token_ids, expected.num_forwards)
+    expected, default = (model.generate(["12+34,5+6>"], decoder=d, max_new_tokens=32)[0] for d in (bonus, None))
+    assert (default.token_ids, default.num_forwards) == (expected.token_ids, expected.num_forwards)
     assert main(["generate", f"--ckpt_path={first}", "--prompt=1+1>", "--max_new_tokens=16"]) == 0
     assert main(["export", f"--ckpt_path={first}", f"--output={again}"]) == 0
     assert refusion_lit.load(again).default_decoder == bonus
@@ -91,8 +91,8 @@ def test_a_decoder_that_others_could_not_use_is_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    own = "from refusion_lit.decoding import Autoregressive\n\n\nclass Own(Autoregressive): ...\n"
-    (tmp_path / "own_decoder.py").write_text(own)
+    source = "from refusion_lit.decoding import Autoregressive\n\n\nclass Own(Autoregressive): ...\n"
+    (tmp_path / "own_decoder.py").write_text(source)
     export = ["export", f"--ckpt_path={MODEL}", f"--output={tmp_path / 'out'}"]
     for decoder, message in (
         ("LLaDA", "trained with causal attention. "),

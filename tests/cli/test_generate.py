@@ -96,8 +96,8 @@ def test_answers_are_replaced_only_when_that_is_asked_for(tmp_path: Path, capsys
 
 def test_a_boolean_option_alone_means_true() -> None:
     parsed = build_parser().parse(["--batch_invariant", "--ckpt_path=x", "--share_prefixes", "false", "--resume"])
-    found = [parsed[name] for name in ("batch_invariant", "share_prefixes", "resume", "overwrite")]
-    assert found == [True, False, True, False]
+    actual = [parsed[name] for name in ("batch_invariant", "share_prefixes", "resume", "overwrite")]
+    assert actual == [True, False, True, False]
     with pytest.raises(ValueError, match=r"^overwrite: expected bool"):
         build_parser().parse(["--ckpt_path=x", "--overwrite", "5"])
 
@@ -110,7 +110,7 @@ def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixt
     captured = capsys.readouterr()
     assert captured.out == f"{expected.text}\n"
     assert f"ReFusion: {expected.num_tokens} tokens, {expected.num_forwards} forwards" in captured.err
-    num_parameters = sum(each.numel() for each in model.backbone.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
     assert f": {num_parameters / 1000:.1f} thousand parameters, " in captured.err
 
 

@@ -76,11 +76,11 @@ def test_a_file_of_prompts_mixes_templates_and_none(tmp_path: Path) -> None:
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([*GENERATE, f"--prompts={prompts}", f"--output={output}"]) == 0
-    found = {line["id"]: line for line in map(json.loads, output.read_text().splitlines())}
+    actual = {line["id"]: line for line in map(json.loads, output.read_text().splitlines())}
     expected = {"0": "12+34=46;56+78=134;", "1": "11+22=33;33+44=77;", "third": "50+60=110;10+20=30;"}
-    assert {name: line["response"] for name, line in found.items()} == expected
-    assert found["third"]["num_tokens"] == 4
-    assert len(found["third"]["response_ids"]) == 20
+    assert {name: line["response"] for name, line in actual.items()} == expected
+    assert actual["third"]["num_tokens"] == 4
+    assert len(actual["third"]["response_ids"]) == 20
     assert main([*GENERATE, f"--prompts={prompts}", f"--output={output}", "--resume"]) == 0
     prompts.write_text(prompts.read_text().replace("{{2}}+60", "{{2}}+6{{1}}"))
     assert main([*GENERATE, f"--prompts={prompts}", f"--output={output}", "--resume"]) == 2

@@ -184,10 +184,10 @@ class YieldsOther(NoYield):
     branches: tuple[Branch, ...] | None = None
 
     def step(self, state: RowState) -> Any:
-        yield "tokens" if self.branches is None else Forward(phase="x", branches=self.branches, draw=draw_of(state))
+        yield "tokens" if self.branches is None else Forward(phase="x", branches=self.branches, draw=make_draw(state))
 
 
-def draw_of(state: RowState) -> Draw:
+def make_draw(state: RowState) -> Draw:
     """Return the options of a draw."""
     return Draw(sampling=state.sampling)
 

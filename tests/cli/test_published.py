@@ -55,7 +55,7 @@ def test_a_guessed_decoder_is_told_and_a_named_one_is_not(recwarn: pytest.Warnin
         assert main(["generate", *options, "--decoder.slot_size=4"]) == 0
     assert main(["generate", *options, "--attention=block_causal", "--block_size=4"]) == 0
     assert main(["generate", *options, "--decoder=ReFusion"]) == 0
-    assert [each for each in recwarn if "config does not say" in str(each.message)] == []
+    assert [warning for warning in recwarn if "config does not say" in str(warning.message)] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

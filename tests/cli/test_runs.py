@@ -63,9 +63,9 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
         UserWarning, match=r"other options than the run was started with: model.optimizer.init_args.lr; config"
     ):
         assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", "--model.optimizer.lr=0.01"]) == 0
-    found = json.loads((run / "environment.json").read_text())
-    assert found["command"] == started
-    assert [each["changed"] for each in found["resumed"]] == [
+    actual = json.loads((run / "environment.json").read_text())
+    assert actual["command"] == started
+    assert [resumption["changed"] for resumption in actual["resumed"]] == [
         {"trainer.max_steps": 6, "model.optimizer.init_args.lr": 0.01}
     ]
 
@@ -331,11 +331,11 @@ def test_a_run_that_fails_without_a_result_leaves_nothing(
     assert main([*args, *too_long]) == 2
     assert "(a context of" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-    own = tmp_path / "quickstart" / "version_0"
-    own.mkdir(parents=True)
-    (own / "config.yaml").write_text("a: 1\n")  # existing files are never deleted
+    run = tmp_path / "quickstart" / "version_0"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("a: 1\n")  # existing files are never deleted
     assert main([*args, *too_long, "--run_version=version_0"]) == 2
-    assert (own / "config.yaml").is_file()
+    assert (run / "config.yaml").is_file()
 
 
 @pytest.mark.parametrize(("command", "what"), [("test", "test"), ("predict", "predict"), ("validate", "val")])
@@ -525,5 +525,5 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept_beside_the_last(tr
     best = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
     assert len(losses) > 1
     assert best["global_step"] == min(losses, key=losses.__getitem__)
-    (watch,) = [each for each in best["callbacks"].values() if each.get("monitor") == "val/loss"]
+    (watch,) = [callback for callback in best["callbacks"].values() if callback.get("monitor") == "val/loss"]
     assert float(watch["best_model_score"]) == pytest.approx(min(losses.values()))

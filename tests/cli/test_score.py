@@ -17,26 +17,26 @@ from refusion_lit.sandbox.runner import LAYERS, Sandbox
 from tasks.test_code import HUMANEVAL, runs_code
 
 
-def _lines(path: Path, rows: list[dict[str, object]]) -> str:
+def _write_rows(path: Path, rows: list[dict[str, object]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 @pytest.fixture
-def gsm8k(tmp_path: Path) -> list[str]:
-    data = _lines(tmp_path / "test.jsonl", [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(4)])
+def score_args(tmp_path: Path) -> list[str]:
+    data = _write_rows(tmp_path / "test.jsonl", [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(4)])
     rows = [
         {"id": f"test:test.jsonl:{i + 1}", "response": f"#### {i % 2}", "score": 0.0, "metrics": {"old": 1.0}, "x": i}
         for i in range(3)
     ]
-    return ["score", _lines(tmp_path / "p.jsonl", rows), "--task=Gsm8k", f"--task.test={data}"]
+    return ["score", _write_rows(tmp_path / "p.jsonl", rows), "--task=Gsm8k", f"--task.test={data}"]
 
 
 def test_scores_are_overwritten_and_the_rest_is_kept(
-    gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    score_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (tmp_path / "p.jsonl").read_text()
-    assert main(gsm8k) == 0
+    assert main(score_args) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures == {
         "score": pytest.approx(2 / 3), "num_predictions": 3, "num_changed": 2, "num_without_prediction": 1}  # fmt: skip
@@ -47,10 +47,10 @@ def test_scores_are_overwritten_and_the_rest_is_kept(
     assert (tmp_path / "p.jsonl").read_text() == before
 
 
-def test_compressed_predictions_are_scored_into_a_file_that_reports_find(gsm8k: list[str], tmp_path: Path) -> None:
+def test_compressed_predictions_are_scored_into_a_file_that_reports_find(score_args: list[str], tmp_path: Path) -> None:
     packed = tmp_path / "p.jsonl.gz"
     packed.write_bytes(gzip.compress((tmp_path / "p.jsonl").read_bytes()))
-    assert main(["score", str(packed), *gsm8k[2:]]) == 0
+    assert main(["score", str(packed), *score_args[2:]]) == 0
     assert (tmp_path / "p.scored.jsonl").is_file()
 
 
@@ -61,63 +61,67 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
 
 
 def test_predictions_for_other_prompts_are_refused_with_both(
-    gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    score_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"id": "test:test.jsonl:1", "prompt": "q0", "response": "#### 0"},
             {"id": "test:test.jsonl:2", "prompt": "another", "response": "#### 1"}]  # fmt: skip
-    assert main(["score", _lines(tmp_path / "q.jsonl", rows), *gsm8k[2:]]) == 2
+    assert main(["score", _write_rows(tmp_path / "q.jsonl", rows), *score_args[2:]]) == 2
     error = capsys.readouterr().err
     assert "q.jsonl was made for something else: the prompt of 'test:test.jsonl:2' was 'another', is 'q1'" in error
     assert "were made with." in error
     (tmp_path / "config.yaml").touch()  # a run's, whose predictions lie beside it
-    assert main(["score", str(tmp_path / "q.jsonl"), *gsm8k[2:]]) == 2
+    assert main(["score", str(tmp_path / "q.jsonl"), *score_args[2:]]) == 2
     assert f"data.task in {tmp_path / 'config.yaml'}" in capsys.readouterr().err
     assert not (tmp_path / "q.scored.jsonl").exists()
     rows[1]["prompt"] = "q1"
-    assert main(["score", _lines(tmp_path / "q.jsonl", rows), *gsm8k[2:]]) == 0
+    assert main(["score", _write_rows(tmp_path / "q.jsonl", rows), *score_args[2:]]) == 0
     assert "warning" not in capsys.readouterr().err
-    assert main(gsm8k) == 0
+    assert main(score_args) == 0
     assert "p.jsonl has lines without a prompt" in capsys.readouterr().err
 
 
-def test_only_own_files_are_overwritten(gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_own_files_are_overwritten(
+    score_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "p.scored.jsonl").write_text("mine")
-    assert main(gsm8k) == 2
+    assert main(score_args) == 2
     assert "output: expected a new file, or one with predictions of refusion-lit" in capsys.readouterr().err
     assert (tmp_path / "p.scored.jsonl").read_text() == "mine"
-    assert main([*gsm8k, "--overwrite"]) == 0
-    assert main(gsm8k) == 0
+    assert main([*score_args, "--overwrite"]) == 0
+    assert main(score_args) == 0
 
 
 def test_a_full_disk_is_named_and_keeps_the_old_scores(
-    gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int | None], None]
+    score_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], small_disk: Callable[[int | None], None]
 ) -> None:
-    assert main(gsm8k) == 0
+    assert main(score_args) == 0
     output = tmp_path / "p.scored.jsonl"
     before = output.read_text()
     capsys.readouterr()
     small_disk(100)
-    assert main(gsm8k) == 2
+    assert main(score_args) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"refusion-lit: error: {output}: File too large"
     assert output.read_text() == before
     small_disk(None)
-    assert main(gsm8k) == 0  # it is still known as its own
+    assert main(score_args) == 0  # it is still known as its own
 
 
-def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_one_line(score_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: dict[str, list[dict[str, object]]] = {
         "twice": [{"id": "test:test.jsonl:1", "response": ""}] * 2,
         "unknown": [{"id": "nobody", "response": ""}],
         "fields": [{"id": "test:test.jsonl:1"}],
         "empty": [],
     }
-    wrong = {name: ["score", _lines(tmp_path / f"{name}.jsonl", lines), *gsm8k[2:]] for name, lines in rows.items()}
-    wrong["missing"] = ["score", str(tmp_path / "no.jsonl"), *gsm8k[2:]]
-    wrong["same"] = [*gsm8k, f"--output={gsm8k[1]}"]
-    wrong["folder"] = [*gsm8k, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
-    wrong["a directory"] = ["score", ".", *gsm8k[2:]]
-    wrong["flag"] = [*gsm8k, "--overwrite=true"]
-    wrong["packed"] = [*gsm8k, f"--output={tmp_path / 'p.jsonl.gz'}"]  # which would be read as a compressed file
+    wrong = {
+        name: ["score", _write_rows(tmp_path / f"{name}.jsonl", lines), *score_args[2:]] for name, lines in rows.items()
+    }
+    wrong["missing"] = ["score", str(tmp_path / "no.jsonl"), *score_args[2:]]
+    wrong["same"] = [*score_args, f"--output={score_args[1]}"]
+    wrong["folder"] = [*score_args, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
+    wrong["a directory"] = ["score", ".", *score_args[2:]]
+    wrong["flag"] = [*score_args, "--overwrite=true"]
+    wrong["packed"] = [*score_args, f"--output={tmp_path / 'p.jsonl.gz'}"]  # which would be read as a compressed file
     messages = {
         "flag": "overwrite: expected no value, got 'true'",
         "packed": "output: expected a name without .gz, as it is not compressed, got",
@@ -136,11 +140,11 @@ def test_wrong_use_is_one_line(gsm8k: list[str], tmp_path: Path, capsys: pytest.
 
 
 def test_code_is_run_only_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = _lines(tmp_path / "h.jsonl", [HUMANEVAL, {**HUMANEVAL, "task_id": "HumanEval/901"}])
+    data = _write_rows(tmp_path / "h.jsonl", [HUMANEVAL, {**HUMANEVAL, "task_id": "HumanEval/901"}])
     right, wrong = "    return half(half(x))\n", "    return x\n"
     answers = {"900": right, "901": wrong}
     rows = [{"id": f"HumanEval/{name}", "response": text, "score": None} for name, text in answers.items()]
-    arguments = ["score", _lines(tmp_path / "p.jsonl", rows), "--task=HumanEval", f"--task.files={data}"]
+    arguments = ["score", _write_rows(tmp_path / "p.jsonl", rows), "--task=HumanEval", f"--task.files={data}"]
     arguments += ["--num_workers=2"]
     assert main(arguments) == 2
     assert "allow_code_execution: expected true, because scoring runs programs" in capsys.readouterr().err
@@ -157,8 +161,8 @@ def test_code_is_run_only_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_weak_isolation_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = _lines(tmp_path / "h.jsonl", [HUMANEVAL])
-    predictions = _lines(tmp_path / "p.jsonl", [{"id": "HumanEval/900", "response": "    return x\n"}])
+    data = _write_rows(tmp_path / "h.jsonl", [HUMANEVAL])
+    predictions = _write_rows(tmp_path / "p.jsonl", [{"id": "HumanEval/900", "response": "    return x\n"}])
     monkeypatch.setattr("refusion_lit.sandbox.runner._SandboxedProcess.applied_layers", lambda process: ())
     arguments = ["score", predictions, "--task=HumanEval", f"--task.files={data}", "--allow_code_execution"]
     assert main(arguments) == 2
@@ -168,7 +172,7 @@ def test_weak_isolation_is_refused(
 @runs_code
 def test_from_a_test_over_scoring_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     problems = [{**HUMANEVAL, "prompt": f"12+3{i}", "task_id": f"HumanEval/{i}"} for i in range(2)]
-    task = ["HumanEval", f"files={_lines(tmp_path / 'h.jsonl', problems)}"]
+    task = ["HumanEval", f"files={_write_rows(tmp_path / 'h.jsonl', problems)}"]
     model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
     arguments = ["test", "--config", QUICKSTART, f"--ckpt_path={model}", f"--data.task={task[0]}",
                  f"--data.task.{task[1]}", "--model.sampling.max_new_tokens=16", "--num_threads=1",
@@ -180,7 +184,7 @@ def test_from_a_test_over_scoring_to_the_report(tmp_path: Path, capsys: pytest.C
     predictions = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["score"] for line in predictions] == [None, None]
     predictions[0]["response"] = "def quarter(x):\n    return x / 4"  # the model knows no Python
-    _lines(file, predictions)
+    _write_rows(file, predictions)
     scored = ["score", str(file), f"--task={task[0]}", f"--task.{task[1]}", "--allow_code_execution"]
     assert main(scored) == 0
     assert json.loads(capsys.readouterr().out)["score"] == 0.5

@@ -152,8 +152,8 @@ def test_options_of_a_decoder_of_ones_own_are_swept(tmp_path: Path, monkeypatch:
     options = {"model.decoders": {"mine": {"class_path": "swept.Own"}}}
     file = Path(_write(tmp_path, options=options, grid={"model.decoders.mine.window": [4, 16]}, launcher="Local"))
     points = plan(read_sweep(file), tmp_path, make_resolver())
-    found = [point.configs["test"]["model"]["decoders"]["mine"] for point in points]
-    assert [(each["class_path"], each["init_args"]["window"]) for each in found] == [
+    actual = [point.configs["test"]["model"]["decoders"]["mine"] for point in points]
+    assert [(decoder["class_path"], decoder["init_args"]["window"]) for decoder in actual] == [
         ("swept.Own", 4),
         ("swept.Own", 16),
     ]

@@ -69,9 +69,9 @@ def test_commands_and_server_have_the_prompts_of_python(
         head = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{address(server)}/v1/completions", json.dumps(body).encode(), head)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            found = json.loads(answer.read())
-    assert found["choices"][0]["text"] == expected.text
-    assert found["usage"]["prompt_tokens"] == len(reference_ids(folders[kind]))
+            actual = json.loads(answer.read())
+    assert actual["choices"][0]["text"] == expected.text
+    assert actual["usage"]["prompt_tokens"] == len(reference_ids(folders[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,10 +185,10 @@ def test_the_harness_conditions_on_bos_once(kind: str, folders: dict[str, Path])
         return [Instance(kind_of_request, {}, args, 0, metadata=("task", 0, 1))]
 
     for context, text in ((PROMPT, " is Paris."), ("", PROMPT)):
-        found = ours.loglikelihood(ask("loglikelihood", context, text))[0]
+        actual = ours.loglikelihood(ask("loglikelihood", context, text))[0]
         expected = theirs.loglikelihood(ask("loglikelihood", context, text))[0]
         # The mask token that loading has added shares the probabilities.
-        assert found[0] == pytest.approx(expected[0], abs=0.05), (context, text)
+        assert actual[0] == pytest.approx(expected[0], abs=0.05), (context, text)
     [alone] = ours.loglikelihood(ask("loglikelihood", "", PROMPT))
     assert ours.loglikelihood_rolling(ask("loglikelihood_rolling", PROMPT)) == [alone[0]]
     options = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}

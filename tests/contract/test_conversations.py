@@ -44,14 +44,14 @@ def test_a_chat_is_trained_as_its_template_renders_it(
     assume(answer.strip())
     tokenizer = TOKENIZERS[kind, template]
     sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=TURNS[:num_turns]))
-    found = [*sample.prompt_ids, *sample.response_ids]
+    actual = [*sample.prompt_ids, *sample.response_ids]
     turns = [*TURNS[:num_turns], {"role": "assistant", "content": answer}]
     whole: Any = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
-    assert tokenizer.decode(whole).startswith(tokenizer.decode(found))
+    assert tokenizer.decode(whole).startswith(tokenizer.decode(actual))
     prompt: Any = tokenizer.apply_chat_template(turns[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
     if whole[: len(prompt)] == prompt:  # else a token reaches over the border, which no prompt has
-        assert found == whole[: len(found)]
-    end = tokenizer.convert_ids_to_tokens(found[-1])
+        assert actual == whole[: len(actual)]
+    end = tokenizer.convert_ids_to_tokens(actual[-1])
     assert end == (tokenizer.eos_token if template else ENDS[kind])
 
 
@@ -62,12 +62,12 @@ def test_plain_text_is_trained_as_a_whole(kind: str, query: str, answer: str) ->
     tokenizer = make_tokenizer(kind)
     template = "Q: {query}\nA:\n"
     sample = encode_example(tokenizer, Example(id="0", query=query, response=answer), template)
-    found = [*sample.prompt_ids, *sample.response_ids]
+    actual = [*sample.prompt_ids, *sample.response_ids]
     text = template.replace("{query}", query)
     whole = [*prompt_prefix(tokenizer), *encode_text(tokenizer, text + answer)]
     if whole[: len(sample.prompt_ids)] == [*sample.prompt_ids]:
-        assert found == [*whole, tokenizer.eos_token_id]
-    assert tokenizer.decode(found, skip_special_tokens=True) == text + answer
+        assert actual == [*whole, tokenizer.eos_token_id]
+    assert tokenizer.decode(actual, skip_special_tokens=True) == text + answer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,9 +128,9 @@ def test_tools_and_calls_of_a_chat_reach_the_template(tmp_path: Path) -> None:
     [example] = InstructionFiles(train=str(path), preset="messages", validation_fraction=0).examples("train")
     tokenizer = make_tokenizer("qwen", chat=True, chat_template=TOOL_TEMPLATE)
     sample = encode_example(tokenizer, example)
-    found = [*sample.prompt_ids, *sample.response_ids]
+    actual = [*sample.prompt_ids, *sample.response_ids]
     whole: Any = tokenizer.apply_chat_template(turns, tools=TOOLS, return_dict=True)["input_ids"]
-    assert found == whole[: len(found)]
+    assert actual == whole[: len(actual)]
     assert tokenizer.decode(sample.response_ids) == "Sunny.<|im_end|>"
 
 

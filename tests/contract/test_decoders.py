@@ -99,7 +99,7 @@ def test_the_prompt_is_fed_as_it_is(
     assert {token for _, token in other} <= {model.special_tokens.mask_token_id}
 
 
-def text_of(
+def decode_ids(
     model: FakeModel, decoder: Decoder, drawn_prompts: list[Prompt], sampling: SamplingParams
 ) -> list[list[int]]:
     return [row.token_ids for row in decode(model, decoder, drawn_prompts, sampling).rows]
@@ -157,7 +157,7 @@ def test_temperature_zero_ignores_the_seed(
     seeds: tuple[int, int],
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
-    first, second = (text_of(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
+    first, second = (decode_ids(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
     assert first == second or chance_remains(decoder)
 
 
@@ -177,7 +177,9 @@ def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
     sampling = SamplingParams(max_new_tokens=24, temperature=20.0, seed=4)
 
     def text(seed: int) -> list[list[int]]:
-        return text_of(HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed))
+        return decode_ids(
+            HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed)
+        )
 
     drawn = text(4)
     assert drawn == text(4)
@@ -386,11 +388,18 @@ def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
 
 
 def card_forwards(decoder: CARD, case: Case) -> int:
-    """Count forwards block by block: all at once if sure enough, else one token each until the last round."""
-    sizes = [min(decoder.block_size, case.length - start) for start in range(0, case.length, decoder.block_size)]
-    if case.certainty > decoder.threshold:
-        return len(sizes)
-    return sum(len(card_rounds(decoder, size)) for size in sizes)
+    """Count forwards block by block: all at once if sure enough, else in rounds up to the end of the text."""
+    num = 0
+    for start in range(0, case.length, decoder.block_size):
+        if case.certainty > decoder.threshold:
+            num += 1
+            continue
+        num_filled = 0
+        for quota in card_rounds(decoder, min(decoder.block_size, case.budget - start)):
+            num, num_filled = num + 1, num_filled + quota
+            if start + num_filled >= case.length:
+                break
+    return num
 
 
 def card_rounds(decoder: CARD, size: int) -> list[int]:

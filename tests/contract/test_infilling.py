@@ -217,14 +217,14 @@ def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
             for start, num in starts.items()
         }
         allowed = {
-            start: [[torch.tensor(sorted(each)) for each in alternative] for alternative in span]
+            start: [[torch.tensor(sorted(ids)) for ids in alternative] for alternative in span]
             for start, span in drawn.items()
         }
         kept.append((replace(prompt, constraint=filling(special.vocab_size, allowed)), drawn))
     rows = decode(make(decoder), decoder, [prompt for prompt, _ in kept], sampling, batch_size=size).rows
     for (prompt, spans), row in zip(kept, rows, strict=True):
         for start, span in spans.items():
-            assert any(all(row.token_ids[start + i] in each for i, each in enumerate(one)) for one in span)
+            assert any(all(row.token_ids[start + i] in ids for i, ids in enumerate(one)) for one in span)
         [alone] = decode(make(decoder), decoder, [prompt], sampling).rows
         assert row.token_ids == alone.token_ids
 

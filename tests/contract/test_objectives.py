@@ -121,7 +121,7 @@ def corrupt(objective: Objective, batch: ResponseBatch, epoch: int = 0, ratio: f
     return objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
 
 
-def rows_of(corrupted: CorruptedBatch, sample: int, num_samples: int) -> range:
+def find_rows(corrupted: CorruptedBatch, sample: int, num_samples: int) -> range:
     """Return the rows that show a sample."""
     assert len(corrupted.input_ids) % num_samples == 0
     return range(sample, len(corrupted.input_ids), num_samples)
@@ -194,7 +194,7 @@ def test_prompt_is_untouched_and_text_is_complete(
     for sample, (prompt, response) in enumerate(sizes):
         length = prompt + response
         text = batch.input_ids[sample, :length].tolist()
-        for row in rows_of(corrupted, sample, len(sizes)):
+        for row in find_rows(corrupted, sample, len(sizes)):
             copies: dict[int, int] = {}
             clean: dict[int, int] = {}
             num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts
@@ -237,7 +237,7 @@ def test_labels_say_what_the_traits_say(
     clean_from = corrupted.input_ids.shape[1] // 2 if {"mask", "next_token"} <= set(predictions) else 0
     for sample, (prompt, response) in enumerate(sizes):
         text = dict(enumerate(batch.input_ids[sample, : prompt + response].tolist()))
-        for row in rows_of(corrupted, sample, len(sizes)):
+        for row in find_rows(corrupted, sample, len(sizes)):
             labels, places = corrupted.labels[row].tolist(), corrupted.position_ids[row].tolist()
             is_masked = corrupted.is_masked[row].tolist()
             expected, optional = {}, {}
@@ -279,7 +279,7 @@ def test_a_sample_is_corrupted_as_if_it_were_alone(
     corrupted = corrupt(objective, make_batch([sizes[i] for i in order], padding, order), epoch, ratio)
     for place, number in enumerate(order):
         alone = corrupt(objective, make_batch([sizes[number]], 0, [number]), epoch, ratio)
-        pairs = zip(rows_of(corrupted, place, len(sizes)), rows_of(alone, 0, 1), strict=True)
+        pairs = zip(find_rows(corrupted, place, len(sizes)), find_rows(alone, 0, 1), strict=True)
         for row, alone_row in pairs:
             views = (sample_view(corrupted, row, sum(sizes[number])), sample_view(alone, alone_row, sum(sizes[number])))
             torch.testing.assert_close(*views)
@@ -315,12 +315,12 @@ def test_padding_is_seen_by_nobody_else(objective: Objective) -> None:
     corrupted = corrupt(objective, make_batch(sizes, padding=4))
     if attention_mask(corrupted) is None:
         for sample, size in enumerate(sizes):
-            for row in rows_of(corrupted, sample, len(sizes)):
+            for row in find_rows(corrupted, sample, len(sizes)):
                 kept = real_entries(corrupted, row, sum(size))
                 assert kept == list(range(len(kept))), "padding on the right is out of causal attention's sight"
         return
     for sample, size in enumerate(sizes):
-        for row in rows_of(corrupted, sample, len(sizes)):
+        for row in find_rows(corrupted, sample, len(sizes)):
             real = torch.zeros(corrupted.input_ids.shape[1], dtype=torch.bool)
             real[real_entries(corrupted, row, sum(size))] = True
             mask = attention_mask(corrupted)[row]

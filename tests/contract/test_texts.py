@@ -123,7 +123,7 @@ def test_a_stop_string_that_names_a_special_token_is_found(kind: str, models: di
     assert name not in row.text
 
 
-def stream_of(detokenize: Detokenizer, tokens: list[int], after: list[int]) -> str:
+def stream_text(detokenize: Detokenizer, tokens: list[int], after: list[int]) -> str:
     """Return what a stream shows of tokens that come one by one."""
     stream = TextStream(lambda ids: detokenize(ids, after), SamplingParams())
     pieces = [stream.piece(tokens[:num]) for num in range(1, len(tokens) + 1)]
@@ -144,7 +144,7 @@ def test_a_response_cut_within_a_character_keeps_the_complete_ones(kind: str, an
         part = detokenize(response[:num], prompt)
         assert text.startswith(part.rstrip("\N{REPLACEMENT CHARACTER}"))
         assert part.count("\N{REPLACEMENT CHARACTER}") <= 3
-        assert stream_of(detokenize, response[:num], prompt) == part
+        assert stream_text(detokenize, response[:num], prompt) == part
     lengths = [len(detokenize(response[:num], prompt).rstrip("\N{REPLACEMENT CHARACTER}")) for num in range(9)]
     assert lengths == sorted(lengths), "no complete character is lost"
 

@@ -18,11 +18,11 @@ def test_the_ways_through_the_code_name_what_exists() -> None:
         parts = name.split(".")
         for stop in range(len(parts), 0, -1):  # the longest part that is a module, then attributes
             try:
-                found = import_module(".".join(["refusion_lit", *parts[:stop]]))
+                target = import_module(".".join(["refusion_lit", *parts[:stop]]))
             except ModuleNotFoundError:
                 continue
             for attribute in parts[stop:]:
-                found = getattr(found, attribute)
+                target = getattr(target, attribute)
             break
         else:
             raise AssertionError(name)

@@ -85,8 +85,9 @@ def test_commands_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.M
     for args, runs in commands(page):
         if runs:
             monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"12+34>\n")))
-            own = any("own_data" in arg for arg in args)  # a file has all its rows
-            small = [option for option in SMALL.get(args[0], []) if not (own and option.startswith("--data.task"))]
+            small = SMALL.get(args[0], [])
+            if any("own_data" in arg for arg in args):  # a file has all its rows
+                small = [option for option in small if not option.startswith("--data.task")]
             assert main([*args, *(option for option in small if option not in args)]) == 0, shlex.join(args)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -23,9 +21,11 @@ from refusion_lit.data.batches import collate_responses
 from refusion_lit.data.examples import EncodedExample
 from refusion_lit.decoding import Decoder, decode
 from refusion_lit.noise import KeyedNoise
+from refusion_lit.plugins import load_plugins
 from refusion_lit.tasks import SPLITS
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.fakes import tiny_backbone
+from support.forks import finished, forked
 from support.subclasses import concrete_subclasses
 
 ROOT = Path(__file__).parents[2]
@@ -59,13 +59,17 @@ def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(
     monkeypatch.chdir(tmp_path)
     assert main(args) == 2
     assert "No module named 'one_shot'" in capsys.readouterr().err
-    source = str(Path(refusion_lit.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": f"{setting.partition('=')[2]}:{source}"}
-    # -P: as with the installed command, the directory that a user runs it in is not searched for modules.
-    program = [sys.executable, "-P", "-m", "refusion_lit.cli", *args]
-    told = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    assert told.stdout.strip() == "12+34=46;56+78=134;", told.stderr
-    assert "20 tokens, 1 forwards" in told.stderr
+    assert setting == "PYTHONPATH=."
+
+    def work() -> int:
+        sys.path.insert(0, str(tmp_path))  # as Python does for PYTHONPATH
+        sys.stdout = sys.stderr = (tmp_path / "log").open("w", buffering=1)
+        return main(args)
+
+    assert finished(forked(work)) == 0
+    printed = (tmp_path / "log").read_text()
+    assert "12+34=46;56+78=134;" in printed
+    assert "20 tokens, 1 forwards" in printed
 
 
 def test_the_guide_leads_to_the_classes_that_a_decoder_uses() -> None:
@@ -154,13 +158,15 @@ def test_a_package_registers_its_decoder_as_the_guide_says(tmp_path: Path) -> No
         shutil.copytree(ROOT / "tests" / "goldens" / "models" / "additions-clean", models[-1])
         file = Path(models[-1]) / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"refusion_lit": entry}))
-    code = "import sys, refusion_lit\nfor name in sys.argv[1:]: print(refusion_lit.load(name).default_decoder)"
-    source = str(Path(refusion_lit.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{source}"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *models], env=environment, capture_output=True, text=True, check=False
-    )
-    assert [line.partition("(")[0] for line in done.stdout.splitlines()] == ["ReFusion", *["OneShot"] * 3], done.stderr
+
+    def work() -> None:
+        sys.path.insert(0, str(tmp_path))
+        load_plugins.cache_clear()  # as in a new process
+        names = [type(refusion_lit.load(name).default_decoder).__name__ for name in models]
+        (tmp_path / "decoders.json").write_text(json.dumps(names))
+
+    assert finished(forked(work)) == 0
+    assert json.loads((tmp_path / "decoders.json").read_text()) == ["ReFusion", *["OneShot"] * 3]
 
 
 def test_the_task_has_splits_of_its_own() -> None:

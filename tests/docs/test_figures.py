@@ -173,8 +173,8 @@ def test_commands_in_results_run_on_any_machine() -> None:
     stamped = [path for path in results if '"command"' in path.read_text(encoding="utf-8")]
     assert len(stamped) > 20
     absolute = re.compile(r'["=@](/(?!bin/|usr/)[\w.-]+/[^"\s]+)')
-    found = {str(path.relative_to(ROOT)): absolute.findall(path.read_text(encoding="utf-8")) for path in stamped}
-    assert {name: paths for name, paths in found.items() if paths} == {}
+    actual = {str(path.relative_to(ROOT)): absolute.findall(path.read_text(encoding="utf-8")) for path in stamped}
+    assert {name: paths for name, paths in actual.items() if paths} == {}
 
 
 @pytest.mark.parametrize("name", REPORTED)

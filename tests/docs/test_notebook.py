@@ -38,7 +38,7 @@ def test_the_tour_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     printed = _printed(notebook)
     assert list(printed) == list(stored) == ["ReFusion", "RecomputeKV", "SelfSpeculative"]
     # 20 steps do not give the stored figures, but where no drafts are made it is 1.0 after any training.
-    assert all(found["SelfSpeculative"] > 1 for found in (stored, printed)), (stored, printed)
+    assert all(figures["SelfSpeculative"] > 1 for figures in (stored, printed)), (stored, printed)
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert {"text/html", "image/png"} <= kinds
     assert "iframe" in "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)

@@ -50,9 +50,9 @@ def test_the_blocks_run(page: Path) -> None:
 def test_prompts_are_of_the_kind_that_the_quickstart_trains_on() -> None:
     """Two sums or more: on a single one the model writes nonsense."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.py")]
-    found = {page.name: re.findall(r'"\d+\+\d+[>=]"', page.read_text(encoding="utf-8")) for page in pages}
-    assert len(found) > 30
-    assert {name: prompts for name, prompts in found.items() if prompts} == {}
+    actual = {page.name: re.findall(r'"\d+\+\d+[>=]"', page.read_text(encoding="utf-8")) for page in pages}
+    assert len(actual) > 30
+    assert {name: prompts for name, prompts in actual.items() if prompts} == {}
 
 
 @pytest.mark.usefixtures("exported")
@@ -106,8 +106,8 @@ def test_what_the_page_says_about_options(capsys: pytest.CaptureFixture[str]) ->
     assert len(set(texts(0, ids=["a", "a", "a"]))) == 1
     page = PYTHON.read_text(encoding="utf-8")
     methods = (type(model).generate, type(model).generate_ids, type(model).decode)
-    taken = [each for method in methods for each in inspect.signature(method).parameters.values()]
-    options = {each.name for each in taken if each.kind is each.KEYWORD_ONLY} | {*DecodingOptions.__dataclass_fields__}
+    taken = [p for method in methods for p in inspect.signature(method).parameters.values()]
+    options = {p.name for p in taken if p.kind is p.KEYWORD_ONLY} | {*DecodingOptions.__dataclass_fields__}
     rows = page.partition("| `generate` |")[2].partition("\n\n")[0].splitlines()[2:]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == options
     rows = page.partition("| `SamplingParams` |")[2].partition("\n\n")[0].splitlines()[2:]

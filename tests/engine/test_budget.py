@@ -10,7 +10,7 @@ from refusion_lit.decoding import Autoregressive, Generation, GenerationCallback
 from refusion_lit.types import SamplingParams
 from support.example_counts import examples
 from support.fakes import HYBRID, HashModel
-from support.scripted import ORDER, prompts_of
+from support.scripted import ORDER, make_prompts
 
 
 @settings(max_examples=examples(24), deadline=None)
@@ -25,7 +25,7 @@ def test_a_budget_bounds_calls_and_changes_no_token(
     lengths: list[int], batch_size: int, budget: int, seed: int, causal: bool
 ) -> None:
     decoder = Autoregressive() if causal else ReFusion(slot_size=3, slot_threshold=0.3, token_threshold=0.5)
-    prompts, sampling = prompts_of(*lengths), SamplingParams(max_new_tokens=12)
+    prompts, sampling = make_prompts(*lengths), SamplingParams(max_new_tokens=12)
 
     def run(**options: int) -> tuple[HashModel, list[Generation]]:
         model = HashModel(seed, traits=ORDER if causal else HYBRID)
@@ -53,7 +53,7 @@ def test_nobody_starves_within_a_budget() -> None:
 
     sampling = SamplingParams(max_new_tokens=6)
     options = {"batch_size": 3, "max_tokens_per_forward": 2, "callbacks": [Watch()]}
-    output = decode(model, Autoregressive(), prompts_of(1, 1, 1), sampling, **options)
+    output = decode(model, Autoregressive(), make_prompts(1, 1, 1), sampling, **options)
     assert output.num_calls == 9
     for stop in range(2, 19, 2):
         counts = [watcher[:stop].count(index) for index in range(3)]
@@ -64,10 +64,10 @@ def test_nobody_starves_within_a_budget() -> None:
 def test_calls_are_as_large_as_a_budget_lets_them(budget: int, num_calls: int) -> None:
     model = HashModel(3, traits=ORDER, end_bias=-60.0)
     options = {"batch_size": 3, "max_tokens_per_forward": budget}
-    output = decode(model, Autoregressive(), prompts_of(1, 1, 1), SamplingParams(max_new_tokens=6), **options)
+    output = decode(model, Autoregressive(), make_prompts(1, 1, 1), SamplingParams(max_new_tokens=6), **options)
     assert output.num_calls == num_calls
 
 
 def test_an_impossible_budget_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^max_tokens_per_forward: expected .*, got 0"):
-        decode(HashModel(traits=ORDER), Autoregressive(), prompts_of(1), SamplingParams(), max_tokens_per_forward=0)
+        decode(HashModel(traits=ORDER), Autoregressive(), make_prompts(1), SamplingParams(), max_tokens_per_forward=0)

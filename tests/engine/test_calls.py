@@ -71,7 +71,7 @@ def branches(draw: st.DrawFn) -> Branch:
     )  # fmt: skip
 
 
-def logits_of(model: HashModel, branch: Branch) -> Tensor:
+def compute_logits(model: HashModel, branch: Branch) -> Tensor:
     """Return a branch's logits, computed alone with a mask written out."""
     length = len(branch.tokens)
     order = branch.order or range(length)
@@ -108,7 +108,7 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
     assert executor.output.num_positions == longest * sum(map(len, groups))
     for group, read in zip(groups, readings, strict=True):
         for branch, reading in zip(group, read, strict=True):
-            check(reading, branch, logits_of(HashModel(1), branch))
+            check(reading, branch, compute_logits(HashModel(1), branch))
     further = [
         (row, str(row), MoreDrafts(draft_at=tuple(range(len(branch.tokens)) for branch in group), draw=GREEDY))
         for row, group in enumerate(groups)
@@ -118,7 +118,7 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
             everywhere = Branch(
                 tokens=branch.tokens, positions=branch.positions, order=branch.order, draft_at=range(len(branch.tokens))
             )
-            check(reading, everywhere, logits_of(HashModel(1), branch))
+            check(reading, everywhere, compute_logits(HashModel(1), branch))
     assert executor.output.num_calls == 1, "further drafts need no call"
 
 
@@ -132,7 +132,7 @@ def test_cached_and_uncached_forwards_are_two_calls() -> None:
     readings = executor.serve(forwards)
     assert executor.output.num_calls == 2
     for row in range(3):
-        check(readings[row][0], branch[row], logits_of(HashModel(2), branch[row]))
+        check(readings[row][0], branch[row], compute_logits(HashModel(2), branch[row]))
 
 
 def test_a_cached_context_is_shared_kept_and_read() -> None:
@@ -147,7 +147,7 @@ def test_a_cached_context_is_shared_kept_and_read() -> None:
         alone = Branch(
             tokens=[3, 4, 5, 6, *branch.tokens], positions=[0, 1, 2, 3, *branch.positions], draft_at=[5]
         )  # fmt: skip
-        check(reading, alone, logits_of(HashModel(3), alone))
+        check(reading, alone, compute_logits(HashModel(3), alone))
     last = Branch(tokens=[11], positions=[8], visible=((0, 3),), write_at=3, draft_at=[0])
     forward = Forward(phase="", branches=(last,), draw=GREEDY, keep=Compaction(1, [2, 7]))
     [[reading]] = executor.serve([(1, "a", forward)])
@@ -254,7 +254,7 @@ def test_statistics_are_those_of_the_drafts_distribution() -> None:
         kept = logits.topk(4)
         assert token in kept.indices
         probability = kept.values.softmax(-1)
-        values = {name: each.statistic[offset] for name, each in readings.items()}
+        values = {name: reading.statistic[offset] for name, reading in readings.items()}
         assert values["margin"] == pytest.approx(float(probability[0] - probability[1]), abs=1e-8)
         assert values["negative_entropy"] == pytest.approx(float((probability * probability.log()).sum()), abs=1e-8)
         assert values["filtered"] == pytest.approx(float(probability[kept.indices == token]), abs=1e-8)

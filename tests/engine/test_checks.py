@@ -26,14 +26,16 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits, SamplingParams
 from support.decoder_cases import traits_for
 from support.fakes import HYBRID, SPECIAL, HashModel
-from support.scripted import ORDER, prompts_of
+from support.scripted import ORDER, make_prompts
 
 
 def test_models_without_a_mask_token_are_refused_where_one_is_fed() -> None:
     special = replace(SPECIAL, mask_token_id=None)
     with pytest.raises(ValueError, match=r"^decoder: expected a model with a mask token"):
-        decode(HashModel(special=special), ReFusion(), prompts_of(2), SamplingParams(), allow_mismatch=True)
-    decode(HashModel(special=special, traits=ORDER), Autoregressive(), prompts_of(2), SamplingParams(max_new_tokens=3))
+        decode(HashModel(special=special), ReFusion(), make_prompts(2), SamplingParams(), allow_mismatch=True)
+    decode(
+        HashModel(special=special, traits=ORDER), Autoregressive(), make_prompts(2), SamplingParams(max_new_tokens=3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_models_without_a_mask_token_are_refused_where_one_is_fed() -> None:
     ],
 )
 def test_models_trained_otherwise_are_refused_or_marked(traits: ModelTraits, reason: str) -> None:
-    arguments = ReFusion(), prompts_of(2), SamplingParams(max_new_tokens=16)
+    arguments = ReFusion(), make_prompts(2), SamplingParams(max_new_tokens=16)
     with pytest.raises(ModelMismatchError, match=f"ReFusion does not fit this model: .*{reason}.*allow_mismatch"):
         decode(HashModel(traits=traits), *arguments)
     with pytest.warns(UserWarning, match=reason):
@@ -76,16 +78,16 @@ def test_a_decoder_that_fits_is_named(traits: ModelTraits, hint: str) -> None:
 
 @pytest.mark.parametrize("traits", [HYBRID, ModelTraits(predictions=("mask", "next_token")), ModelTraits()])
 def test_fitting_and_unknown_models_are_taken(traits: ModelTraits) -> None:
-    assert decode(HashModel(traits=traits), ReFusion(), prompts_of(2), SamplingParams()).mismatches == []
+    assert decode(HashModel(traits=traits), ReFusion(), make_prompts(2), SamplingParams()).mismatches == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda: (prompts_of(1), SamplingParams(), {"batch_size": 0}), "^batch_size: .* at least 1, got 0"),
-        (lambda: (prompts_of(1, 0), SamplingParams(), {}), "^prompt p1: expected at least one token"),
+        (lambda: (make_prompts(1), SamplingParams(), {"batch_size": 0}), "^batch_size: .* at least 1, got 0"),
+        (lambda: (make_prompts(1, 0), SamplingParams(), {}), "^prompt p1: expected at least one token"),
         (
-            lambda: (prompts_of(1), SamplingParams(stop=("x",)), {}),
+            lambda: (make_prompts(1), SamplingParams(stop=("x",)), {}),
             "^stop: expected a tokenizer",
         ),
     ],
@@ -103,7 +105,7 @@ def test_nothing_is_fed_beyond_learnt_positions(decoder: Decoder) -> None:
     tokenizer = CharacterTokenizer().build(Additions())
     model = BackboneConfig(config=options).build(tokenizer, seed=0).eval()
     model.traits = traits_for(decoder)
-    [short, long] = prompts_of(2, 13)
+    [short, long] = make_prompts(2, 13)
     sampling = SamplingParams(max_new_tokens=5)
     with pytest.raises(ValueError, match=r"^prompt p\d: expected .* 24 positions"):
         decode(model, decoder, [short, long], replace(sampling, max_new_tokens=11))

@@ -29,31 +29,31 @@ from refusion_lit.decoding import (
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from support.example_counts import examples
 from support.fakes import SPECIAL, HashModel, OracleModel, oracle_text
-from support.scripted import ORDER, Scripted, one, prompts_of
+from support.scripted import ORDER, Scripted, decode_one_prompt, make_prompts
 
 NOT_COMMITTED = r"^decoder: .*\[.*\] at \[.*expected ids below \d+"
 
 
 def test_text_ends_at_its_first_end_or_at_the_budget() -> None:
     everything = Scripted(script=((0, 1, 2, 3, 4),))
-    row = one(everything, 5, end=4)
+    row = decode_one_prompt(everything, 5, end=4)
     assert row.token_ids == [oracle_text(4)(place) for place in (2, 3, 4)]
     assert row.finish_reason == "eos"
     assert row.num_tokens == 3
-    row = one(everything, 5)
+    row = decode_one_prompt(everything, 5)
     assert (row.num_tokens, row.finish_reason) == (5, "length")
 
 
 @pytest.mark.parametrize(("script", "num_left"), [(((0, 1), (3,)), 2), (((1, 2, 3, 4),), 0), (((0, 3, 4),), 1)])
 def test_unfinished_work_is_reported(script: tuple[tuple[int, ...], ...], num_left: int) -> None:
     with pytest.warns(UserWarning, match="p0: Scripted left masks"):
-        row = one(Scripted(script=script), 5)
+        row = decode_one_prompt(Scripted(script=script), 5)
     assert row.finish_reason == "unfinished"
     assert row.num_tokens == num_left
 
 
 def test_masks_after_an_end_are_no_unfinished_work() -> None:
-    assert one(Scripted(script=((0, 1, 2),)), 9, end=4).finish_reason == "eos"
+    assert decode_one_prompt(Scripted(script=((0, 1, 2),)), 9, end=4).finish_reason == "eos"
 
 
 class Idle(Scripted):
@@ -66,21 +66,21 @@ class Idle(Scripted):
 def test_a_step_without_progress_is_an_error() -> None:
     message = r"^decoder: expected Scripted.step .* 0 forwards \(schedule_length\), got 1"
     with pytest.raises(ValueError, match=message):
-        one(Scripted(script=((), (0,))), 1)
+        decode_one_prompt(Scripted(script=((), (0,))), 1)
     with pytest.raises(ValueError, match=r"^decoder: expected Idle.step .* 9 forwards .*, got 0"):
-        one(Idle(script=(), schedule_length=9), 1)
+        decode_one_prompt(Idle(script=(), schedule_length=9), 1)
 
 
 def test_a_schedule_may_commit_nothing_within_its_bound() -> None:
     script = ((), (0,), (), (1,))
-    assert one(Scripted(script=script, schedule_length=3), 2).num_forwards == 4
+    assert decode_one_prompt(Scripted(script=script, schedule_length=3), 2).num_forwards == 4
     with pytest.raises(ValueError, match=r"up to 2 forwards \(schedule_length\), got 3"):
-        one(Scripted(script=script, schedule_length=2), 2)
+        decode_one_prompt(Scripted(script=script, schedule_length=2), 2)
 
 
 @pytest.mark.parametrize(("place", "token"), [(0, "mask"), (-1, 5), (4, 5), (0, -3), (0, 99_999)])
 def test_masks_and_unknown_ids_are_not_committed_nor_places_outside_the_canvas(place: int, token: Any) -> None:
-    (prompt,) = prompts_of(1)
+    (prompt,) = make_prompts(1)
     state = RowState(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
     token = state.special_tokens.mask_token_id if token == "mask" else token
     with pytest.raises(ValueError, match=NOT_COMMITTED):
@@ -89,8 +89,8 @@ def test_masks_and_unknown_ids_are_not_committed_nor_places_outside_the_canvas(p
 
 def test_committing_a_place_twice_is_an_error() -> None:
     with pytest.raises(ValueError, match=NOT_COMMITTED):
-        one(Scripted(script=((0, 1), (1,))), 3)
-    (prompt,) = prompts_of(1)
+        decode_one_prompt(Scripted(script=((0, 1), (1,))), 3)
+    (prompt,) = make_prompts(1)
     state = RowState(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
     for places, tokens in (([0, 0], [5, 5]), ([0, 1], [5]), ([0, 0, 1], [5, 6])):
         with pytest.raises(ValueError, match=NOT_COMMITTED):
@@ -146,7 +146,7 @@ def test_slips_of_ones_own_decoder_are_named(decoder: Decoder, message: str) -> 
     """An offset beyond a branch would read the hidden states of the next prompt."""
     with pytest.raises(ValueError, match=message):
         decode(
-            OracleModel(oracle_text(None)), decoder, prompts_of(2, 2), SamplingParams(max_new_tokens=3), batch_size=2
+            OracleModel(oracle_text(None)), decoder, make_prompts(2, 2), SamplingParams(max_new_tokens=3), batch_size=2
         )
 
 
@@ -158,7 +158,7 @@ def test_slips_of_ones_own_decoder_are_named(decoder: Decoder, message: str) -> 
 )
 def test_finished_rows_make_room_and_calls_are_counted(lengths: list[int], batch_size: int, seed: int) -> None:
     model = HashModel(seed, traits=ORDER)
-    prompts = prompts_of(*lengths)
+    prompts = make_prompts(*lengths)
     output = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=12), batch_size=batch_size)
     assert [row.id for row in output.rows] == [prompt.id for prompt in prompts]
     # Every call takes one token of each running prompt, and a new prompt in where one has finished.
@@ -187,7 +187,7 @@ def test_no_prompts_cost_nothing() -> None:
 
 
 def test_places_are_committed_in_any_order() -> None:
-    state = Scripted(script=()).begin(prompts_of(2)[0], SamplingParams(max_new_tokens=4), SPECIAL)
+    state = Scripted(script=()).begin(make_prompts(2)[0], SamplingParams(max_new_tokens=4), SPECIAL)
     state.commit([1, 0], [6, 5])
     state.commit([2], [5])
     assert (state.is_masked, state.num_committed, state.final_prefix()) == ([False, False, False, True], 3, [5, 6, 5])
@@ -213,7 +213,7 @@ def test_accepted_tokens_are_streamed(batch_size: int) -> None:
     model = HashModel(7, end_bias=-6.0)
     decoder = ReFusion(slot_size=3, num_serial_blocks=2, slot_threshold=0.4, token_threshold=0.4)
     output = decode(
-        model, decoder, prompts_of(2, 7, 4), SamplingParams(max_new_tokens=24), batch_size=batch_size,
+        model, decoder, make_prompts(2, 7, 4), SamplingParams(max_new_tokens=24), batch_size=batch_size,
         callbacks=[recorder],
     )  # fmt: skip
     assert recorder.finished == dict(enumerate(output.rows))
@@ -225,7 +225,7 @@ def test_accepted_tokens_are_streamed(batch_size: int) -> None:
 
 
 def test_a_trace_tells_each_forward() -> None:
-    row = one(Scripted(script=((3, 1), (), (0, 2)), schedule_length=2), 4, trace=True)
+    row = decode_one_prompt(Scripted(script=((3, 1), (), (0, 2)), schedule_length=2), 4, trace=True)
     assert [entry.phase for entry in row.trace] == ["step 0", "step 1", "step 2"]
     assert [entry.shape for entry in row.trace] == row.forward_shapes == [(1, 6)] * 3
     assert [entry.positions for entry in row.trace] == [[5, 3], [], [2, 4]]
@@ -233,13 +233,13 @@ def test_a_trace_tells_each_forward() -> None:
     assert [entry.accepted for entry in row.trace] == [[3, 5], [], [2, 4]]
     assert row.trace[0].probabilities == pytest.approx([0.97, 0.97])
     assert row.round_ratios == [2.0, 1.0]
-    assert one(Scripted(script=((0, 1),)), 2).trace == []
+    assert decode_one_prompt(Scripted(script=((0, 1),)), 2).trace == []
 
 
 def test_a_trace_holds_drafts_that_were_read_later_and_scores() -> None:
     model = OracleModel(oracle_text(None), agreement=lambda place: 0.97 if place < 5 else 0.5)
     decoder = ReFusion(slot_size=3, num_serial_blocks=1)
-    [row] = decode(model, decoder, prompts_of(1), SamplingParams(max_new_tokens=6), trace=True).rows
+    [row] = decode(model, decoder, make_prompts(1), SamplingParams(max_new_tokens=6), trace=True).rows
     plan, verify = row.trace[:2]
     assert (plan.phase, verify.phase) == ("plan", "verify")
     assert plan.positions == [1, 4, 2, 3, 5, 6]

@@ -226,9 +226,9 @@ def test_prompts_that_fill_the_cache_with_several_lengths_are_decoded_to_the_end
 
 
 def test_the_length_that_fits_wins_and_pays_for_all() -> None:
-    found = [generation("_a.", [5], [0.9], 2), generation("__a.", [5, 6], [0.9, 0.5], 3)]
-    (prompts, rows) = zip(*found, strict=True)
-    probes = [make_probe(prompt, row, [EOS]) for prompt, row in found]
+    samples = [generation("_a.", [5], [0.9], 2), generation("__a.", [5, 6], [0.9, 0.5], 3)]
+    (prompts, rows) = zip(*samples, strict=True)
+    probes = [make_probe(prompt, row, [EOS]) for prompt, row in samples]
 
     def seams(first: tuple[int, float], second: tuple[int, float]) -> list[Generation]:
         """Return what was drafted at the seams of both."""

@@ -77,7 +77,7 @@ def schedules(draw: st.DrawFn, decoder: Decoder, sampling: SamplingParams) -> li
     requests = []
     for number in range(draw(st.integers(2, 7))):
         ids = (*draw(st.sampled_from([(), common])), *draw(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=5)))
-        own = SamplingParams(
+        options = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
             top_p=draw(st.sampled_from([1.0, 0.8])),
@@ -85,15 +85,15 @@ def schedules(draw: st.DrawFn, decoder: Decoder, sampling: SamplingParams) -> li
             seed=draw(st.integers(0, 3)),
             stop=draw(st.sampled_from([(), ("e",), ("fg", "h")])),
         )
-        shorter = replace(own, max_new_tokens=draw(st.integers(1, own.max_new_tokens)))
-        own = shorter if is_accepted(decoder.check, sampling=shorter) else own
+        shorter = replace(options, max_new_tokens=draw(st.integers(1, options.max_new_tokens)))
+        options = shorter if is_accepted(decoder.check, sampling=shorter) else options
         prompt = Prompt(token_ids=ids, id=f"p{number % 3}")
-        given = draw(st.lists(st.sampled_from([None, 6, 7, 8]), max_size=min(own.max_new_tokens, 9)))
+        given = draw(st.lists(st.sampled_from([None, 6, 7, 8]), max_size=min(options.max_new_tokens, 9)))
         filled = replace(prompt, given=tuple(given))
         prompt = filled if decoder.refusal(filled) is None else prompt
         arrives = draw(st.integers(0, 12))
         leaves = draw(st.none() | st.integers(0, 6))
-        requests.append(Request(prompt, own, arrives, leaves))
+        requests.append(Request(prompt, options, arrives, leaves))
     return requests
 
 
@@ -108,7 +108,9 @@ def test_an_answer_is_the_same_alone_and_among_others(cls: type[Decoder], data: 
 LENGTHS = (5, 24, 11, 16, 9, 30, 8, 2)
 
 
-@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4)], ids=lambda own: type(own).__name__)
+@pytest.mark.parametrize(
+    "decoder", [Autoregressive(), ReFusion(slot_size=4)], ids=lambda decoder: type(decoder).__name__
+)
 def test_bfloat16_answers_are_the_same_among_others(decoder: Decoder) -> None:
     """Lengths, noise, arrivals and aborts differ; with batch_invariant, rounding does not."""
     overrides = BackboneConfig(source=str(MODEL), batch_invariant=True)

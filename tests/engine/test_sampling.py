@@ -24,11 +24,11 @@ LOGITS = st.lists(
 ).filter(lambda values: max(values) > -math.inf)
 
 
-def keys_of(number: int) -> Tensor:
+def make_keys(number: int) -> Tensor:
     return torch.tensor([stable_key("place", i) for i in range(number)], dtype=torch.long)
 
 
-def kept_slowly(logits: list[float], sampling: SamplingParams) -> set[int]:
+def filter_slowly(logits: list[float], sampling: SamplingParams) -> set[int]:
     """Return the tokens that temperature, then top-k, then top-p leave."""
     highest = max(logits)
     scaled = [(value - highest) / sampling.temperature for value in logits]
@@ -52,7 +52,7 @@ def test_the_most_probable_token_is_never_dropped(dtype: torch.dtype) -> None:
     logits = torch.tensor([[-math.inf, 1.0, 2.0, 2.0]], dtype=dtype)
     sampling = SamplingParams(temperature=1.0, top_p=1e-300)
     assert (filter_logits(logits, sampling) > -math.inf).tolist() == [[False, False, True, False]]
-    assert draw_tokens(logits, sampling, keys_of(1)).tolist() == [2]
+    assert draw_tokens(logits, sampling, make_keys(1)).tolist() == [2]
 
 
 @settings(max_examples=150, deadline=None)
@@ -68,17 +68,17 @@ def test_filters_keep_what_a_slow_one_keeps(
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     filtered = filter_logits(torch.tensor([logits], dtype=torch.float64), sampling)[0]
     kept = {i for i, value in enumerate(filtered.tolist()) if value > -math.inf}
-    assert kept == kept_slowly(logits, sampling)
+    assert kept == filter_slowly(logits, sampling)
     probabilities = filtered.softmax(-1)
     expected = [math.exp((logits[i] - max(logits)) / temperature) if i in kept else 0.0 for i in range(len(logits))]
     assert probabilities.tolist() == pytest.approx([value / sum(expected) for value in expected], abs=1e-12)
-    tokens = draw_tokens(torch.tensor([logits], dtype=torch.float64), sampling, keys_of(1))
+    tokens = draw_tokens(torch.tensor([logits], dtype=torch.float64), sampling, make_keys(1))
     assert int(tokens) in kept
 
 
 def test_temperature_zero_takes_the_most_probable_and_the_lower_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-math.inf, -1e38, -1e38]])
-    none = keys_of(0)
+    none = make_keys(0)
     tokens = draw_tokens(logits, SamplingParams(temperature=0.0, top_k=1, top_p=0.1), none)
     assert tokens.tolist() == [1, 0, 1]
 
@@ -121,7 +121,7 @@ def test_draws_follow_the_softmax(temperature: float, top_k: int | None, top_p: 
     logits = torch.tensor(values, dtype=torch.float32)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     number = 20000
-    tokens = draw_tokens(logits.expand(number, -1), sampling, keys_of(number))
+    tokens = draw_tokens(logits.expand(number, -1), sampling, make_keys(number))
     counts = tokens.bincount(minlength=5).double()
     weights = torch.tensor([math.exp(value / temperature) if i in kept else 0.0 for i, value in enumerate(values)])
     expected = weights.double() / weights.sum() * number
@@ -133,10 +133,10 @@ def test_draws_follow_the_softmax(temperature: float, top_k: int | None, top_p: 
 def test_a_draw_depends_on_its_own_key_alone() -> None:
     logits = torch.randn(40, 11, generator=torch.Generator().manual_seed(0))
     sampling = SamplingParams(temperature=1.0)
-    together = draw_tokens(logits, sampling, keys_of(40))
+    together = draw_tokens(logits, sampling, make_keys(40))
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(draw_tokens(logits[order], sampling, keys_of(40)[order]), together[order])
-    assert not torch.equal(draw_tokens(logits, sampling, keys_of(40) + 1), together)
+    assert torch.equal(draw_tokens(logits[order], sampling, make_keys(40)[order]), together[order])
+    assert not torch.equal(draw_tokens(logits, sampling, make_keys(40) + 1), together)
 
 
 def test_logits_of_any_size_can_be_drawn_from() -> None:
@@ -145,7 +145,7 @@ def test_logits_of_any_size_can_be_drawn_from() -> None:
     for temperature in (1e-30, 1e-3, 1.0, 1e30):
         for top_p in (0.5, 1.0):
             sampling = SamplingParams(temperature=temperature, top_p=top_p)
-            tokens = draw_tokens(logits.repeat(50, 1), sampling, keys_of(100))
+            tokens = draw_tokens(logits.repeat(50, 1), sampling, make_keys(100))
             assert set(tokens[::2].tolist()) <= ({1, 2} if temperature < 1e30 else {0, 1, 2})
             assert set(tokens[1::2].tolist()) <= {0, 1}
 
@@ -156,7 +156,7 @@ def test_the_least_and_the_greatest_noise_are_numbers(monkeypatch: pytest.Monkey
         return torch.full((1, size), bits)
 
     monkeypatch.setattr(KeyedNoise, "bits", constant)
-    tokens = draw_tokens(torch.tensor([[0.0, 1.0, 2.0, -math.inf]]), SamplingParams(temperature=1.0), keys_of(1))
+    tokens = draw_tokens(torch.tensor([[0.0, 1.0, 2.0, -math.inf]]), SamplingParams(temperature=1.0), make_keys(1))
     assert tokens.tolist() == [2], "with equal noise the most probable token is drawn"
 
 
@@ -170,7 +170,7 @@ def test_rejection_sampling_keeps_the_distribution_and_as_many_drafts_as_possibl
 ) -> None:
     number = 20_000
     p, q = (torch.tensor(values, dtype=torch.float64) / sum(values) for values in (model, drafter))
-    keys = keys_of(2 * number)
+    keys = make_keys(2 * number)
     drafts = draw_tokens(q.log().expand(number, -1), SamplingParams(temperature=1.0), keys[:number])
     tokens = keep_or_draw(p.expand(number, -1), keys[number:], drafts, q.expand(number, -1))
     for token, share in enumerate(p.tolist()):
@@ -183,8 +183,8 @@ def test_rejection_sampling_keeps_the_distribution_and_as_many_drafts_as_possibl
 
 def test_a_place_without_a_proposal_is_drawn_as_usual() -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    drawn = draw_tokens(logits, SamplingParams(temperature=1.0), keys_of(50))
-    kept = keep_or_draw(logits.softmax(-1), keys_of(50), torch.zeros(50, dtype=torch.long), torch.zeros_like(logits))
+    drawn = draw_tokens(logits, SamplingParams(temperature=1.0), make_keys(50))
+    kept = keep_or_draw(logits.softmax(-1), make_keys(50), torch.zeros(50, dtype=torch.long), torch.zeros_like(logits))
     assert drawn.tolist() == kept.tolist()
 
 

@@ -80,7 +80,7 @@ COMMON = [3 + i * i % 7 for i in range(20)]
 
 
 @pytest.mark.parametrize(
-    ("decoder", "each"),
+    ("decoder", "num_parts"),
     [
         (Autoregressive(), 20),
         (ReFusion(), 20),
@@ -92,9 +92,9 @@ COMMON = [3 + i * i % 7 for i in range(20)]
     ],
 )
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_the_common_part_is_computed_once(decoder: Decoder, each: int, size: int) -> None:
+def test_the_common_part_is_computed_once(decoder: Decoder, num_parts: int, size: int) -> None:
     prompts = [[*COMMON, i, i + 1, 3, 3, 3] for i in range(5)]
-    assert run(decoder, prompts, size).num_shared == 4 * each
+    assert run(decoder, prompts, size).num_shared == 4 * num_parts
     assert run(decoder, prompts, size, share_prefixes=False).num_shared == 0
 
 
@@ -104,12 +104,12 @@ def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
     assert texts(output)[0] == texts(output)[1]
 
 
-def waiting_of(*prompts: list[int]) -> list[PromptSequence]:
+def make_waiting(*prompts: list[int]) -> list[PromptSequence]:
     return [PromptSequence(i, Prompt(token_ids=tuple(ids), id=str(i)), NEXT) for i, ids in enumerate(prompts)]
 
 
 def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
-    waiting = waiting_of([*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5])
+    waiting = make_waiting([*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5])
     cached: dict[int, tuple[int, ...]] = {}
     first = list(admit(waiting, [], cached, 4, Autoregressive()))
     assert [(one.index, num_shared) for one, num_shared, _ in first] == [(0, 0), (2, 0), (3, 0)]
@@ -126,7 +126,7 @@ def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
 
 
 def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
-    waiting = waiting_of(COMMON, COMMON)
+    waiting = make_waiting(COMMON, COMMON)
     cached: dict[int, tuple[int, ...]] = {}
     for _ in range(2):
         [(_, num_shared, _)] = admit(waiting, [], cached, 2, Autoregressive())
@@ -134,7 +134,7 @@ def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
 
 
 def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
-    waiting = waiting_of(*([*COMMON, i] for i in range(3)))
+    waiting = make_waiting(*([*COMMON, i] for i in range(3)))
     cached: dict[int, tuple[int, ...]] = {}
     for i in range(3):
         [(one, num_shared, source)] = admit(waiting, [], cached, 1, Autoregressive())
@@ -145,7 +145,7 @@ def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
 @given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
 def test_common_beginnings_are_found(first: list[int], second: list[int]) -> None:
     num_common = max(n for n in range(1 + min(len(first), len(second))) if first[:n] == second[:n])
-    [(_, num_shared, _)] = admit(waiting_of([5, 6, 7, *first]), [], {0: (5, 6, 7, *second)}, 1, ReFusion())
+    [(_, num_shared, _)] = admit(make_waiting([5, 6, 7, *first]), [], {0: (5, 6, 7, *second)}, 1, ReFusion())
     assert num_shared == 3 + num_common
 
 

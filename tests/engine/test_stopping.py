@@ -20,17 +20,17 @@ from refusion_lit.decoding import (
 from refusion_lit.engine.drafting import text_branch
 from refusion_lit.types import SamplingParams
 from support.fakes import EOS, MASK, SPECIAL, OracleModel, oracle_text
-from support.scripted import ORDER, Scripted, letters, one, prompts_of
+from support.scripted import ORDER, Scripted, decode_one_prompt, letters, make_prompts
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_text_is_cut_after_the_first_stop_string(batch_size: int) -> None:
     model = OracleModel(oracle_text(None), traits=ORDER)
     sampling = SamplingParams(max_new_tokens=12)
-    full = decode(model, Autoregressive(), prompts_of(2, 3, 4, 5), sampling).rows
+    full = decode(model, Autoregressive(), make_prompts(2, 3, 4, 5), sampling).rows
     stop = letters(full[1].token_ids)[3:5]
     rows = decode(
-        OracleModel(oracle_text(None), traits=ORDER), Autoregressive(), prompts_of(2, 3, 4, 5),
+        OracleModel(oracle_text(None), traits=ORDER), Autoregressive(), make_prompts(2, 3, 4, 5),
         replace(sampling, stop=("never", stop)), batch_size=batch_size, detokenize=letters,
     ).rows  # fmt: skip
     num_stopped = 0
@@ -49,10 +49,10 @@ def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
     text = letters([target(2 + i) for i in range(6)])
     decoder = Scripted(script=((4, 5), (0,), (2, 3), (1,)))
     sampling = SamplingParams(max_new_tokens=6, stop=(text[4:6],))
-    [row] = decode(OracleModel(target), decoder, prompts_of(2), sampling, detokenize=letters).rows
+    [row] = decode(OracleModel(target), decoder, make_prompts(2), sampling, detokenize=letters).rows
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (6, 4, "stop")
     early = replace(sampling, stop=(text[0], text[4:6]))
-    [row] = decode(OracleModel(target), decoder, prompts_of(2), early, detokenize=letters).rows
+    [row] = decode(OracleModel(target), decoder, make_prompts(2), early, detokenize=letters).rows
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
 
 
@@ -61,7 +61,7 @@ def test_a_response_that_is_given_as_a_whole_ends_at_stop_strings_too() -> None:
     sampling = SamplingParams(max_new_tokens=2, stop=(letters([6, 7]),))
     results = []
     for given in ((5, 6, 7, 8, EOS), (5, 6, 7, None, EOS)):
-        prompt = replace(prompts_of(2)[0], given=given)
+        prompt = replace(make_prompts(2)[0], given=given)
         [row] = decode(OracleModel(lambda _: 8), decoder, [prompt], sampling, detokenize=letters).rows
         results.append((row.token_ids, row.text, row.finish_reason))
     assert results[0] == results[1] == ([5, 6, 7], letters([5]), "stop")
@@ -72,14 +72,14 @@ def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> N
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, selection="top_k", k=1)
     sampling = SamplingParams(max_new_tokens=12, stop=(letters([target(2)]),))
     model = OracleModel(target, certainty=lambda place: 0.97 - place / 1000)  # the first slot comes first
-    [row] = decode(model, decoder, prompts_of(2), sampling, detokenize=letters, trace=True).rows
+    [row] = decode(model, decoder, make_prompts(2), sampling, detokenize=letters, trace=True).rows
     assert (row.token_ids, row.finish_reason) == ([target(2)], "stop")
     assert [entry.phase for entry in row.trace] == ["plan", "verify+plan"]
     assert row.trace[1].accepted == [2, 3, 4, 5]
 
 
 def test_the_final_left_part() -> None:
-    state = Scripted(script=()).begin(prompts_of(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
+    state = Scripted(script=()).begin(make_prompts(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
     state.tokens += [MASK, MASK]  # a canvas longer than the budget
     state.is_masked += [True, True]
     state.commit_rounds += [0, 0]
@@ -91,7 +91,7 @@ def test_the_final_left_part() -> None:
     assert state.final_prefix() == [4, 5, EOS]
     assert state.prefix_ends
     assert state.num_committed == 3
-    state = Scripted(script=()).begin(prompts_of(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
+    state = Scripted(script=()).begin(make_prompts(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
     state.tokens += [MASK, MASK]
     state.is_masked += [True, True]
     state.commit_rounds += [0, 0]
@@ -126,6 +126,6 @@ class OneByOne(Decoder):
 
 @pytest.mark.parametrize(("end", "num_tokens"), [(4, 3), (None, 32)])
 def test_the_engine_ends_a_response_by_itself_unless_a_decoder_asks_to_go_on(end: int | None, num_tokens: int) -> None:
-    ended, whole = one(OneByOne(), 32, end), one(OneByOne(stop_at_eos=False), 32, end)
+    ended, whole = decode_one_prompt(OneByOne(), 32, end), decode_one_prompt(OneByOne(stop_at_eos=False), 32, end)
     assert (ended.num_forwards, whole.num_forwards) == (num_tokens, 32)
     assert ended.token_ids == whole.token_ids == [oracle_text(end)(place) for place in range(2, 2 + num_tokens)]

@@ -39,7 +39,7 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(latency, "_timed", record_turn)
     steps: list[tuple[int, int]] = []
     options = LatencyOptions(num_prompts=4, batch_sizes=(1, 2), min_batches=3)
-    found = measure_latency(entrants, options, progress=lambda *counts: steps.append(counts))
+    actual = measure_latency(entrants, options, progress=lambda *counts: steps.append(counts))
     assert steps == [(number, len(turns)) for number in range(1, len(turns) + 1)]
     for start in range(0, len(turns), 2):  # both decode a batch before the next batch begins
         (first, batch), (second, again) = turns[start : start + 2]
@@ -47,15 +47,15 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
         assert batch == again
     assert {name for name, _ in turns[::2]} == decoders.keys(), "each goes first in some turns"
     assert {
-        size: {name: len(timings.seconds) for name, timings in speeds.items()} for size, speeds in found.items()
+        size: {name: len(timings.seconds) for name, timings in speeds.items()} for size, speeds in actual.items()
     } == {
         1: {"refusion": 4, "left to right": 4},
         2: {"refusion": 3, "left to right": 3},
     }
     reference = model.decode(prompts, decoders["refusion"], sampling)
     sizes = {row.num_tokens for row in reference.rows}
-    assert set(found[1]["refusion"].num_tokens) <= sizes
-    assert all(seconds > 0 for speeds in found.values() for timings in speeds.values() for seconds in timings.seconds)
+    assert set(actual[1]["refusion"].num_tokens) <= sizes
+    assert all(seconds > 0 for speeds in actual.values() for timings in speeds.values() for seconds in timings.seconds)
 
 
 def test_every_entrant_is_timed_with_its_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,15 +55,15 @@ def test_blocks_before_a_mask_are_clean() -> None:
                 stop = min((block + 1) * size, len(clean))
                 value += float(predictions(backbone, noisy[:stop], size)[place, text[i]])
             expected += value * length / count / comb(length, count) / length
-    found = monte_carlo_masked(backbone, CONTEXT, text, num_draws=3000, batch_size=500)
-    assert found == pytest.approx(expected, rel=0.05)
+    actual = monte_carlo_masked(backbone, CONTEXT, text, num_draws=3000, batch_size=500)
+    assert actual == pytest.approx(expected, rel=0.05)
 
 
 def test_a_shifted_blocks_first_token_is_scored_from_the_clean_block_before_it() -> None:
     backbone = published_model("fast-dllm-v2-tiny").backbone
     context = ([1, 2, 10, 3, 4, 13] * 6)[:32]
-    found = monte_carlo_masked(backbone, context, [7], num_draws=1, batch_size=1)
-    assert found == pytest.approx(float(predictions(backbone, context, 32)[-1, 7]), abs=1e-5)
+    actual = monte_carlo_masked(backbone, context, [7], num_draws=1, batch_size=1)
+    assert actual == pytest.approx(float(predictions(backbone, context, 32)[-1, 7]), abs=1e-5)
     mask = backbone.special_tokens.mask_token_id
     assert mask is not None
     inside = monte_carlo_masked(backbone, context[:9], [7], num_draws=1, batch_size=1)
@@ -74,9 +74,9 @@ def test_dreams_masks_are_scored_one_place_before() -> None:
     backbone = published_model("dream-tiny").backbone
     mask = backbone.special_tokens.mask_token_id
     assert mask is not None
-    found = monte_carlo_masked(backbone, CONTEXT, [7], num_draws=2, batch_size=1)
+    actual = monte_carlo_masked(backbone, CONTEXT, [7], num_draws=2, batch_size=1)
     expected = predictions(backbone, [*CONTEXT, mask], 100)[len(CONTEXT) - 1, 7]
-    assert found == pytest.approx(float(expected), abs=1e-5)
+    assert actual == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_a_causal_models_shifted_masks_stay_in_text_order() -> None:
@@ -92,8 +92,8 @@ def test_a_causal_models_shifted_masks_stay_in_text_order() -> None:
                 logits = backbone.logits(hidden)[0, :, : backbone.special_tokens.vocab_size].double()
             value = sum(float(logits.log_softmax(-1)[place - 1, clean[place]]) for place in chosen)
             expected += value * len(text) / count / comb(len(text), count) / len(text)
-    found = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
-    assert found == pytest.approx(expected, rel=0.01)
+    actual = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
+    assert actual == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5])

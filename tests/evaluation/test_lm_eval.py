@@ -169,35 +169,35 @@ def test_the_masked_estimate_is_the_mean_over_masks() -> None:
                 logits = backbone.logits(hidden)[0, :, : backbone.special_tokens.vocab_size].log_softmax(-1)
             value = sum(float(logits[3 + i, text[i]]) for i in chosen)
             expected += value * length / count / comb(length, count) / length
-    found = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
-    assert found == pytest.approx(expected, rel=0.05)
+    actual = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=500)
+    assert actual == pytest.approx(expected, rel=0.05)
     again = monte_carlo_masked(backbone, context, text, num_draws=3000, batch_size=300)
-    assert again == pytest.approx(found, abs=1e-4)
+    assert again == pytest.approx(actual, abs=1e-4)
 
 
 def test_a_causal_model_sees_known_tokens_before_masks() -> None:
     backbone = refusion_lit.load(MODEL).backbone
     mask = backbone.special_tokens.mask_token_id
-    found = monte_carlo_masked(backbone, [5, 6, 7], [8], num_draws=2, batch_size=2)
+    actual = monte_carlo_masked(backbone, [5, 6, 7], [8], num_draws=2, batch_size=2)
     with torch.no_grad():
         hidden = backbone.hidden_states(torch.tensor([[5, 6, 7, mask]]), torch.arange(4)[None], None)
         logits = backbone.logits(hidden)[0, -1, : backbone.special_tokens.vocab_size].double().log_softmax(-1)
-    assert found == pytest.approx(float(logits[8]), abs=1e-6)
+    assert actual == pytest.approx(float(logits[8]), abs=1e-6)
     value, greedy = autoregressive(backbone, [5, 6], [7])
     assert value < 0
     assert isinstance(greedy, bool)
 
 
 def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[SamplingParams] = []
+    actual: list[SamplingParams] = []
 
     def generate_ids(prompts: list[list[int]], *, sampling: SamplingParams, **_: object) -> list[Generation]:
-        found.append(sampling)
+        actual.append(sampling)
         return [Generation(id="", token_ids=[3], num_forwards=1) for _ in prompts]
 
     def ask(**options: object) -> SamplingParams:
         adapter.generate_until([Instance("generate_until", {}, ("1>", options), 0, metadata=("task", 0, 1))])
-        return found[-1]
+        return actual[-1]
 
     adapter.decoder = Autoregressive()
     monkeypatch.setattr(adapter.model, "generate_ids", generate_ids)
@@ -293,10 +293,10 @@ def test_the_command_writes_scores_and_throughput(
     output = tmp_path / "out.json"
     arguments = ["evaluate", f"--ckpt_path={MODEL}", f"--include_path={tmp_path}", "--decoder.slot_size=4", "--limit=2"]
     assert main([*arguments, '--tasks=["local_sums"]', f"--output={output}"]) == 0
-    found = json.loads(output.read_text())
-    assert 0 <= found["results"]["local_sums"]["exact_match,none"] <= 1
-    assert found["throughput"]["local_sums"]["num_prompts"] == 2
-    (decoder,) = found["refusion_lit"]["decoders"]
+    actual = json.loads(output.read_text())
+    assert 0 <= actual["results"]["local_sums"]["exact_match,none"] <= 1
+    assert actual["throughput"]["local_sums"]["num_prompts"] == 2
+    (decoder,) = actual["refusion_lit"]["decoders"]
     assert "slot_size=4" in decoder
     assert capsys.readouterr().out.splitlines()[-1] == f"ReFusion: {output}"
     choice = {**data, "task": "choice", "output_type": "multiple_choice", "doc_to_target": 0,
@@ -313,7 +313,7 @@ def test_the_command_writes_scores_and_throughput(
         assert f"output: expected a file, got {str(Path(wrong))!r}" in capsys.readouterr().err
     assert main([*arguments, '--tasks=["local_sums"]', f"--output={output}"]) == 2
     assert f"output: expected a new file, got '{output}, which is something else'" in capsys.readouterr().err
-    assert json.loads(output.read_text()) == found
+    assert json.loads(output.read_text()) == actual
     with monkeypatch.context() as context:
         context.setattr("os.access", lambda *_: False)
         assert main([*arguments, '--tasks=["local_sums"]', f"--output={output}"]) == 2
@@ -350,9 +350,9 @@ def test_a_published_protocol_comes_from_a_folder_of_task_files(
     output = tmp_path / "out.json"
     arguments = ["evaluate", f"--ckpt_path={source}", f"--include_path={tmp_path}", "--tasks=protocol"]
     assert main([*arguments, f"--output={output}"]) == 0
-    found = json.loads(output.read_text())
-    assert found["refusion_lit"]["decoders"] == [repr(LLaDA(block_length=24))], "its own, fitted to 24 tokens"
-    assert "exact_match,first" in found["results"]["protocol"]
+    actual = json.loads(output.read_text())
+    assert actual["refusion_lit"]["decoders"] == [repr(LLaDA(block_length=24))], "its own, fitted to 24 tokens"
+    assert "exact_match,first" in actual["results"]["protocol"]
     adapter = RefusionLitModel(refusion_lit.load(source))
     samples = evaluate(adapter, [task])["samples"]["protocol"]
     for sample in samples:

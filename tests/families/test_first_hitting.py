@@ -18,7 +18,7 @@ from support.fakes import MASK, SPECIAL, HashModel
 from support.slow_decoding import best_allowed
 
 
-def groups_of(decoder: FirstHitting, length: int, *, seed: int = 0, id: str = "0") -> list[list[int]]:
+def draw_groups(decoder: FirstHitting, length: int, *, seed: int = 0, id: str = "0") -> list[list[int]]:
     sampling = SamplingParams(max_new_tokens=length, seed=seed)
     return decoder.begin(Prompt(token_ids=(3,), id=id), sampling, SPECIAL).groups
 
@@ -64,7 +64,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
     model, other = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
     rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length, seed=seed), batch_size=size).rows
     for prompt, row in zip(found, rows, strict=True):
-        groups = groups_of(decoder, length, seed=seed, id=prompt.id)
+        groups = draw_groups(decoder, length, seed=seed, id=prompt.id)
         assert sorted(place for group in groups for place in group) == list(range(length))
         assert (row.token_ids, row.num_forwards) == slow(other, prompt, groups, length)
 
@@ -82,10 +82,10 @@ def test_the_first_group_is_as_large_as_the_binomial_law_says() -> None:
     decoder = FirstHitting(num_steps=num_steps, diffusion_share=share)
     begun, after = share * 1e-3, share * (1 - (1 - 1e-3) * (1 - 1 / num_steps))
     chance = (after - begun) / (1 - begun)
-    sizes = [len(groups_of(decoder, length, seed=seed)[0]) for seed in range(600)]
+    sizes = [len(draw_groups(decoder, length, seed=seed)[0]) for seed in range(600)]
     error = math.sqrt(length * chance * (1 - chance) / len(sizes))
     assert sum(sizes) / len(sizes) == pytest.approx(length * chance, abs=4 * error)
-    in_groups = [sum(len(group) for group in groups_of(decoder, length, seed=seed) if len(group) > 1) / length
+    in_groups = [sum(len(group) for group in draw_groups(decoder, length, seed=seed) if len(group) > 1) / length
                  for seed in range(600)]  # fmt: skip
     assert sum(in_groups) / len(in_groups) == pytest.approx(share, abs=0.02)
 

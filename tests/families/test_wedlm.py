@@ -22,7 +22,7 @@ NO_END = replace(SPECIAL, eos_token_ids=(VOCAB + 2,))
 
 
 @torch.no_grad()
-def logits_of(tokens: list[int], positions: list[int]) -> Tensor:
+def compute_logits(tokens: list[int], positions: list[int]) -> Tensor:
     """Run tokens causally in the given order, without a cache."""
     sees = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
     ids, places = torch.tensor([tokens]), torch.tensor([positions])
@@ -58,7 +58,7 @@ def test_blocks_are_completed_one_after_another() -> None:
 def test_a_window_of_one_asks_a_mask_for_each_token_in_turn() -> None:
     text = [3, 4, 5]
     for _ in range(12):
-        logits = logits_of([*text, MASK], list(range(len(text) + 1)))[-1]
+        logits = compute_logits([*text, MASK], list(range(len(text) + 1)))[-1]
         text.append(best_allowed(logits, (PAD, MASK), VOCAB))
     prompt, decoder = Prompt(token_ids=(3, 4, 5), id="p"), WeDLM(window_size=1)
     [row] = decode(tiny_backbone(MASKS, NO_END), decoder, [prompt], SamplingParams(max_new_tokens=12)).rows

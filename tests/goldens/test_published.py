@@ -158,7 +158,7 @@ def test_bd3lm_gives_the_samplers_probabilities(setting: int) -> None:
                 logits = backbone.logits(backbone.hidden_states(ids, positions, seen))[0]
             logits[:, mask] = -torch.inf
             for place, token, expected in zip(step["places"], step["tokens"], step["probabilities"], strict=True):
-                found = nucleus(logits[place].softmax(-1), share)[token]
-                assert float(found) == pytest.approx(expected, abs=2e-4)  # the program computed in float32
+                actual = nucleus(logits[place].softmax(-1), share)[token]
+                assert float(actual) == pytest.approx(expected, abs=2e-4)  # the program computed in float32
             for place, token in zip(step["places"], step["tokens"], strict=True):
                 canvas[place] = token

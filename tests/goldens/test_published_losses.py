@@ -28,7 +28,7 @@ class GivenNoise(KeyedNoise):
         return self._streams[stream][:, start : start + size]
 
 
-def batch_of(ids: Any, prompts: list[int], responses: list[int]) -> ResponseBatch:
+def make_batch(ids: Any, prompts: list[int], responses: list[int]) -> ResponseBatch:
     lengths = {"prompt_lengths": torch.tensor(prompts), "response_lengths": torch.tensor(responses)}
     return ResponseBatch(input_ids=torch.tensor(ids), sample_keys=torch.arange(len(prompts)), **lengths)
 
@@ -61,7 +61,7 @@ def test_masks_weights_and_loss_are_bd3lms(index: int) -> None:
     )
     special = SpecialTokens(mask_token_id=mask_id, eos_token_ids=(0,), pad_token_id=0, vocab_size=golden["vocab_size"])
     responses = (counted.sum(1) - 1).tolist()  # the program never masks the first token
-    corrupted = objective.corrupt(batch_of(case["clean"], [1] * len(responses), responses), noise, special)
+    corrupted = objective.corrupt(make_batch(case["clean"], [1] * len(responses), responses), noise, special)
 
     size, seen = case["num_tokens"], counted.bool()
     assert torch.equal(corrupted.input_ids[:, :size][seen], torch.tensor(case["noisy"])[seen])
@@ -83,7 +83,9 @@ def test_views_and_loss_are_those_of_fast_dllm_v2(index: int) -> None:
     noise = GivenNoise(**{name: torch.tensor(case[key], dtype=torch.float64)
                           for name, key in {"block_ratio": "t", "token_mask": "uniform"}.items()})  # fmt: skip
     prompts, responses = case["prompt_lengths"], case["response_lengths"]
-    corrupted = objective.corrupt(batch_of(case["clean_input_ids"], prompts, responses), noise, backbone.special_tokens)
+    corrupted = objective.corrupt(
+        make_batch(case["clean_input_ids"], prompts, responses), noise, backbone.special_tokens
+    )
     half = corrupted.input_ids.shape[1] // 2
     noisy, targets = torch.tensor(case["noisy_input_ids"]), torch.tensor(case["labels_of_both_views"])
     num_targets = 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 
 
-def loss_of(sums: list[float], counts: list[float], coefficients: tuple[float, ...]) -> LossOutput:
+def make_loss(sums: list[float], counts: list[float], coefficients: tuple[float, ...]) -> LossOutput:
     terms = {f"term{i}": coefficient for i, coefficient in enumerate(coefficients)}
     return LossOutput(
         sums=torch.tensor(sums, requires_grad=True), counts=torch.tensor(counts, dtype=torch.float32), terms=terms
@@ -18,7 +18,7 @@ def loss_of(sums: list[float], counts: list[float], coefficients: tuple[float, .
 
 
 def test_a_loss_without_targets_is_zero_with_gradients() -> None:
-    loss = loss_of([6.0, 0.0], [3.0, 0.0], (2.0, 5.0))
+    loss = make_loss([6.0, 0.0], [3.0, 0.0], (2.0, 5.0))
     assert loss.means.tolist() == [2.0, 0.0]
     loss.total.backward()
     assert loss.total.item() == 4.0
@@ -26,14 +26,14 @@ def test_a_loss_without_targets_is_zero_with_gradients() -> None:
     assert loss.sums.grad.isfinite().all()
     assert loss.named_means() == {"term0": torch.tensor(2.0), "term1": torch.tensor(0.0)}
     assert not loss.named_means()["term0"].requires_grad
-    empty = loss_of([0.0, 0.0], [0.0, 0.0], (1.0, 1.0))
+    empty = make_loss([0.0, 0.0], [0.0, 0.0], (1.0, 1.0))
     assert empty.total.item() == 0.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 9)), min_size=1, max_size=6))
 def test_sums_and_counts_of_parts_give_the_mean_of_the_whole(parts: list[tuple[float, int]]) -> None:
     parts = [(value if count else 0.0, count) for value, count in parts]
-    whole = loss_of([sum(value for value, _ in parts)], [sum(count for _, count in parts)], (1.0,))
+    whole = make_loss([sum(value for value, _ in parts)], [sum(count for _, count in parts)], (1.0,))
     total = sum(count for _, count in parts)
     expected = sum(value for value, _ in parts) / total if total else 0.0
     assert whole.total.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)

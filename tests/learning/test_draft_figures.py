@@ -46,8 +46,8 @@ def test_counts_equal_those_of_a_plain_loop(objective: Objective, is_packed: boo
     logits[favourite] += 4 * torch.nn.functional.one_hot(corrupted.labels.clamp(min=0), 12)[favourite]
     head = torch.nn.Identity()
     with torch.no_grad():
-        found = objective.loss(logits, head, corrupted).draft_counts
-    assert found is not None
+        actual = objective.loss(logits, head, corrupted).draft_counts
+    assert actual is not None
     expected = torch.zeros(NUM_OFFSETS, 4, dtype=torch.float64)
     for row in range(len(offsets)):
         accepted = True
@@ -62,7 +62,7 @@ def test_counts_equal_those_of_a_plain_loop(objective: Objective, is_packed: boo
             accepted &= right
             if offset < NUM_OFFSETS:
                 expected[offset] += torch.tensor([1, accepted, confident, confident and right])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     assert expected[0, 0] > 0
     assert objective.loss(logits.requires_grad_(), head, corrupted).draft_counts is None, "training counts nothing"
 
@@ -71,8 +71,8 @@ def test_figures() -> None:
     counts = torch.zeros(NUM_OFFSETS, 4, dtype=torch.float64)
     counts[0] = torch.tensor([10.0, 8.0, 5.0, 5.0])
     counts[1] = torch.tensor([10.0, 4.0, 3.0, 1.0])
-    found = {name: float(value) for name, value in draft_figures(counts).items()}
-    assert found == {"accepted_1": 0.8, "accepted_2": 0.4, "confident": 0.4, "agreement": 0.75}
+    actual = {name: float(value) for name, value in draft_figures(counts).items()}
+    assert actual == {"accepted_1": 0.8, "accepted_2": 0.4, "confident": 0.4, "agreement": 0.75}
 
 
 def test_objectives_without_slots_count_nothing() -> None:

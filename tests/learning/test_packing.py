@@ -87,9 +87,9 @@ def test_loss_and_gradients_are_those_without_packing(
     plain = corrupt(objective, batch)
     packed = pack(plain, rows, pad_token_id=PAD)
     expected, expected_gradients = loss_and_gradients(backbone, objective, plain)
-    found, gradients = loss_and_gradients(backbone, objective, packed)
-    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-9, atol=1e-9)
-    assert torch.equal(found.counts, expected.counts)
+    actual, gradients = loss_and_gradients(backbone, objective, packed)
+    torch.testing.assert_close(actual.sums, expected.sums, rtol=1e-9, atol=1e-9)
+    assert torch.equal(actual.counts, expected.counts)
     for one, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
@@ -138,16 +138,16 @@ def test_rows_hold_their_samples_unchanged_and_apart(objective: Objective, sampl
             places = [plain.is_real[member].nonzero()[:, 0] for member in members]
             number = view * num_rows + row
             for name in ("input_ids", "position_ids", "labels", "weights", "terms", "is_masked"):
-                found = getattr(packed, name)[number]
+                actual = getattr(packed, name)[number]
                 expected = torch.cat([getattr(plain, name)[m, p] for m, p in zip(members, places, strict=True)])
-                assert torch.equal(found[: len(expected)], expected), name
+                assert torch.equal(actual[: len(expected)], expected), name
             expected_mask = torch.eye(width, dtype=torch.bool)
             start = 0
             for member, place in zip(members, places, strict=True):
                 size = len(place)
                 mask = attention_mask(plain)
-                own = torch.ones(size, size).tril().bool() if mask is None else mask[member][place][:, place]
-                expected_mask[start : start + size, start : start + size] = own
+                visible = torch.ones(size, size).tril().bool() if mask is None else mask[member][place][:, place]
+                expected_mask[start : start + size, start : start + size] = visible
                 start += size
             assert torch.equal(attention_mask(packed)[number], expected_mask)
             assert packed.is_real is not None

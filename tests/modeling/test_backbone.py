@@ -44,11 +44,11 @@ def library_model(model_type: str, dtype: torch.dtype = torch.float64, **options
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation).eval()
 
 
-def backbone_of(model_type: str = "qwen3", dtype: torch.dtype = torch.float64, **options: Any) -> Backbone:
+def build_backbone(model_type: str = "qwen3", dtype: torch.dtype = torch.float64, **options: Any) -> Backbone:
     return Backbone(library_model(model_type, dtype, **options), ModelTraits(), SPECIAL)
 
 
-def tokens_of(rows: int, length: int, seed: int = 0) -> Tensor:
+def draw_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -67,11 +67,11 @@ def causal(rows: int, length: int) -> Tensor:
 @pytest.mark.parametrize("mode", ["eval", "train", "checkpointing"])
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")  # its new name is unknown to older releases
 def test_positions_out_of_order_are_no_packed_sequences(rows: int, mode: str) -> None:
-    model = backbone_of()
+    model = build_backbone()
     model.train(mode != "eval")
     if mode == "checkpointing":
         model.model.gradient_checkpointing_enable()
-    ids, positions = tokens_of(rows, 12), shuffled_positions(rows, 12)
+    ids, positions = draw_tokens(rows, 12), shuffled_positions(rows, 12)
     expected = model.hidden_states(ids, positions, causal(rows, 12))
     torch.testing.assert_close(model.hidden_states(ids, positions, None), expected)
     torch.testing.assert_close(model(ids, positions), expected)
@@ -79,16 +79,16 @@ def test_positions_out_of_order_are_no_packed_sequences(rows: int, mode: str) ->
 
 def test_the_library_takes_them_for_packed_sequences_without_a_mask() -> None:
     # If this fails, the library has changed, and the adapter's mask of ones may be needed no longer.
-    model = backbone_of()
-    ids, positions = tokens_of(2, 12), shuffled_positions(2, 12)
+    model = build_backbone()
+    ids, positions = draw_tokens(2, 12), shuffled_positions(2, 12)
     right = model.hidden_states(ids, positions, None)
     wrong = model.body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
     assert (right - wrong).abs().max() > 0.1
 
 
 def test_padding_on_the_right_changes_nothing() -> None:
-    model = backbone_of()
-    ids, positions = tokens_of(1, 9), shuffled_positions(1, 9)
+    model = build_backbone()
+    ids, positions = draw_tokens(1, 9), shuffled_positions(1, 9)
     alone = model.hidden_states(ids, positions, None)
     padded = model.hidden_states(
         torch.nn.functional.pad(ids, (0, 4)), torch.nn.functional.pad(positions, (0, 4)), None
@@ -117,10 +117,10 @@ def attention_by_hand(model: Backbone, ids: Tensor, positions: Tensor, mask: Ten
 @given(seed=st.integers(0, 999), rows=st.integers(1, 2), length=st.integers(1, 7))
 def test_masks_say_what_is_seen(seed: int, rows: int, length: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    ids = tokens_of(rows, length, seed)
+    ids = draw_tokens(rows, length, seed)
     positions = torch.stack([torch.randperm(length, generator=generator) for _ in range(rows)])
     mask = (torch.rand(rows, length, length, generator=generator) < 0.5) | torch.eye(length, dtype=torch.bool)
-    one_layer = backbone_of(num_hidden_layers=1)
+    one_layer = build_backbone(num_hidden_layers=1)
     with torch.no_grad():
         expected = attention_by_hand(one_layer, ids, positions, mask)
         torch.testing.assert_close(one_layer.hidden_states(ids, positions, mask), expected, **CLOSE)
@@ -130,10 +130,10 @@ def test_masks_say_what_is_seen(seed: int, rows: int, length: int) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("fused_body", [True, False])
 def test_attention_implementations_agree(fused_body: bool) -> None:
-    ids, positions = tokens_of(2, 9), shuffled_positions(2, 9)
+    ids, positions = draw_tokens(2, 9), shuffled_positions(2, 9)
     mask = (torch.rand(2, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(9, dtype=torch.bool)
-    reference = backbone_of(dtype=torch.float32)
-    other = backbone_of(dtype=torch.float32, attn_implementation="flex_attention")
+    reference = build_backbone(dtype=torch.float32)
+    other = build_backbone(dtype=torch.float32, attn_implementation="flex_attention")
     other.fused_body = fused_body
     assert (other.make_fused_body() is not None) == fused_body
     # Compiling flex attention takes 20 s on a CPU; its own program without it shows the same masks.
@@ -181,7 +181,7 @@ def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) 
     library = library_model(model_type, dtype, **options)
     model = Backbone(library, ModelTraits(), SPECIAL)
     close = {"rtol": 1e-4, "atol": 1e-4}
-    ids, positions = tokens_of(2, 9), torch.arange(9).expand(2, 9)
+    ids, positions = draw_tokens(2, 9), torch.arange(9).expand(2, 9)
     with torch.no_grad():
         expected = library(input_ids=ids).logits
         for mask in (None, causal(2, 9)):
@@ -214,7 +214,7 @@ def test_models_that_would_be_changed_silently_are_refused(
     model_type: str, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^backbone: .*{reason}"):
-        backbone_of(model_type, dtype=torch.float32, **options)
+        build_backbone(model_type, dtype=torch.float32, **options)
 
 
 def test_unknown_layer_types_are_refused() -> None:
@@ -230,7 +230,7 @@ def test_a_text_beyond_the_sliding_window_is_right_or_refused(num_windows: float
     library = library_model("mistral", torch.float64, sliding_window=8)
     model = Backbone(library, ModelTraits(), SPECIAL)
     length = int(8 * num_windows)
-    ids, positions = tokens_of(2, length), torch.arange(length).expand(2, length)
+    ids, positions = draw_tokens(2, length), torch.arange(length).expand(2, length)
     with torch.no_grad():
         found = model.logits(model.hidden_states(ids, positions, None))
         torch.testing.assert_close(found, library(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
@@ -252,7 +252,7 @@ def test_an_unknown_attention_takes_no_mask(monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny_backbone()
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     assert model.config._attn_implementation == "flash_attention_2"
-    ids, positions = tokens_of(2, 6), shuffled_positions(2, 6)
+    ids, positions = draw_tokens(2, 6), shuffled_positions(2, 6)
     with pytest.raises(ValueError, match="'flash_attention_2' cannot take the mask"):
         model.hidden_states(ids, positions, causal(2, 6))
     # The library takes a single row out of order for packed sequences unless it gets a mask.
@@ -260,8 +260,8 @@ def test_an_unknown_attention_takes_no_mask(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_hidden_states_carry_gradients_and_logits_are_the_head_alone() -> None:
-    model = backbone_of()
-    hidden = model(tokens_of(2, 6), shuffled_positions(2, 6), causal(2, 6))
+    model = build_backbone()
+    hidden = model(draw_tokens(2, 6), shuffled_positions(2, 6), causal(2, 6))
     assert hidden.shape == (2, 6, 32)
     logits = model.logits(hidden[1, 3:5])
     torch.testing.assert_close(logits, hidden[1, 3:5] @ model.head.weight.T)

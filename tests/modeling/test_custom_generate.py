@@ -1,10 +1,9 @@
-"""An exported model decodes with transformers alone, in a process that never imports this package."""
+"""An exported model decodes with transformers alone, in a process that cannot import this package."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,27 +25,27 @@ from refusion_lit.modeling.saving import PROGRAM_OPTIONS, prompt_code, save_draf
 from refusion_lit.refusion import export as refusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits
+from support.forks import printed_without_us
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "experiments" / "hard_tests"
 QUERIES = {"plain": "12+34,56+78>", "prompt template": "12+34,56+78", "chat template": "12+34,56+78"}
 """Kinds of exports, with a query that each of them answers alike."""
 
-# Reads the programs of the cards from a file, and prints what each of them prints, as one process: importing
-# transformers takes most of its time.
+# Decodes the reference outputs, runs the programs of the cards, and prints all results.
 PROGRAM = """
-import contextlib, io, json, sys
+import contextlib, io, json, sys, warnings
 from pathlib import Path
-sys.modules["refusion_lit"] = None  # importing it fails
-sys.path.insert(0, sys.argv[1])
+warnings.simplefilter("ignore")
+sys.path.insert(0, {programs!r})
 import standalone
-folder = Path(sys.argv[2])
-found = {"reference": standalone.compared(folder, stride=10)}
+folder = Path({folder!r})
+printed = {{"reference": standalone.compared(folder, stride=10)}}
 for kind, program in json.loads((folder / "programs.json").read_text()).items():
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(program, {"__name__": "__main__"})
-    found[kind] = printed.getvalue()
-print(json.dumps(found))
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        exec(program, {{"__name__": "__main__"}})
+    printed[kind] = shown.getvalue()
+print(json.dumps(printed))
 """
 
 
@@ -99,11 +98,8 @@ def printed(exported: Path) -> dict[str, Any]:
         (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
         programs[kind] = program.replace("...", query)
     (exported / "programs.json").write_text(json.dumps(programs))
-    program = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(PROGRAMS), str(exported)]
-    environment = {"HF_HOME": str(exported / "hf")}
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    program = PROGRAM.format(programs=str(PROGRAMS), folder=str(exported))
+    return json.loads(printed_without_us(program, exported).splitlines()[-1])
 
 
 def test_reference_outputs_and_drafted_texts_come_out(printed: dict[str, Any]) -> None:

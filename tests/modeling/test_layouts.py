@@ -47,7 +47,7 @@ QWEN: dict[str, Any] = {
 MASKED, SHIFTED = ("mask",), ("mask_shifted",)
 
 
-def logits_of(model: TextModel, tokens: list[int]) -> Tensor:
+def compute_logits(model: TextModel, tokens: list[int]) -> Tensor:
     backbone = model.backbone
     ids = torch.tensor([tokens])
     positions = torch.arange(len(tokens))[None]
@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_authors_class(family: str, dtype: str, toleranc
     model = published_model(golden["model"], dtype)
     for tokens, expected in zip(golden["inputs"], golden["logits"], strict=True):
         wanted = torch.tensor(expected, dtype=torch.float64)
-        torch.testing.assert_close(logits_of(model, tokens).double(), wanted, atol=tolerance, rtol=0)
+        torch.testing.assert_close(compute_logits(model, tokens).double(), wanted, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_an_export_in_our_layout_keeps_traits_ends_and_decoder(tmp_path: Path) -
         assert again.backbone.traits == model.backbone.traits
         assert again.backbone.special_tokens == model.backbone.special_tokens
         assert again.default_decoder == model.default_decoder
-        assert torch.equal(logits_of(again, [1, 2, 3, 4]), logits_of(model, [1, 2, 3, 4]))
+        assert torch.equal(compute_logits(again, [1, 2, 3, 4]), compute_logits(model, [1, 2, 3, 4]))
 
 
 def qwen_tokenizer(mask: str) -> PreTrainedTokenizerFast:
@@ -250,7 +250,7 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     whole = refusion_lit.load(folder)
-    assert torch.equal(logits_of(whole, [1, 2, 3]), logits_of(published_model("llada-tiny"), [1, 2, 3]))
+    assert torch.equal(compute_logits(whole, [1, 2, 3]), compute_logits(published_model("llada-tiny"), [1, 2, 3]))
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match=r"^backbone\.source: .*model-00002-of-00003"):
         refusion_lit.load(folder)

@@ -47,11 +47,11 @@ def maskless_tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(pad_token="<pad>", eos_token="<eos>")
 
 
-def weights_of(backbone: Backbone) -> dict[str, Tensor]:
+def copy_weights(backbone: Backbone) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in backbone.model.state_dict().items()}
 
 
-def logits_of(backbone: Backbone, ids: Tensor) -> Tensor:
+def compute_logits(backbone: Backbone, ids: Tensor) -> Tensor:
     with torch.no_grad():
         return backbone.logits(backbone(ids, torch.arange(ids.shape[1]).expand_as(ids)))
 
@@ -62,11 +62,11 @@ IDS = torch.tensor([[3, 5, 2, 4, 7, 6, 3], [8, 8, 1, 2, 2, 9, 4]])
 def test_random_weights_are_a_function_of_the_seed_alone() -> None:
     config = BackboneConfig(config=ARCHITECTURE)
     torch.manual_seed(0)
-    first = weights_of(config.build(masked_tokenizer(), seed=3))
+    first = copy_weights(config.build(masked_tokenizer(), seed=3))
     state = torch.get_rng_state()
     torch.manual_seed(99)
-    second = weights_of(config.build(masked_tokenizer(), seed=3))
-    other = weights_of(config.build(masked_tokenizer(), seed=4))
+    second = copy_weights(config.build(masked_tokenizer(), seed=3))
+    other = copy_weights(config.build(masked_tokenizer(), seed=4))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     torch.manual_seed(0)
@@ -76,10 +76,10 @@ def test_random_weights_are_a_function_of_the_seed_alone() -> None:
 def test_without_a_seed_the_global_generator_is_used() -> None:
     config = BackboneConfig(config=ARCHITECTURE)
     torch.manual_seed(0)
-    first = weights_of(config.build(masked_tokenizer()))
+    first = copy_weights(config.build(masked_tokenizer()))
     torch.manual_seed(0)
-    second = weights_of(config.build(masked_tokenizer()))
-    third = weights_of(config.build(masked_tokenizer()))
+    second = copy_weights(config.build(masked_tokenizer()))
+    third = copy_weights(config.build(masked_tokenizer()))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], third["model.embed_tokens.weight"])
 
@@ -136,7 +136,7 @@ def test_a_released_directory_needs_no_code_of_its_own() -> None:
     library = AutoModelForCausalLM.from_pretrained(MID).eval()
     with torch.no_grad():
         expected = library(input_ids=IDS).logits
-    torch.testing.assert_close(logits_of(backbone, IDS), expected)
+    torch.testing.assert_close(compute_logits(backbone, IDS), expected)
 
 
 def test_the_mask_id_is_the_tokenizers() -> None:
@@ -264,7 +264,7 @@ def test_an_exported_directory_loads_everywhere(tmp_path: Path, tied: bool) -> N
     library = AutoModelForCausalLM.from_pretrained(path).eval()
     assert type(library).__name__ == "Qwen3ForCausalLM"
     with torch.no_grad():
-        torch.testing.assert_close(library(input_ids=IDS).logits, logits_of(backbone, IDS))
+        torch.testing.assert_close(library(input_ids=IDS).logits, compute_logits(backbone, IDS))
     loaded = AutoTokenizer.from_pretrained(path)
     assert (loaded.mask_token_id, loaded.pad_token_id, loaded.eos_token_id) == (2, 0, 1)
     assert loaded("a b c").input_ids == tokenizer("a b c").input_ids == [3, 4, 5]
@@ -276,7 +276,7 @@ def test_an_exported_directory_loads_everywhere(tmp_path: Path, tied: bool) -> N
     again = BackboneConfig(source=str(path)).build(loaded).eval()
     assert again.traits == backbone.traits
     assert (again.head.weight is again.model.get_input_embeddings().weight) == tied
-    torch.testing.assert_close(logits_of(again, IDS), logits_of(backbone, IDS))
+    torch.testing.assert_close(compute_logits(again, IDS), compute_logits(backbone, IDS))
 
 
 def test_an_added_mask_token_survives_an_export(tmp_path: Path, maskless_directory: Path) -> None:
@@ -312,7 +312,7 @@ def test_the_architecture_can_be_rebuilt_from_plain_values() -> None:
     values.pop("dtype", None)
     again = BackboneConfig(config=values).build(tokenizer)
     again.model.load_state_dict(backbone.model.state_dict())
-    torch.testing.assert_close(logits_of(again, IDS), logits_of(backbone, IDS))
+    torch.testing.assert_close(compute_logits(again, IDS), compute_logits(backbone, IDS))
 
 
 def gradients(config: BackboneConfig) -> dict[str, Tensor]:
@@ -343,7 +343,7 @@ def test_adapters_train_alone_and_merge(tmp_path: Path, lora: LoraOptions) -> No
     config = BackboneConfig(config={**ARCHITECTURE, "initializer_range": 0.2})
     plain = config.build(tokenizer, seed=6).eval()
     adapted = replace(config, lora=lora).build(tokenizer, seed=6).eval()
-    torch.testing.assert_close(logits_of(adapted, IDS), logits_of(plain, IDS))
+    torch.testing.assert_close(compute_logits(adapted, IDS), compute_logits(plain, IDS))
     trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
@@ -352,13 +352,13 @@ def test_adapters_train_alone_and_merge(tmp_path: Path, lora: LoraOptions) -> No
     with torch.no_grad():
         for value in trained.values():
             value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
-    expected = logits_of(adapted, IDS)
-    assert (expected - logits_of(plain, IDS)).abs().max() > 0.01
+    expected = compute_logits(adapted, IDS)
+    assert (expected - compute_logits(plain, IDS)).abs().max() > 0.01
     save_model(adapted, tokenizer, tmp_path / "merged")
     with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as file:
         assert not any("lora" in name for name in file.keys())  # noqa: SIM118 - no mapping
     merged = BackboneConfig(source=str(tmp_path / "merged")).build(tokenizer).eval()
-    torch.testing.assert_close(logits_of(merged, IDS), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compute_logits(merged, IDS), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_adapters_learn_under_checkpointing() -> None:
 def test_an_adapted_model_decodes_with_a_cache() -> None:
     backbone = BackboneConfig(config=ARCHITECTURE, lora=LORA).build(masked_tokenizer(), seed=1).eval()
     cache = backbone.make_cache(1)
-    whole = logits_of(backbone, IDS[:1])
+    whole = compute_logits(backbone, IDS[:1])
     cache.prepare([0], 7, torch.arange(7), torch.zeros(7, dtype=torch.long), torch.arange(7))
     mask = torch.ones(1, 7, 7, dtype=torch.bool).tril()
     with torch.no_grad():

@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_the_matrix(num_tokens: int, num_keys
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def model_of(*, checkpointing: bool = False) -> Backbone:
+def build_model(*, checkpointing: bool = False) -> Backbone:
     config = AutoConfig.for_model(**TINY_QWEN | {"num_hidden_layers": 2, "vocab_size": VOCAB})
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
@@ -67,7 +67,7 @@ def model_of(*, checkpointing: bool = False) -> Backbone:
     return Backbone(model, ModelTraits(), SPECIAL).train()
 
 
-def batch_of(objective: Objective, samples: list[tuple[int, int]], rows: list[int] | None = None) -> CorruptedBatch:
+def make_batch(objective: Objective, samples: list[tuple[int, int]], rows: list[int] | None = None) -> CorruptedBatch:
     prompts, responses = torch.tensor(samples).unbind(1)
     lengths = prompts + responses
     ids = torch.randint(3, VOCAB, (len(samples), int(lengths.max())), generator=torch.Generator().manual_seed(0))
@@ -90,8 +90,8 @@ def gradients(model: Backbone, objective: Objective, corrupted: CorruptedBatch, 
 @pytest.mark.parametrize("rows", [None, [0, 1, 1, 0]], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_training_step_is_that_with_the_matrix(name: str, rows: list[int] | None, checkpointing: bool) -> None:
-    objective, model = OBJECTIVES[name], model_of(checkpointing=checkpointing)
-    corrupted = batch_of(objective, [(100, 210), (3, 60), (0, 301), (30, 9)], rows)
+    objective, model = OBJECTIVES[name], build_model(checkpointing=checkpointing)
+    corrupted = make_batch(objective, [(100, 210), (3, 60), (0, 301), (30, 9)], rows)
     found = gradients(model, objective, corrupted, corrupted.visible)
     expected = gradients(model, objective, corrupted, attention_mask(corrupted))
     for one, other in zip(found, expected, strict=True):
@@ -112,10 +112,10 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("rows", [None, [0, 0, 0]], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_nothing_in_a_step_is_as_large_as_the_square_of_the_length(name: str, rows: list[int] | None) -> None:
-    objective, model = OBJECTIVES[name], model_of()
+    objective, model = OBJECTIVES[name], build_model()
     sizes = []
     for length in (400, 800):
-        corrupted = batch_of(objective, [(length, 10), (length // 2, 20), (length // 4, 30)], rows)
+        corrupted = make_batch(objective, [(length, 10), (length // 2, 20), (length // 4, 30)], rows)
         with Largest() as largest:
             gradients(model, objective, corrupted, corrupted.visible)
         sizes.append(largest.size)
@@ -137,7 +137,7 @@ def test_flex_attention_gets_the_blocks_of_keys_that_are_seen() -> None:
 
 @pytest.mark.parametrize("name", ["masked", "block"])
 def test_decoding_s_body_takes_ranges(name: str) -> None:
-    model, corrupted = model_of().eval(), batch_of(OBJECTIVES[name], [(100, 210), (3, 60)])
+    model, corrupted = build_model().eval(), make_batch(OBJECTIVES[name], [(100, 210), (3, 60)])
     inputs = corrupted.input_ids, corrupted.position_ids
     with torch.no_grad():
         found = model.hidden_states(*inputs, corrupted.visible)

@@ -86,10 +86,12 @@ def test_loss_by_the_definition(backbone: Backbone) -> None:
     total = weight = 0.0
     text: list[float] = []
     for row, (prompt, response) in enumerate(SIZES):
-        own = backbone.logits(backbone.hidden_states(batch.input_ids[row : row + 1], torch.arange(17)[None], None))[0]
-        own = own.detach().log_softmax(-1)
+        logits = backbone.logits(backbone.hidden_states(batch.input_ids[row : row + 1], torch.arange(17)[None], None))[
+            0
+        ]
+        logits = logits.detach().log_softmax(-1)
         following = range(prompt, prompt + response - 1)
-        text += [-float(own[place, batch.input_ids[row, place + 1]]) for place in following]
+        text += [-float(logits[place, batch.input_ids[row, place + 1]]) for place in following]
         for group in windows(corrupted, row):
             for offset, i in enumerate(group):
                 place = int(corrupted.position_ids[row, i])

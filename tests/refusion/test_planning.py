@@ -12,7 +12,7 @@ from refusion_lit.decoding import RecomputeKV, ReFusion, decode
 from refusion_lit.types import SamplingParams
 from support.example_counts import examples
 from support.fakes import EOS, VOCAB, HashModel, OracleModel, oracle_text
-from support.refusion_cases import decoders, prompt_of
+from support.refusion_cases import decoders, make_prompt
 
 
 def accepts_all(text: list[int], accepted: list[int], shape: tuple[int, int], first: int) -> bool:
@@ -32,14 +32,14 @@ def test_planning_ahead_changes_no_token(
     data: st.DataObject, seed: int, num_new_tokens: int, temperature: float
 ) -> None:
     decoder = data.draw(decoders(num_new_tokens))
-    prompt = prompt_of(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)))
+    prompt = make_prompt(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)))
     first = len(prompt.token_ids)
     ends = data.draw(st.frozensets(st.integers(first, first + num_new_tokens), max_size=2))
     bias = data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0]))
     sampling = SamplingParams(max_new_tokens=num_new_tokens, temperature=temperature)
     rows = [
-        decode(HashModel(seed, ends=ends, end_bias=bias), each, [prompt], sampling, trace=True).rows[0]
-        for each in (decoder, replace(decoder, fused=True))
+        decode(HashModel(seed, ends=ends, end_bias=bias), variant, [prompt], sampling, trace=True).rows[0]
+        for variant in (decoder, replace(decoder, fused=True))
     ]
     assert rows[0].token_ids == rows[1].token_ids
     if decoder.infill == "bonus":  # `fused` also decides which drafts there are
@@ -66,7 +66,7 @@ def test_planning_ahead_changes_no_token(
 def test_with_all_drafts_accepted_a_round_is_one_forward(cls: type[ReFusion]) -> None:
     model = OracleModel(oracle_text(None))
     decoder = cls(slot_size=4, num_serial_blocks=2, selection="top_k", k=2)
-    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=32), trace=True).rows
+    [row] = decode(model, decoder, [make_prompt([5, 6])], SamplingParams(max_new_tokens=32), trace=True).rows
     assert [(entry.phase, entry.shape) for entry in row.trace] == [
         ("plan", (1, 2 + 16)),
         ("verify+plan", (1, 8 + 8)),
@@ -82,7 +82,7 @@ def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
     sure = {2 + 8, 2 + 12}
     model = OracleModel(oracle_text(2 + 9), certainty=lambda place: 0.97 if place in sure else 0.5)
     decoder = ReFusion(slot_size=4, num_serial_blocks=1)
-    [row] = decode(model, decoder, [prompt_of([5, 6])], SamplingParams(max_new_tokens=24), trace=True).rows
+    [row] = decode(model, decoder, [make_prompt([5, 6])], SamplingParams(max_new_tokens=24), trace=True).rows
     assert [(entry.phase, entry.shape) for entry in row.trace] == [
         ("plan", (1, 2 + 24)),
         ("verify+plan", (1, 8 + 8)),
@@ -98,7 +98,7 @@ def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
 def test_an_infill_that_recomputes_plans_with_it() -> None:
     model = OracleModel(oracle_text(None), certainty=lambda place: 0.9 - 0.01 * place, agreement=lambda _: 0.5)
     decoder = RecomputeKV(slot_size=2, num_serial_blocks=1, token_threshold=0.6)
-    [row] = decode(model, decoder, [prompt_of([5])], SamplingParams(max_new_tokens=4), trace=True).rows
+    [row] = decode(model, decoder, [make_prompt([5])], SamplingParams(max_new_tokens=4), trace=True).rows
     phases = ["plan", "verify+plan", "infill_propose", "infill_verify", "recompute+plan"]
     phases += ["verify", "infill_propose", "infill_verify", "recompute"]
     assert [entry.phase for entry in row.trace] == phases
@@ -113,7 +113,7 @@ def test_the_layout_of_infills_changes_no_token(
     data: st.DataObject, seed: int, num_new_tokens: int, fused: bool, temperature: float
 ) -> None:
     decoder = replace(data.draw(decoders(num_new_tokens)), fused=fused)
-    prompt = prompt_of(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)))
+    prompt = make_prompt(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)))
     first = len(prompt.token_ids)
     ends = data.draw(st.frozensets(st.integers(first, first + num_new_tokens), max_size=2))
     bias = data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0]))

@@ -15,7 +15,7 @@ from refusion_lit.refusion import bonus
 from refusion_lit.refusion.slots import OpenSlot, SlotState
 from refusion_lit.types import SamplingParams
 from support.fakes import HYBRID, MASK, SPECIAL, HashModel
-from support.refusion_cases import prompt_of
+from support.refusion_cases import make_prompt
 
 
 class Driven:
@@ -24,7 +24,7 @@ class Driven:
     def __init__(self, decoder: ReFusion, max_new_tokens: int, sampling: SamplingParams | None = None) -> None:
         params = sampling or SamplingParams(max_new_tokens=max_new_tokens)
         self.decoder = decoder = replace(decoder, fused=False, infill_layout="reference")
-        self.state: SlotState = decoder.begin(prompt_of([7, 8]), params, SPECIAL)
+        self.state: SlotState = decoder.begin(make_prompt([7, 8]), params, SPECIAL)
         self.requests: list[Request] = []
         self.start()
 
@@ -94,7 +94,7 @@ def test_a_random_order_depends_on_seed_and_prompt_alone() -> None:
     decoder = ReFusion(slot_size=2, num_serial_blocks=1, selection="random", token_threshold=1.0)
 
     def orders(seed: int, size: int) -> list[list[int]]:
-        prompt_list = [prompt_of((3, 4, 5), str(i)) for i in range(12)]
+        prompt_list = [make_prompt((3, 4, 5), str(i)) for i in range(12)]
         sampling = SamplingParams(max_new_tokens=8, seed=seed)
         rows = decode(model, decoder, prompt_list, sampling, batch_size=size, trace=True).rows
         return [[(p - 3) // 2 for record in row.trace for p in record.accepted if p % 2 == 1] for row in rows]
@@ -203,7 +203,7 @@ def test_more_serial_blocks_than_slots_are_refused() -> None:
     ReFusion(slot_size=4, num_serial_blocks=3).check(sampling)
     message = r"^num_serial_blocks: expected at most 3 \(9 new tokens in slots of 4\), got 4"
     with pytest.raises(ValueError, match=message):
-        decode(HashModel(), ReFusion(slot_size=4, num_serial_blocks=4), [prompt_of([5])], sampling)
+        decode(HashModel(), ReFusion(slot_size=4, num_serial_blocks=4), [make_prompt([5])], sampling)
 
 
 def test_an_unknown_way_to_plan_is_refused() -> None:
@@ -233,7 +233,7 @@ def test_reading_masks_at_once_or_later_gives_the_same_bonus_infill(monkeypatch:
         for seed in range(4):
             model = HashModel(seed, traits=HYBRID)
             model.forward_cost = 4096.0
-            rows += decode(model, decoder, [prompt_of([7, 8, 9])], SamplingParams(max_new_tokens=32)).rows
+            rows += decode(model, decoder, [make_prompt([7, 8, 9])], SamplingParams(max_new_tokens=32)).rows
         results.append([(row.token_ids, row.num_forwards) for row in rows])
         num_later.append(more.call_count)
     assert results[0] == results[1] == results[2]
@@ -241,7 +241,7 @@ def test_reading_masks_at_once_or_later_gives_the_same_bonus_infill(monkeypatch:
 
 
 def test_a_rejected_draft_leaves_the_models_own_choices_as_guesses() -> None:
-    state = ReFusion(infill="bonus").begin(prompt_of([7, 8]), SamplingParams(max_new_tokens=16), SPECIAL)
+    state = ReFusion(infill="bonus").begin(make_prompt([7, 8]), SamplingParams(max_new_tokens=16), SPECIAL)
     assert isinstance(state, bonus.BonusState)
     slot = OpenSlot(0, places=state.slots[0], write_at=2, tokens=[3, 4, 5, 6, 7])
     assert bonus._accept(state, slot, Reading(tokens=[4, 5, 12, 11, 10])) == 2

@@ -12,7 +12,7 @@ CONTEXT = 10
 SIZE = 4
 
 
-def state_of(slots: list[tuple[list[int], int]]) -> SlotState:
+def make_state(slots: list[tuple[list[int], int]]) -> SlotState:
     """Return a state whose slots 0, 1, ... are open after a context, with their tokens and accepted prefixes."""
     places = [range(SIZE * i, SIZE * (i + 1)) for i in range(len(slots))]
     state = SlotState(
@@ -42,7 +42,7 @@ def state_of(slots: list[tuple[list[int], int]]) -> SlotState:
     ],
 )
 def test_each_round_accepts_a_token_regardless(prefix: int, scores: list[float], num_accepted: int) -> None:
-    state = state_of([([5, 6, 7, 8], prefix)])
+    state = make_state([([5, 6, 7, 8], prefix)])
     state.accept(state.open[0], scores, 0.5)
     assert state.open[0].num_accepted == num_accepted
 
@@ -57,7 +57,7 @@ def test_each_round_accepts_a_token_regardless(prefix: int, scores: list[float],
     ],
 )
 def test_entries_of_the_common_length_are_final(prefixes: list[int], expected: int) -> None:
-    state = state_of([([5, 6, 7, 8], prefix) for prefix in prefixes])
+    state = make_state([([5, 6, 7, 8], prefix) for prefix in prefixes])
     close_round(state, packed=False)
     assert [slot.num_cached for slot in state.open] == [expected, expected]
     close_round(state, packed=True)
@@ -65,7 +65,7 @@ def test_entries_of_the_common_length_are_final(prefixes: list[int], expected: i
 
 
 def test_slots_after_an_eos_are_dropped_and_the_ended_one_delays_no_other() -> None:
-    state = state_of([([5, 6, 7, 8], 3), ([5, EOS, EOS, 8], 3), ([EOS, 6, 7, 8], 2)])
+    state = make_state([([5, 6, 7, 8], 3), ([5, EOS, EOS, 8], 3), ([EOS, 6, 7, 8], 2)])
     close_round(state, packed=False)
     assert [slot.number for slot in state.open] == [0, 1]
     first, last = state.open
@@ -82,20 +82,20 @@ def test_slots_after_an_eos_are_dropped_and_the_ended_one_delays_no_other() -> N
 
 
 def test_an_end_that_is_only_proposed_ends_nothing() -> None:
-    state = state_of([([5, 6, EOS, 8], 2), ([5, 6, 7, EOS], 3)])
+    state = make_state([([5, 6, EOS, 8], 2), ([5, 6, 7, EOS], 3)])
     close_round(state, packed=False)
     assert [slot.ends for slot in state.open] == [False, False]
 
 
 def test_an_open_slot_after_the_first_is_planned_again_though_it_ends() -> None:
-    state = state_of([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 3), ([EOS, 6, 7, 8], 1)])
+    state = make_state([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 3), ([EOS, 6, 7, 8], 1)])
     state.close()
     assert state.committed == [0, 1, 2, 3]
     assert state.blocks == [[1, 2]]
 
 
 def test_entries_lie_where_the_branches_wrote_them() -> None:
-    state = state_of([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 4), ([5, EOS, 7, 8], 2)])
+    state = make_state([([5, 6, 7, 8], 4), ([5, 6, 7, 8], 4), ([5, EOS, 7, 8], 2)])
     written = []
     for slot in state.open:
         branch = slot_branch(state, slot)
@@ -124,7 +124,7 @@ def drive(state: SlotState, *, by_masks: bool, tokens: list[list[int]], scores: 
 
 
 def test_masks_propose_and_a_second_forward_verifies() -> None:
-    state = state_of([([5, 6, 7, 8], 2)])
+    state = make_state([([5, 6, 7, 8], 2)])
     last = drive(state, by_masks=True, tokens=[[3, 4], []], scores=[[], [0.75]])
     assert list(last.branches[0].tokens) == [5, 6, 3, 4]
     assert list(last.branches[0].score_at) == [(2, 4)]
@@ -134,7 +134,7 @@ def test_masks_propose_and_a_second_forward_verifies() -> None:
 
 def test_the_models_own_next_token_needs_no_probability() -> None:
     # The drafts fail, so the first forward only proposes; 9 is then the model's own choice after 5.
-    state = state_of([([5, 6, 7, 8], 1)])
+    state = make_state([([5, 6, 7, 8], 1)])
     rounds = [[9, 10, 11], [12, 13, 14], [3, 4], [7]]
     scores = [[0.5, 0.9, 0.9], [0.0, 0.5, 0.9], [0.0, 0.4], [0.0]]
     last = drive(state, by_masks=False, tokens=rounds, scores=scores)
@@ -144,7 +144,7 @@ def test_the_models_own_next_token_needs_no_probability() -> None:
 
 
 def test_a_draft_that_passes_is_not_proposed_again() -> None:
-    state = state_of([([5, 6, 7, 8], 1)])
+    state = make_state([([5, 6, 7, 8], 1)])
     drive(state, by_masks=False, tokens=[[9, 10, 11]], scores=[[0.75, 0.75, 0.25]])
     assert state.open[0].tokens == [5, 6, 7, 11]
     assert state.open[0].num_accepted == 3

@@ -96,9 +96,9 @@ def test_a_card_has_the_results_where_the_hub_looks_for_them(tmp_path: Path) -> 
     results["config"]["data"] = {"task": {"class_path": "x.Gsm8k", "init_args": {"dataset": "openai/gsm8k"}}}
     (run / "results.json").write_text(json.dumps(results))
     front = ModelCardData(**yaml.safe_load(model_card("me/out", ModelTraits(), None, [run]).split("---")[1]))
-    name, found = model_index_to_eval_results(front.to_dict()["model-index"])
+    name, actual = model_index_to_eval_results(front.to_dict()["model-index"])
     assert name == "out"
-    shown = [(r.dataset_name, r.dataset_type, r.metric_type, r.metric_name, r.metric_value) for r in found]
+    shown = [(r.dataset_name, r.dataset_type, r.metric_type, r.metric_name, r.metric_value) for r in actual]
     assert shown == [
         ("Gsm8k, test split", "openai/gsm8k", "score", "score with a", 0.5),
         ("Gsm8k, test split", "openai/gsm8k", "tokens_per_forward", "tokens per forward with a", 5.0),

@@ -46,7 +46,7 @@ def test_the_mouse_finds_every_point_and_a_plot_opens_alone(chrome: object, tmp_
     page, tradeoff, *_ = write_report([write_sweep(tmp_path / "sweep")])
     for path in (page, tradeoff):
         driver = show_page(chrome, path)
-        found = js(
+        actual = js(
             driver,
             """[...document.querySelector('.plot').querySelectorAll('.point')].map(point => {
                 const box = point.getBoundingClientRect();
@@ -56,5 +56,5 @@ def test_the_mouse_finds_every_point_and_a_plot_opens_alone(chrome: object, tmp_
                 return top.closest('.point').querySelector('title').textContent;
             })""",
         )
-        assert len(set(found)) == 6
-        assert all(title.startswith("refusion (slot_size ") for title in found)
+        assert len(set(actual)) == 6
+        assert all(title.startswith("refusion (slot_size ") for title in actual)

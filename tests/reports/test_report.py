@@ -324,15 +324,15 @@ def test_directories_with_the_same_name_are_distinct_sources(tmp_path: Path) -> 
 def test_a_baseline_given_by_decoder_is_the_one_of_the_same_run(tmp_path: Path) -> None:
     for name, base in (("x", 1.0), ("y", 0.0)):
         write_run(tmp_path / "s" / name, {"base": predictions([base] * 4), "other": predictions([1.0] * 4)})
-    found = read_runs([tmp_path / "s"])
-    assert [row.label for row in compare(*found).rows] == ["base [x]", "other [x]", "base [y]", "other [y]"]
-    assert [d.score.estimate for d in compare(*found, "base").differences if d.score] == [0.0, 100.0]
+    actual = read_runs([tmp_path / "s"])
+    assert [row.label for row in compare(*actual).rows] == ["base [x]", "other [x]", "base [y]", "other [y]"]
+    assert [d.score.estimate for d in compare(*actual, "base").differences if d.score] == [0.0, 100.0]
     apart = read_runs([tmp_path / "s" / "x", tmp_path / "s" / "y"])
     for before in ("x", f"{tmp_path}/s/x/"):
         found_baselines = [d.baseline.label for d in compare(*apart, before).differences]
         assert found_baselines == ["x: base", "x: other"]
     with pytest.raises(ValueError, match=r"baseline: expected one of base, other.*got 'none'"):
-        compare(*found, "none")
+        compare(*actual, "none")
 
 
 def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,9 +413,9 @@ def test_later_scores_bring_their_metrics_along(tmp_path: Path) -> None:
     del results["results"]["d"]["tokens_per_second"]  # as of an older version
     (run / "results.json").write_text(json.dumps(results))
     rescored(run, [1.0, 0.0])
-    [found], _ = read_runs([run])
-    assert found.results["results"]["d"]["score"] == 0.5
-    assert found.results["results"]["d"]["half"] == 0.25
+    [actual], _ = read_runs([run])
+    assert actual.results["results"]["d"]["score"] == 0.5
+    assert actual.results["results"]["d"]["half"] == 0.25
     card = model_card("m", TRAITS, None, [run], prompt="ids")
     assert "value: 0.5" in card
     assert "| 0.250 |" in card
@@ -426,8 +426,8 @@ def test_scores_of_some_predictions_only_are_left_out(tmp_path: Path) -> None:
     """The test was resumed after it had been scored."""
     run = write_run(tmp_path / "run", {"d": predictions([0.0, 0.0])})
     rescored(run, [1.0])
-    [found], notes = read_runs([run])
-    assert [each.score for each in found.predictions["d"].values()] == [0.0, 0.0]
+    [actual], notes = read_runs([run])
+    assert [prediction.score for prediction in actual.predictions["d"].values()] == [0.0, 0.0]
     assert "predictions_d.scored.jsonl scores other predictions" in notes[0]
 
 

@@ -253,9 +253,9 @@ def test_a_killed_and_resumed_training_has_one_curve_without_repetitions(tmp_pat
     assert _rows(run)[-1][0] == "7"
     command = json.loads((run / "environment.json").read_text())["command"]
     assert main(["fit", f"--resume={run}"]) == 0
-    found = _rows(run)
-    assert len(set(found)) == len(found)
-    assert [step for step, validates in found if not validates] == [str(step) for step in range(12)]
+    actual = _rows(run)
+    assert len(set(actual)) == len(actual)
+    assert [step for step, validates in actual if not validates] == [str(step) for step in range(12)]
     assert [path.name for path in run.glob("metrics*")] == ["metrics.csv"]
     assert json.loads((run / "environment.json").read_text())["command"] == command
 

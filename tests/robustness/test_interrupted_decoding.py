@@ -129,15 +129,15 @@ def test_only_the_decoder_without_predictions_is_tested_again(
     assert main(["test", f"--resume={run}"]) == 0
     assert _lines(run / f"predictions_{missing}.jsonl") == _lines(unbroken / f"predictions_{missing}.jsonl")
     assert _figures(run) == _figures(unbroken)
-    found, before = (json.loads((each / "results.json").read_text()) for each in (run, unbroken))
-    assert found["decoders"] == before["decoders"]
-    assert found["fingerprints"] == before["fingerprints"]
+    actual, before = (json.loads((directory / "results.json").read_text()) for directory in (run, unbroken))
+    assert actual["decoders"] == before["decoders"]
+    assert actual["fingerprints"] == before["fingerprints"]
     (kept,) = before["results"].keys() - {missing}
-    assert found["results"][kept] == before["results"][kept]
+    assert actual["results"][kept] == before["results"][kept]
     (run / "results.json").unlink()  # as of a run that was killed before it wrote the figures
     assert main(["test", f"--resume={run}"]) == 0
     again = json.loads((run / "results.json").read_text())
-    assert (again["results"], again["fingerprints"]) == (found["results"], found["fingerprints"])
+    assert (again["results"], again["fingerprints"]) == (actual["results"], actual["fingerprints"])
     assert main(["test", f"--resume={run}"]) == 0
     assert "nothing left to do" in capsys.readouterr().err
 

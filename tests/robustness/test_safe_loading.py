@@ -104,7 +104,7 @@ def test_a_command_tells_once_that_code_is_trusted(capsys: pytest.CaptureFixture
         assert (
             main(["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--max_new_tokens=1", "--trust_remote_code"]) == 0
         )
-    assert len({str(each.message) for each in told if "trust_remote_code" in str(each.message)}) == 1
+    assert len({str(warning.message) for warning in told if "trust_remote_code" in str(warning.message)}) == 1
     assert "trust_remote_code" not in capsys.readouterr().err
 
 

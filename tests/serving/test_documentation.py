@@ -41,7 +41,7 @@ def served_before(text: str) -> Path:
     return Path(re.findall(r"^refusion-lit serve --ckpt_path (\S+)", before, re.MULTILINE)[-1])
 
 
-def asked_of(server: Any, text: str) -> str:
+def replace_address(server: Any, text: str) -> str:
     assert "http://127.0.0.1:8000" in text
     return text.replace("http://127.0.0.1:8000", address(server))
 
@@ -52,7 +52,7 @@ def test_the_request_by_curl(model: TextModel, monkeypatch: pytest.MonkeyPatch) 
     command = block("curl")
     monkeypatch.setattr(servers, "NAME", served_before(command).name)
     with serving(model) as server:
-        command = asked_of(server, command)
+        command = replace_address(server, command)
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected
 
@@ -64,7 +64,7 @@ def test_the_requests_from_python(
     first, schema = block("import openai"), block("schema =")
     monkeypatch.setattr(servers, "NAME", served_before(first).name)
     with serving(model) as server:
-        exec(asked_of(server, first), scope)
+        exec(replace_address(server, first), scope)
         assert scope["answer"].choices[0].message.content in capsys.readouterr().out
         scope["client"].close()
     monkeypatch.setattr(servers, "NAME", served_before(schema).name)

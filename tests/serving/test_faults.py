@@ -166,7 +166,10 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     assert rounds == ["a", "b", "c", "de"]
 
 
-def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel) -> None:
+def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refusion_lit.serving.app._GRACE_SECONDS", 0.5)
     goes_on = threading.Event()
 
     def prepare(worker: Worker) -> None:

@@ -95,12 +95,12 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
 """Options to start from that are drawn too seldom; a decoder needs none of its own."""
 
 
-def values_of(hint: Any, default: Any) -> st.SearchStrategy[Any]:
+def option_values(hint: Any, default: Any) -> st.SearchStrategy[Any]:
     """Return values for an option, by its type; numbers are kept small, so that much happens in a short text."""
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) in (Union, UnionType):
-        return st.one_of(*(values_of(kind, default) for kind in get_args(hint)))
+        return st.one_of(*(option_values(kind, default) for kind in get_args(hint)))
     if hint is bool:
         return st.booleans()
     if hint is int:
@@ -133,7 +133,7 @@ def setups(draw: st.DrawFn, cls: type[Decoder]) -> tuple[Decoder, SamplingParams
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     chosen = draw(st.integers(0, 2 ** len(defaults) - 1))
     names = [name for i, name in enumerate(defaults) if chosen >> i & 1]
-    drawn = {name: draw(values_of(hints[name], defaults[name])) for name in names}
+    drawn = {name: draw(option_values(hints[name], defaults[name])) for name in names}
     starts = next((STARTS[base] for base in cls.__mro__ if base in STARTS), [])
     options: dict[str, Any] = dict(draw(st.sampled_from([{}, *starts])))
     # One by one, then by pairs: some options are only allowed together.

@@ -1,8 +1,8 @@
-"""Language models to test decoders with.
+"""Language models for tests of decoders.
 
-``OracleModel`` knows the text, so that text and forwards follow from arithmetic. ``HashModel`` answers with a hash
-of everything that a query sees, so that any mistake in tokens, positions, masks or cache changes the text.
-``tiny_backbone`` is a real transformer with random weights in float64.
+``OracleModel`` predicts a known text, so that text and forward passes follow from arithmetic. ``HashModel`` predicts a
+hash of all tokens that a query sees, so that any mistake in tokens, positions, masks or cache changes the text.
+``tiny_backbone`` is a transformer with random weights in float64.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 PAD, EOS, MASK = 0, 1, 2
 VOCAB = 14
 NUM_EXTRA_ROWS = 3
-"""Rows of the head beyond the tokenizer."""
+"""Number of the head's rows beyond the tokenizer's vocabulary."""
 DRAFTS = tuple(range(VOCAB + NUM_EXTRA_ROWS, VOCAB + NUM_EXTRA_ROWS + 4))
-"""Masks of a drafter, beyond all rows of the embedding."""
+"""Ids of a drafter's masks, beyond the embedding's rows."""
 SPECIAL = SpecialTokens(
     mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=VOCAB, draft_token_ids=DRAFTS
 )
@@ -40,22 +40,22 @@ NUM_LEVELS = 2
 
 @dataclass
 class Call:
-    """One call of a fake: what it was fed."""
+    """The inputs of a fake model's call."""
 
     input_ids: Tensor
     position_ids: Tensor
     mask: Tensor
     is_real: Tensor
-    """Tokens that were stored or, without a cache, all."""
+    """Tokens that were stored; all tokens without a cache."""
 
     @property
     def fed(self) -> set[tuple[int, int]]:
-        """Pairs of position and token, padding left out."""
+        """Pairs of position and token, without padding."""
         return set(zip(self.position_ids[self.is_real].tolist(), self.input_ids[self.is_real].tolist(), strict=True))
 
 
 class PlainModel(LanguageModel):
-    """A model by its ``hidden_states`` and ``logits``, which has nothing to prepare for many calls."""
+    """A model defined by ``hidden_states`` and ``logits``, without preparation for many calls."""
 
     def runner(self) -> Any:
         return self.hidden_states
@@ -68,8 +68,8 @@ class FakeModel(PlainModel):
     """Records its calls.
 
     Attributes:
-        calls: What was fed, call by call.
-        num_logit_rows: Places whose logits were computed.
+        calls: The calls' inputs, in order.
+        num_logit_rows: Number of tokens whose logits were computed.
     """
 
     forward_cost = 32.0
@@ -88,13 +88,13 @@ class FakeModel(PlainModel):
         return self.special_tokens.vocab_size + NUM_EXTRA_ROWS
 
     def predicted(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the position that each token's logits are about."""
+        """Return the positions that the tokens' logits predict."""
         if "visible" in (self.traits.predictions or ()):
             return position_ids
         return position_ids + 1 - self.is_mask(input_ids)
 
     def is_mask(self, input_ids: Tensor) -> Tensor:
-        """Return 1 where a mask predicts its own place, which not every model was trained for."""
+        """Return 1 at masks that predict their own position, if the model was trained for it."""
         mask, predictions = self.special_tokens.mask_token_id, self.traits.predictions
         if mask is None or not {"mask", "isolated_mask"} & set(predictions or ("mask",)):
             return torch.zeros_like(input_ids)
@@ -105,17 +105,17 @@ class FakeModel(PlainModel):
         assert ((input_ids >= 0) & (input_ids < self.num_head_rows + len(self.special_tokens.draft_token_ids))).all()
         assert (position_ids >= 0).all()
         assert mask.dtype == torch.bool
-        assert mask.any(-1).all(), "a query that sees nothing gives NaN"
+        assert mask.any(-1).all(), "a query without visible keys gives NaN"
         self.calls.append(Call(input_ids.clone(), position_ids.clone(), mask.clone(), is_real))
 
 
 class OracleModel(FakeModel):
-    """Oracle: predicts the given token of each position, independently of its input.
+    """Predicts a given text, independently of its input.
 
     Args:
-        text: The token of each position.
-        certainty: Probability of that token where a mask predicts it; above chance.
-        agreement: Probability of that token where a clean token predicts it; above chance.
+        text: Returns the token at a position.
+        certainty: The token's probability, by position, if a mask predicts it; above chance.
+        agreement: The token's probability, by position, if a clean token predicts it; above chance.
     """
 
     def __init__(
@@ -156,27 +156,27 @@ class OracleModel(FakeModel):
 
 
 def oracle_text(end: int | None, special: SpecialTokens = SPECIAL) -> Callable[[int], int]:
-    """Return a text without structure that ends at a position, if any; it continues after its end."""
+    """Return a text without structure, with an EOS token at ``end``; other tokens follow the EOS token."""
     never = {special.mask_token_id, special.pad_token_id, *special.eos_token_ids}
     ordinary = [token for token in range(special.vocab_size) if token not in never]
     return lambda place: special.eos_token_ids[0] if place == end else ordinary[place * place % 7 % len(ordinary)]
 
 
 def scramble(values: Tensor) -> Tensor:
-    """Hash int64 numbers; written for the tests, not the package's generator."""
+    """Hash int64 numbers, independently of the package's generator."""
     for multiplier in (-0x4B47D0C50AE85A3D, 0x2127599BF4325C37):
         values = (values ^ ((values >> 29) & 0x7FFFFFFFF)) * multiplier
     return values ^ ((values >> 32) & 0xFFFFFFFF)
 
 
 def hashed_uniform(keys: Tensor, size: int) -> Tensor:
-    """Return ``size`` float64 numbers in [0, 1) for each key, in a new last dimension."""
+    """Return ``size`` float64 numbers in [0, 1) per key, in a new last dimension."""
     numbers = scramble(scramble(keys)[..., None] + torch.arange(1, size + 1) * 0x9E3779B97F4A7C1)
     return (numbers & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 class HashCache:
-    """Stores hashes where told to, as ``KVCache`` stores keys and values, and refuses what is never right."""
+    """Stores hashes as ``KVCache`` stores keys and values, and refuses wrong calls."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows, self.capacity, self.num_bytes = num_rows, 1, 0
@@ -200,13 +200,13 @@ class HashCache:
         self.target = (row_index, cache_index)
 
     def store_positions(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Write positions; return those that the sequences may see, and which of them are written."""
+        """Write positions; return the positions that sequences may see, and which positions are written."""
         self.positions[self.target] = position_ids.flatten()[self.source_index]
         self.is_written[self.target] = True
         return self.positions[self.rows, : self.num_keys], self.is_written[self.rows, : self.num_keys]
 
     def update(self, level: int, states: Tensor) -> Tensor:
-        """Write states; return what the sequences may see."""
+        """Write states; return the states that sequences may see."""
         self.values[level][self.target] = states.flatten()[self.source_index]
         return self.values[level][self.rows, : self.num_keys]
 
@@ -227,20 +227,20 @@ class HashCache:
 
 
 class HashModel(FakeModel):
-    """Model whose logits are a hash of the tokens and positions that a query sees, and of what those tokens see.
+    """Model whose logits are a hash of the visible tokens and positions, and of the tokens visible to these.
 
-    With these two levels, cache entries depend on what was visible when they were computed, as in a transformer.
-    Sums of integers have no rounding, so that equal inputs give exactly equal logits. Each position has a favourite
-    token, for which masks and clean tokens often, but not always, vote, with any degree of certainty.
+    With these two levels, cache entries depend on the tokens visible at their computation, as in a transformer. Sums of
+    integers have no rounding, so that equal inputs give exactly equal logits. A position has a favourite token, which
+    masks and clean tokens predict often, but not always, with any confidence.
 
     Args:
         seed: Another seed gives another model.
         flavour: ``plain``; ``ties`` (few distinct logits); ``extreme`` (infinities and not-a-numbers, sometimes
-            everywhere); ``banned`` (ids that must never be drawn are the most probable ones).
-        ends: Positions whose favourite token is an end of sequence.
-        end_bias: Added to the logits of ends of sequence elsewhere.
-        traits: What it claims to be trained for.
-        special: Its special ids.
+            everywhere); ``banned`` (ids that must never be drawn are the most probable).
+        ends: Positions whose favourite token is an EOS token.
+        end_bias: Added to the logits of EOS tokens.
+        traits: The model's traits.
+        special: The special tokens.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class HashModel(FakeModel):
         return logits
 
     def favourite(self, positions: Tensor) -> Tensor:
-        """Return the token that each position is most likely to get."""
+        """Return the positions' favourite tokens."""
         tokens = (scramble(positions + (self.seed << 24)) & 0xFFFF) % self.special_tokens.vocab_size
         is_end = torch.isin(positions, torch.tensor(sorted(self.ends), dtype=torch.long))
         return torch.where(is_end, self.special_tokens.eos_token_ids[-1], tokens)

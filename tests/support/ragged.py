@@ -46,7 +46,7 @@ def ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> Ragge
         "row_index": torch.tensor([storage[span.sequence] for span, _ in places]),
         "cache_index": torch.tensor([span.first_key + i for span, i in places]),
     }  # fmt: skip
-    return Ragged(rows, Visibility(spans, shape, num_keys), mask_of(spans, (*shape, num_keys)), plan)
+    return Ragged(rows, Visibility(spans, shape, num_keys), build_mask(spans, (*shape, num_keys)), plan)
 
 
 def drawn_span(chance: random.Random, row: int, offset: int, length: int, first_key: int, num_keys: int) -> Span:
@@ -59,7 +59,7 @@ def drawn_span(chance: random.Random, row: int, offset: int, length: int, first_
     return Span(row, offset, length, first_key, context, order)
 
 
-def mask_of(spans: list[Span], shape: tuple[int, int, int]) -> Tensor:
+def build_mask(spans: list[Span], shape: tuple[int, int, int]) -> Tensor:
     """Write what is seen token by token and key by key."""
     mask = torch.zeros(shape, dtype=torch.bool)
     for span in spans:
@@ -69,8 +69,8 @@ def mask_of(spans: list[Span], shape: tuple[int, int, int]) -> Tensor:
         order = range(span.length) if span.order is None else span.order
         for query in range(span.length):
             for key in range(shape[2]):
-                own = key - span.first_key
-                sees_itself = 0 <= own < span.length and order[own] <= order[query]
+                offset = key - span.first_key
+                sees_itself = 0 <= offset < span.length and order[offset] <= order[query]
                 in_context = any(start <= key < stop for start, stop in span.context)
                 mask[span.sequence, span.offset + query, key] = sees_itself or in_context
     return mask
@@ -86,7 +86,7 @@ def by_hand(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: Tensor
     """Attention a token at a time over what a cache holds after a forward."""
     stored_keys, stored_values = cache.store(0, key, value)
     real = range(rows.shape.numel()) if rows.real is None else rows.real.tolist()
-    found = torch.empty_like(query)
+    outputs = torch.empty_like(query)
     for token, place in enumerate(real):
         row, offset = divmod(place, rows.shape[1])
         seen = mask[row, offset].nonzero()[:, 0]
@@ -95,8 +95,8 @@ def by_hand(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: Tensor
             keys, values = (
                 one[storage_row, seen, head // (HEADS // KEY_HEADS)] for one in (stored_keys, stored_values)
             )
-            found[token, head] = (keys @ query[token, head] / DIM**0.5).softmax(0) @ values
-    return found
+            outputs[token, head] = (keys @ query[token, head] / DIM**0.5).softmax(0) @ values
+    return outputs
 
 
 def prepared(plan: dict[str, Any], num_rows: int, seed: int) -> KVCache:

@@ -1,7 +1,7 @@
-"""ReFusion the slow, obvious way: no cache, the whole context recomputed in every forward, one prompt at a time.
+"""ReFusion without a cache: every forward pass computes the whole context of a single prompt.
 
-Written from the description of the algorithm, to compare the real decoder with. It returns the text and the shapes
-of the forwards that an implementation with a cache would make.
+This reference follows the paper's description of the algorithm; tests compare the decoder with it. It records the text
+and the shapes of the forward passes that an implementation with a cache would run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Token = tuple[int, int]
 
 @dataclass
 class Row:
-    """A slot that is filled beside others during infill."""
+    """A slot during infill; several slots are filled in parallel."""
 
     slot: int
     tokens: list[int]
     num_accepted: int
-    ends: bool = False
+    has_eos: bool = False
 
 
 @dataclass
 class SlowReFusion:
-    """One greedy decoding; see :meth:`run`."""
+    """Greedy decoding of a prompt; see :meth:`run`."""
 
     model: LanguageModel
     options: ReFusion
@@ -39,19 +39,19 @@ class SlowReFusion:
     text: dict[int, int] = field(default_factory=dict)
     shapes: list[tuple[int, int]] = field(default_factory=list)
     num_infills: int = 0
-    num_infills_with_open_slots_before_their_end: int = 0
+    num_infills_before_open_slots: int = 0
 
     def __post_init__(self) -> None:
         self.special = self.model.special_tokens
         self.context: list[Token] = []
         self.sees: list[set[int]] = []
         self.extend([(token, position) for position, token in enumerate(self.prompt)])
-        self.ended = False
+        self.has_ended = False
 
-    # What the model says.
+    # The model.
 
     def forward(self, row: list[Token]) -> list[list[float]]:
-        """Return logits at the tokens of a row after the context."""
+        """Return logits at the tokens of a row that follows the context."""
         tokens = [*self.context, *row]
         mask = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
         for query, seen in enumerate(self.sees):
@@ -71,10 +71,10 @@ class SlowReFusion:
     def probability(logits: list[float], token: int) -> float:
         return float(torch.tensor(logits, dtype=torch.float64).softmax(-1)[token])
 
-    # What is kept.
+    # The state.
 
     def extend(self, row: list[Token]) -> None:
-        """Append tokens to the context; each sees all before it."""
+        """Append tokens to the context; a token sees all earlier tokens."""
         for token in row:
             self.context.append(token)
             self.sees.append(set(range(len(self.context))))
@@ -91,13 +91,13 @@ class SlowReFusion:
 
     @property
     def response(self) -> list[int]:
-        """The text up to its end; a place that is missing before is an error."""
-        found = []
+        """The text up to its EOS token; a missing place before it raises KeyError."""
+        tokens = []
         for place in range(self.max_new_tokens):
-            found.append(self.text[place])
-            if found[-1] in self.special.eos_token_ids:
+            tokens.append(self.text[place])
+            if tokens[-1] in self.special.eos_token_ids:
                 break
-        return found
+        return tokens
 
     # The algorithm.
 
@@ -109,11 +109,12 @@ class SlowReFusion:
             self.remaining = slots
             while self.remaining:
                 self.round()
-            if self.ended or (slots[-1] + 1) * size >= self.max_new_tokens:
+            if self.has_ended or (slots[-1] + 1) * size >= self.max_new_tokens:
                 break
         return self
 
     def round(self) -> None:
+        """Plan slots, verify their drafts together, and fill the slots whose drafts are not accepted."""
         size = self.options.slot_size
         chosen, drafts = self.plan()
         if self.options.infill == "bonus":
@@ -132,7 +133,7 @@ class SlowReFusion:
             self.accept(row[: end + 1])
             last = chosen[end // size]
             self.remaining = [s for s in self.remaining if s < last and s not in chosen[: end // size + 1]]
-            self.ended = True
+            self.has_ended = True
         elif length >= size:
             self.accept(row[: length // size * size])
             self.remaining = [s for s in self.remaining if s not in chosen[: length // size]]
@@ -141,29 +142,29 @@ class SlowReFusion:
             self.infill([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
 
     def bonus(self, rows: list[Row]) -> None:
-        """Fill slots that do not see each other; a round ends with the model's own token. Shapes are not recorded."""
+        """Fill slots that do not see each other; a round has_eos with the model's token. Shapes are not recorded."""
         size = self.options.slot_size
         while True:
             for i, row in enumerate(rows):
                 end = next((j for j in range(row.num_accepted) if row.tokens[j] in self.special.eos_token_ids), None)
                 if end is not None:
-                    row.num_accepted, row.ends = end + 1, True
+                    row.num_accepted, row.has_eos = end + 1, True
                     rows = rows[: i + 1]
                     break
-            unfilled = [row for row in rows if not row.ends and row.num_accepted < size]
+            unfilled = [row for row in rows if not row.has_eos and row.num_accepted < size]
             if not unfilled:
                 break
             for row in unfilled:
                 logits = self.forward(self.placed(row.slot, row.tokens))
-                own = [0, *(self.best(values) for values in logits[:-1])]
+                best = [0, *(self.best(values) for values in logits[:-1])]
                 while row.num_accepted < size:
                     j = row.num_accepted
                     row.num_accepted += 1
                     if not self.probability(logits[j - 1], row.tokens[j]) > self.options.token_threshold:
-                        is_own = row.tokens[j] == own[j]
-                        row.tokens[j] = own[j]
-                        if not is_own:
-                            row.tokens[j + 1 :] = own[j + 1 :]
+                        is_best = row.tokens[j] == best[j]
+                        row.tokens[j] = best[j]
+                        if not is_best:
+                            row.tokens[j + 1 :] = best[j + 1 :]
                             break
         self.finish_infill(rows)
 
@@ -172,6 +173,7 @@ class SlowReFusion:
         self.write(row)
 
     def plan(self) -> tuple[list[int], dict[int, list[int]]]:
+        """Draft all remaining slots; return the chosen slots, and the drafts by slot."""
         mask = self.special.mask_token_id
         assert mask is not None
         size, options = self.options.slot_size, self.options
@@ -181,13 +183,16 @@ class SlowReFusion:
         self.shapes.append((1, len(row) + (0 if self.shapes else len(self.prompt))))
         drafts, certainties = {}, {}
         for i, slot in enumerate(self.remaining):
-            own = logits[i * num_masks : (i + 1) * num_masks]
-            found = [self.best(values) for values in own]
-            each = [self.probability(values, token) for values, token in zip(own, found, strict=True)]
-            drafts[slot] = [*found, *found[:1] * (size - num_masks)]
+            slot_logits = logits[i * num_masks : (i + 1) * num_masks]
+            best = [self.best(values) for values in slot_logits]
+            confidences = [self.probability(values, token) for values, token in zip(slot_logits, best, strict=True)]
+            drafts[slot] = [*best, *best[:1] * (size - num_masks)]
             certainties[slot] = {
-                "first": each[0], "mean": sum(each) / len(each), "min": min(each), "product": math.prod(each)
-            }[options.slot_confidence]  # fmt: skip
+                "first": confidences[0],
+                "mean": sum(confidences) / len(confidences),
+                "min": min(confidences),
+                "product": math.prod(confidences),
+            }[options.slot_confidence]
         ranking = sorted(self.remaining, key=lambda slot: (-certainties[slot], slot))
         certain = [slot for slot in ranking if certainties[slot] > options.slot_threshold]
         chosen = {
@@ -198,52 +203,56 @@ class SlowReFusion:
         return sorted(chosen or ranking[:1]), drafts
 
     def infill(self, rows: list[Row]) -> None:
+        """Fill slots in parallel until they are full or end the text."""
         size, num_cached, is_first = self.options.slot_size, 0, True
         self.num_infills += 1
-        while not all(row.ends or row.num_accepted == size for row in rows):
+        while not all(row.has_eos or row.num_accepted == size for row in rows):
             forwards = self.mask_round(rows) if self.options.infill == "mask" else self.ar_round(rows, is_first)
             self.shapes += [(len(rows), size - num_cached)] * forwards
             is_first = False
             for i, row in enumerate(rows):
-                places = range(num_cached, row.num_accepted)
-                end = next((j for j in places if row.tokens[j] in self.special.eos_token_ids), None)
+                new_indices = range(num_cached, row.num_accepted)
+                end = next((j for j in new_indices if row.tokens[j] in self.special.eos_token_ids), None)
                 if end is not None:
-                    row.num_accepted, row.ends = end + 1, True
+                    row.num_accepted, row.has_eos = end + 1, True
                     rows = rows[: i + 1]
                     break
-            done = all(row.ends or row.num_accepted == size for row in rows)
-            fewest = min(size if row.ends else row.num_accepted for row in rows) - num_cached
-            num_cached += fewest if done else fewest - 1
+            done = all(row.has_eos or row.num_accepted == size for row in rows)
+            min_accepted = min(size if row.has_eos else row.num_accepted for row in rows) - num_cached
+            num_cached += min_accepted if done else min_accepted - 1
         self.finish_infill(rows)
 
     def mask_round(self, rows: list[Row]) -> int:
+        """Draft by masks, then verify; return the number of forward passes."""
         mask = self.special.mask_token_id
         assert mask is not None
         size = self.options.slot_size
         for row in rows:
-            if row.ends or row.num_accepted == size:
+            if row.has_eos or row.num_accepted == size:
                 continue
             n = row.num_accepted
             logits = self.forward(self.placed(row.slot, row.tokens[:n] + [mask] * (size - n)))
             row.tokens = row.tokens[:n] + [self.best(values) for values in logits[n:]]
             logits = self.forward(self.placed(row.slot, row.tokens))
             row.num_accepted += 1
-            self.lengthen(row, logits)
+            self.accept_confident(row, logits)
         return 2
 
     def ar_round(self, rows: list[Row], is_first: bool) -> int:
+        """Verify the drafts, and draft by next-token predictions; return the number of forward passes."""
         for row in rows:
-            if row.ends or row.num_accepted == self.options.slot_size:
+            if row.has_eos or row.num_accepted == self.options.slot_size:
                 continue
             logits = self.forward(self.placed(row.slot, row.tokens))
             if not is_first:
                 row.num_accepted += 1
-            self.lengthen(row, logits)
+            self.accept_confident(row, logits)
             guesses = [self.best(values) for values in logits[row.num_accepted - 1 : -1]]
             row.tokens = row.tokens[: row.num_accepted] + guesses
         return 1
 
-    def lengthen(self, row: Row, logits: list[list[float]]) -> None:
+    def accept_confident(self, row: Row, logits: list[list[float]]) -> None:
+        """Accept drafts up to the first draft below the threshold."""
         while row.num_accepted < self.options.slot_size:
             token, before = row.tokens[row.num_accepted], logits[row.num_accepted - 1]
             if not self.probability(before, token) > self.options.token_threshold:
@@ -251,6 +260,7 @@ class SlowReFusion:
             row.num_accepted += 1
 
     def finish_infill(self, rows: list[Row]) -> None:
+        """Append the filled slots to context and text."""
         shared = set(range(len(self.context)))
         added = [self.placed(row.slot, row.tokens[: row.num_accepted]) for row in rows]
         if isinstance(self.options, RecomputeKV):
@@ -266,7 +276,7 @@ class SlowReFusion:
         for tokens in added:
             self.write(tokens)
         self.remaining = [slot for slot in self.remaining if slot not in [row.slot for row in rows]]
-        if rows[-1].ends:
-            self.ended = True
+        if rows[-1].has_eos:
+            self.has_ended = True
             self.remaining = [slot for slot in self.remaining if slot < rows[-1].slot]
-            self.num_infills_with_open_slots_before_their_end += bool(self.remaining)
+            self.num_infills_before_open_slots += bool(self.remaining)

@@ -12,7 +12,7 @@ from refusion_lit.types import Prompt
 THRESHOLDS = st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])
 
 
-def prompt_of(token_ids: Sequence[int], name: str = "0") -> Prompt:
+def make_prompt(token_ids: Sequence[int], name: str = "0") -> Prompt:
     return Prompt(token_ids=tuple(token_ids), id=name)
 
 

@@ -14,7 +14,7 @@ from support.fakes import MASK, OracleModel, oracle_text
 ORDER = ModelTraits(predictions=("next_token",))
 
 
-def prompts_of(*lengths: int) -> list[Prompt]:
+def make_prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(token_ids=tuple(3 + i % 5 for i in range(length)), id=f"p{n}") for n, length in enumerate(lengths)]
 
 
@@ -54,7 +54,7 @@ class Scripted(Decoder):
         state.finished = state.num_forwards == len(self.script)
 
 
-def one(decoder: Decoder, max_new_tokens: int, end: int | None = None, **options: object) -> Generation:
+def decode_one_prompt(decoder: Decoder, max_new_tokens: int, end: int | None = None, **options: object) -> Generation:
     model = OracleModel(oracle_text(end))
-    [row] = decode(model, decoder, prompts_of(2), SamplingParams(max_new_tokens=max_new_tokens), **options).rows
+    [row] = decode(model, decoder, make_prompts(2), SamplingParams(max_new_tokens=max_new_tokens), **options).rows
     return row

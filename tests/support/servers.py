@@ -31,10 +31,10 @@ def serving(
     **limits: Any,
 ) -> Iterator[Server]:
     """Run a server; ``prepare`` may let its model be slow or fail."""
-    own = Limits(**{"drain_seconds": 5.0} | limits)
+    all_limits = Limits(**{"drain_seconds": 5.0} | limits)
     sampling = SamplingParams(max_new_tokens=16)
     options = DecodingOptions(batch_size=rows)
-    worker = Worker(model, decoder or model.default_decoder, sampling, options, own)
+    worker = Worker(model, decoder or model.default_decoder, sampling, options, all_limits)
     prepare(worker)
     service = Service(worker, NAME)
     server = Server(build_app(service, key=key), service, "127.0.0.1", 0)
@@ -44,7 +44,7 @@ def serving(
     try:
         yield server
     finally:
-        worker.drain(own.drain_seconds)
+        worker.drain(all_limits.drain_seconds)
         thread.join(timeout=60)
         assert not thread.is_alive()
 

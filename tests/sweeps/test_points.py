@@ -12,8 +12,8 @@ from sweeps.conftest import resolve
 
 def test_points_are_all_combinations_of_entries_and_grid() -> None:
     sweep = Sweep(grid={"a": [1, 2], "b": ["x", "y", "z"]}, entries=[{"c": 1, "d": 10}, {"c": 2, "d": 20}])
-    found = [(point["c"], point["d"], point["a"], point["b"]) for point in sweep.combinations()]
-    assert found == [(c, 10 * c, a, b) for c in (1, 2) for a in (1, 2) for b in "xyz"]
+    actual = [(point["c"], point["d"], point["a"], point["b"]) for point in sweep.combinations()]
+    assert actual == [(c, 10 * c, a, b) for c in (1, 2) for a in (1, 2) for b in "xyz"]
     assert sweep.option_names == ("a", "b", "c", "d")
     assert list(Sweep().combinations()) == [{}]
 
@@ -96,7 +96,7 @@ def test_a_swept_component_keeps_options_that_are_written_before_it(option: str,
     shared = objectives(options={option: 0.5}, grid=component)
     assert shared == [{"class_path": name, "init_args": {"eps": 0.5}} for name in ("Hybrid", "Masked")]
     both = objectives(grid={option: [0.5, 0.25], **component})
-    assert [(each["class_path"], each["init_args"]["eps"]) for each in both] == [
+    assert [(objective["class_path"], objective["init_args"]["eps"]) for objective in both] == [
         ("Hybrid", 0.5), ("Masked", 0.5), ("Hybrid", 0.25), ("Masked", 0.25),
     ]  # fmt: skip
 

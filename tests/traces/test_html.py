@@ -39,13 +39,13 @@ def test_hostile_text_adds_no_element() -> None:
 
 
 def test_the_policy_allows_exactly_the_style_and_the_script_of_the_page() -> None:
-    found = ParsedPage(hostile_page())
-    [style], [_, script] = found.contents("style"), found.contents("script")
+    actual = ParsedPage(hostile_page())
+    [style], [_, script] = actual.contents("style"), actual.contents("script")
     for kind, text in (("style-src", style), ("script-src", script)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{kind} 'sha256-{digest}';" in found.policy
-    assert found.policy.startswith("default-src 'none';")
-    assert "unsafe" not in found.policy
+        assert f"{kind} 'sha256-{digest}';" in actual.policy
+    assert actual.policy.startswith("default-src 'none';")
+    assert "unsafe" not in actual.policy
 
 
 def test_the_page_refers_to_nothing_outside() -> None:

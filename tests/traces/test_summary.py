@@ -9,8 +9,8 @@ from traces.samples import PROMPT_LENGTH, entry, make_trace, plan_and_verify, ra
 
 
 def test_by_hand() -> None:
-    found = trace_statistics(plan_and_verify())
-    assert found == {
+    actual = trace_statistics(plan_and_verify())
+    assert actual == {
         "tokens": "4",
         "forwards": "4",
         "tokens per forward": "1.00",
@@ -24,22 +24,22 @@ def test_by_hand() -> None:
 
 def test_left_to_right_is_never_out_of_order() -> None:
     rounds = [entry("prefill", {0: 1}, [0]), entry("decode", {1: 2}, [1]), entry("decode", {2: 3}, [2])]
-    found = trace_statistics(make_trace(rounds, token_ids=(1, 2, 3)))
-    assert found["tokens out of order"] == "0 of 3 (0 %)"
-    assert "slots filled at a time" not in found
+    actual = trace_statistics(make_trace(rounds, token_ids=(1, 2, 3)))
+    assert actual["tokens out of order"] == "0 of 3 (0 %)"
+    assert "slots filled at a time" not in actual
 
 
 def test_slots_accepted_together_are_in_order_and_a_slot_after_an_open_one_is_not() -> None:
     together = make_trace([entry("a", {0: 1, 1: 2}, [0, 1])], token_ids=(1, 2))
     hole = make_trace([entry("a", {0: 1, 1: 2}, [1])], token_ids=(1, 2))
-    found = [trace_statistics(each)["tokens out of order"] for each in (together, hole)]
-    assert found == ["0 of 2 (0 %)", "1 of 1 (100 %)"]
+    actual = [trace_statistics(trace)["tokens out of order"] for trace in (together, hole)]
+    assert actual == ["0 of 2 (0 %)", "1 of 1 (100 %)"]
 
 
 @pytest.mark.parametrize("seed", range(90))
 def test_against_plain_loops(seed: int) -> None:
     trace = random_trace(seed)
-    found = trace_statistics(trace)
+    actual = trace_statistics(trace)
     end = PROMPT_LENGTH + len(trace.token_ids)
     lengths = []
     slots = []
@@ -68,11 +68,11 @@ def test_against_plain_loops(seed: int) -> None:
         before = range(PROMPT_LENGTH, PROMPT_LENGTH + slot * trace.slot_size)
         out_of_order += any(p not in final_at or final_at[p] > number for p in before)
     of_slots = trace.slot_size > 1
-    assert found["tokens accepted at a time"] == f"{sum(lengths) / max(len(lengths), 1):.2f}"
-    assert found.get("slots filled at a time") == (f"{sum(slots) / max(len(slots), 1):.2f}" if of_slots else None)
+    assert actual["tokens accepted at a time"] == f"{sum(lengths) / max(len(lengths), 1):.2f}"
+    assert actual.get("slots filled at a time") == (f"{sum(slots) / max(len(slots), 1):.2f}" if of_slots else None)
     share = f"({100 * out_of_order / max(num_slots, 1):.0f} %)"
     assert (
-        found["slots out of order" if of_slots else "tokens out of order"] == f"{out_of_order} of {num_slots} {share}"
+        actual["slots out of order" if of_slots else "tokens out of order"] == f"{out_of_order} of {num_slots} {share}"
     )
-    assert (found["drafts"], found["drafts rejected and drafted again"]) == (str(num_drafts), str(num_replanned))
-    assert found["forwards"] == str(len(trace.rounds))
+    assert (actual["drafts"], actual["drafts rejected and drafted again"]) == (str(num_drafts), str(num_replanned))
+    assert actual["forwards"] == str(len(trace.rounds))

@@ -41,8 +41,8 @@ def test_every_token_after_every_forward_is_what_a_search_finds(seed: int) -> No
     history = timeline(trace)
     for forwards in range(trace.num_forwards + 1):
         for index, change in enumerate(history.after(forwards)):
-            found = None if change is None else (change.status, change.token, change.num_drafts)
-            assert found == look(trace, index, forwards), (forwards, index)
+            actual = None if change is None else (change.status, change.token, change.num_drafts)
+            assert actual == look(trace, index, forwards), (forwards, index)
 
 
 def test_a_rejected_draft_is_rejected_from_its_verification_until_it_is_planned_again() -> None:

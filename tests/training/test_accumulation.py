@@ -135,8 +135,8 @@ def test_micro_batches_and_packed_rows_are_one_batch_and_the_last_step_may_be_sh
 ) -> None:
     losses: list[Tensor] = []
     expected = _by_hand(tmp_path, objective, [SAMPLES[:8], SAMPLES[8:]], losses)
-    found = _fitted(tmp_path, objective, batch_size=2, accumulate_grad_batches=4, log_every_n_steps=1)
-    _assert_equal(found, {**expected, "loss": losses[-1]})
+    actual = _fitted(tmp_path, objective, batch_size=2, accumulate_grad_batches=4, log_every_n_steps=1)
+    _assert_equal(actual, {**expected, "loss": losses[-1]})
     if objective.packs:
         (tmp_path / "packed").mkdir()
         packed = _fitted(tmp_path / "packed", objective, batch_size=4, rows=[0, 1, 0, 1], accumulate_grad_batches=2)
@@ -157,12 +157,12 @@ def test_a_mean_of_means_would_be_seen(tmp_path: Path) -> None:
 def test_an_epoch_cut_short_and_a_changing_number_of_batches(tmp_path: Path) -> None:
     objective = Hybrid(slot_sizes=(2, 4))
     (tmp_path / "cut").mkdir()
-    found = _fitted(tmp_path / "cut", objective, batch_size=2, accumulate_grad_batches=4, limit_train_batches=3)
-    _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:6]]))
+    actual = _fitted(tmp_path / "cut", objective, batch_size=2, accumulate_grad_batches=4, limit_train_batches=3)
+    _assert_equal(actual, _by_hand(tmp_path, objective, [SAMPLES[:6]]))
     schedule = GradientAccumulationScheduler({0: 3})
     (tmp_path / "schedule").mkdir()
-    found = _fitted(tmp_path / "schedule", objective, batch_size=2, callbacks=[schedule])
-    _assert_equal(found, _by_hand(tmp_path, objective, [SAMPLES[:6], SAMPLES[6:]]))
+    actual = _fitted(tmp_path / "schedule", objective, batch_size=2, callbacks=[schedule])
+    _assert_equal(actual, _by_hand(tmp_path, objective, [SAMPLES[:6], SAMPLES[6:]]))
 
 
 def test_each_micro_batch_is_corrupted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +181,13 @@ def test_each_micro_batch_is_corrupted_once(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_two_processes_are_one(tmp_path: Path, accumulated: int) -> None:
     objective = Hybrid(slot_sizes=(2, 4))
-    found = _fitted(
+    actual = _fitted(
         tmp_path, objective, batch_size=2, accumulate_grad_batches=accumulated, devices=2, strategy="ddp_fork"
     )
     size = 4 * accumulated
     steps = [SAMPLES[i : i + size] for i in range(0, len(SAMPLES), size)]
-    _assert_equal(found, _by_hand(tmp_path, objective, steps))
-    _assert_equal(found, torch.load(tmp_path / "weights.1"))
+    _assert_equal(actual, _by_hand(tmp_path, objective, steps))
+    _assert_equal(actual, torch.load(tmp_path / "weights.1"))
 
 
 def test_resuming_between_steps_changes_nothing(tmp_path: Path) -> None:

@@ -26,13 +26,13 @@ def test_the_step_its_samples_and_the_last_checkpoint_are_named(
 ) -> None:
     save = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "save_last": True}}
     line = fit(tmp_path, capsys, "--model.optimizer.lr=1e34", f"--trainer.callbacks=[{save}]")
-    found = re.search(
+    actual = re.search(
         r"got .*(nan|inf).* at step (\d+) \(samples (.*) and 12 more\)\. The last checkpoint is (\S+)\.", line
     )
-    assert found is not None, line
-    assert len(re.findall(r"train-\d+", found[3])) == 4  # of two micro-batches of eight samples
-    stored = torch.load(found[4], weights_only=True)
-    assert stored["global_step"] == int(found[2]) - 1 > 0
+    assert actual is not None, line
+    assert len(re.findall(r"train-\d+", actual[3])) == 4  # of two micro-batches of eight samples
+    stored = torch.load(actual[4], weights_only=True)
+    assert stored["global_step"] == int(actual[2]) - 1 > 0
     assert all(bool(value.isfinite().all()) for value in stored["state_dict"].values())
 
 

@@ -78,11 +78,11 @@ TOLERANCE = {"bf16-true": 5e-3, "16-true": 5e-3, "bf16-mixed": 1e-3}
 @pytest.mark.parametrize("precision", DTYPES)
 def test_fit_and_validation_run_in_every_precision(tmp_path: Path, precision: str) -> None:
     losses = {}
-    for each in ("32-true", precision):
+    for kind in ("32-true", precision):
         module, data = _parts(config=TINY_QWEN)
-        trainer = _trainer(tmp_path, each)
+        trainer = _trainer(tmp_path, kind)
         trainer.fit(module, data)
-        losses[each] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        losses[kind] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert losses[precision].keys() == losses["32-true"].keys() >= {"train/loss", "train/ar", "val/loss", "val/mdm"}
     for name in ("train/loss", "val/loss"):
         expected = pytest.approx(losses["32-true"][name], rel=TOLERANCE.get(precision, 1e-5))
@@ -120,10 +120,11 @@ def test_a_type_without_instructions_is_warned_of_before_training(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _trainer(tmp_path, precision).fit(module, data)
-    found = [str(each.message) for each in caught if "expected 32-true on this processor" in str(each.message)]
+    messages = [str(warning.message) for warning in caught]
+    actual = [message for message in messages if "expected 32-true on this processor" in message]
     what = f"has no instructions for {slow}, got {precision}, which takes many times as long. Set it to 32-true"
-    assert len(found) == (slow is not None)
-    assert all(what in each for each in found)
+    assert len(actual) == (slow is not None)
+    assert all(what in message for message in actual)
 
 
 def test_optimizers_that_may_keep_master_weights_are_trusted() -> None:

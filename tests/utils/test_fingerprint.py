@@ -41,6 +41,6 @@ def test_prompts_are_told_apart_by_id_and_content_not_by_order() -> None:
 
 def test_a_digest_is_the_same_in_every_process() -> None:
     code = "from refusion_lit.utils.files import digest; print(digest({'b': [1, 2.5, None], 'a': '\\ud800'}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert found == digest({"a": "\ud800", "b": [1, 2.5, None]})
-    assert len(found) == 16
+    actual = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert actual == digest({"a": "\ud800", "b": [1, 2.5, None]})
+    assert len(actual) == 16

@@ -38,10 +38,10 @@ def test_json_lines_round_trip(
     text = "\ufeff" * mark + (ending or "\n").join(json.dumps(row, ensure_ascii=False) for row in rows) + ending
     path = tmp_path_factory.mktemp("rows") / ("rows.jsonl.gz" if zipped else "rows.jsonl")
     path.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
-    found = list(read_rows(str(path)))
-    assert [row.values for row in found] == rows
+    actual = list(read_rows(str(path)))
+    assert [row.values for row in actual] == rows
     step = 2 if ending == "\n\n" else 1  # empty lines count, as in an editor
-    assert [row.line for row in found] == list(range(1, step * len(rows) + 1, step))
+    assert [row.line for row in actual] == list(range(1, step * len(rows) + 1, step))
 
 
 @given(rows=OBJECTS, indent=st.sampled_from([None, 0, 2]), before=st.sampled_from(["", "\n\n ", "\r\n"]))
@@ -51,9 +51,9 @@ def test_json_lists_round_trip_and_know_their_numbers(
     text = before + json.dumps(rows, indent=indent)
     path = tmp_path_factory.mktemp("rows") / "rows.json"
     path.write_bytes(text.encode())
-    found = list(read_rows(str(path)))
-    assert [row.values for row in found] == rows
-    assert [row.line for row in found] == [*range(1, len(rows) + 1)]
+    actual = list(read_rows(str(path)))
+    assert [row.values for row in actual] == rows
+    assert [row.line for row in actual] == [*range(1, len(rows) + 1)]
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,16 @@ def test_rows_that_cannot_be_read_leave_the_others_alone(
 def test_fields_that_cannot_be_used(tmp_path: Path, row: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(row)
-    (found,) = read_rows(str(path))
+    (actual,) = read_rows(str(path))
     with pytest.raises(ValueError, match=message):
-        found.text("response")
+        actual.text("response")
 
 
 def test_escaped_surrogate_pairs_are_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(r'{"response": "\ud83d\ude00"}')
-    (found,) = read_rows(str(path))
-    assert found.text("response") == "\N{GRINNING FACE}"
+    (actual,) = read_rows(str(path))
+    assert actual.text("response") == "\N{GRINNING FACE}"
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz"])

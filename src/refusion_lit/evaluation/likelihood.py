@@ -154,13 +154,13 @@ def _masked_states(
     length = len(tokens)
     assert mask_token_id is not None
     predictions = traits.predictions or ()
-    shifted = "mask_shifted" in predictions and "mask" not in predictions
+    is_shifted = "mask_shifted" in predictions and "mask" not in predictions
     positions = torch.arange(length).expand(len(is_masked), -1)
-    if traits.attention == "causal" and not shifted:
+    if traits.attention == "causal" and not is_shifted:
         positions = is_masked.int().argsort(dim=-1, stable=True)  # known tokens, then masks
-    masked = is_masked.gather(1, positions)
+    is_masked_at = is_masked.gather(1, positions)
     clean = tokens[positions]
-    ids = clean.masked_fill(masked, mask_token_id)
+    ids = clean.masked_fill(is_masked_at, mask_token_id)
     lengths = torch.full((len(is_masked),), length)
     attention = None
     if traits.attention == "block_causal":
@@ -172,11 +172,11 @@ def _masked_states(
         attention = torch.tensor([0, length]).expand(*ids.shape, 1, 2)
     inputs = [None if tensor is None else tensor.to(backbone.device) for tensor in (ids, positions, attention)]
     hidden = backbone.hidden_states(*inputs)  # type: ignore[arg-type]
-    read_at = torch.arange(length) - int(shifted)
-    if shifted and traits.block_size is not None:
+    read_at = torch.arange(length) - int(is_shifted)
+    if is_shifted and traits.block_size is not None:
         # The token before a block is clean when the block is decoded.
         read_at = torch.where(torch.arange(length) % traits.block_size == 0, read_at + length, read_at)
-    return [row[read_at[at].to(row.device)] for row, at in zip(hidden, masked, strict=True)]
+    return [row[read_at[at].to(row.device)] for row, at in zip(hidden, is_masked_at, strict=True)]
 
 
 def _score(backbone: Backbone, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:

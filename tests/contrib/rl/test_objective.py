@@ -404,5 +404,5 @@ def test_answers_cut_at_the_limit_have_the_reward_that_is_asked_for(
 ) -> None:
     rewards = torch.tensor([[-2.0, -1.0, -3.0], [math.nan, 2.0, 0.5]])
     is_overlong = torch.tensor([[False, True, False], [True, True, False]])
-    found = replace_overlong_rewards(rewards, is_overlong, overlong)
-    torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)
+    actual = replace_overlong_rewards(rewards, is_overlong, overlong)
+    torch.testing.assert_close(actual, torch.tensor(expected), equal_nan=True)

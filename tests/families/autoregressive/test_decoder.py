@@ -20,7 +20,7 @@ from support.fakes import HashModel, PlainModel
 
 ROOT = Path(__file__).parents[3]
 CLEAN = ROOT / "tests" / "goldens" / "models" / "additions-clean"
-SMALL = {
+SMALL_CONFIG = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -31,17 +31,17 @@ SMALL = {
 
 
 @cache
-def model_of(kind: str) -> Backbone:
+def build_model(kind: str) -> Backbone:
     tokenizer = AutoTokenizer.from_pretrained(CLEAN)
     if kind == "trained":
         config = BackboneConfig(source=str(CLEAN), dtype="float64")
     else:
         # Wide weights: with the usual ones a random model repeats one token.
-        config = BackboneConfig(config={"model_type": kind, "initializer_range": 0.5, **SMALL}, dtype="float64")
+        config = BackboneConfig(config={"model_type": kind, "initializer_range": 0.5, **SMALL_CONFIG}, dtype="float64")
     return config.build(tokenizer, seed=1).eval()
 
 
-def prompts_for(model: Backbone, lengths: list[int]) -> list[Prompt]:
+def make_prompts(model: Backbone, lengths: list[int]) -> list[Prompt]:
     generator = torch.Generator().manual_seed(0)
     size = model.special_tokens.vocab_size
     ids = [torch.randint(3, size, (length,), generator=generator).tolist() for length in lengths]
@@ -51,9 +51,9 @@ def prompts_for(model: Backbone, lengths: list[int]) -> list[Prompt]:
 @pytest.mark.parametrize("kind", ["trained", "llama", "qwen2"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_greedy_decoding_is_what_transformers_generates(kind: str, batch_size: int) -> None:
-    model = model_of(kind)
+    model = build_model(kind)
     special = model.special_tokens
-    prompts = prompts_for(model, [1, 2, 5, 9, 14, 23])
+    prompts = make_prompts(model, [1, 2, 5, 9, 14, 23])
     if kind == "trained":
         text = AutoTokenizer.from_pretrained(CLEAN)("12+34,50+27=").input_ids
         prompts.append(Prompt(token_ids=tuple(text), id="sum"))
@@ -74,8 +74,8 @@ def test_greedy_decoding_is_what_transformers_generates(kind: str, batch_size: i
 
 
 def test_sampled_rows_are_those_of_the_prompts_alone() -> None:
-    model = model_of("llama")
-    prompts = prompts_for(model, [3, 11, 1, 7, 7])
+    model = build_model("llama")
+    prompts = make_prompts(model, [3, 11, 1, 7, 7])
     sampling = SamplingParams(max_new_tokens=12, temperature=1.3, top_p=0.95, seed=4)
     together = decode(model, Autoregressive(), prompts, sampling, batch_size=4).rows
     for prompt, row in zip(reversed(prompts), reversed(together), strict=True):

@@ -46,7 +46,7 @@ def model_for(decoder: BlockDiffusion, eos: tuple[int, ...] = (EOS,)) -> Backbon
     return Backbone(backbone().model, traits, special)
 
 
-def prompts_of(lengths: list[int], seed: int = 0) -> list[Prompt]:
+def make_prompts(lengths: list[int], seed: int = 0) -> list[Prompt]:
     """Return prompts of any ids, masks and ends of sequence among them."""
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -164,7 +164,7 @@ def test_greedy_decoding_is_the_slow_reference(
     decoder: BlockDiffusion, num_known: int, max_new_tokens: int, eos: tuple[int, ...], seed: int
 ) -> None:
     model = model_for(decoder, eos)
-    [prompt] = prompts_of([num_known], seed)
+    [prompt] = make_prompts([num_known], seed)
     with torch.no_grad():
         reference = Reference(decoder, model, prompt, max_new_tokens)
     [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=max_new_tokens, seed=seed), trace=True).rows
@@ -188,7 +188,7 @@ def test_greedy_decoding_is_the_slow_reference(
 def test_each_prompt_gets_what_it_gets_alone(
     decoder: BlockDiffusion, lengths: list[int], temperature: float, batch_size: int, seed: int
 ) -> None:
-    model, prompts = model_for(decoder, (EOS, 13)), prompts_of(lengths, seed)
+    model, prompts = model_for(decoder, (EOS, 13)), make_prompts(lengths, seed)
     sampling = SamplingParams(max_new_tokens=11, temperature=temperature, top_k=6, seed=seed)
     together = decode(model, decoder, prompts[::-1], sampling, batch_size=batch_size).rows[::-1]
     for prompt, row in zip(prompts, together, strict=True):
@@ -207,7 +207,7 @@ def test_each_prompt_gets_what_it_gets_alone(
 def test_masks_are_predicted_as_in_training(num_known: int, shifted: bool) -> None:
     """The doubled sequence of training, all of the last block masked, gives the probabilities of the first round."""
     num_new = 8 - num_known % 8
-    decoder, [prompt] = BlockDiffusion(shifted=shifted), prompts_of([num_known])
+    decoder, [prompt] = BlockDiffusion(shifted=shifted), make_prompts([num_known])
     model = model_for(decoder, (NEVER_DRAWN,))
     [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=num_new), trace=True).rows
     first = row.trace[0]
@@ -234,7 +234,7 @@ def full(decoder: BlockDiffusion, num_known: int, max_new_tokens: int, **samplin
     """Decode a prompt whose response has no end."""
     params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
     model = model_for(decoder, (NEVER_DRAWN,))
-    [row] = decode(model, decoder, prompts_of([num_known]), params, trace=True).rows
+    [row] = decode(model, decoder, make_prompts([num_known]), params, trace=True).rows
     assert row.num_tokens == max_new_tokens
     return row
 
@@ -245,7 +245,7 @@ def test_shifted_blocks_of_one_token_are_autoregressive_decoding(num_known: int)
     row = full(decoder, num_known, 15)
     model = model_for(decoder, (NEVER_DRAWN,))
     model.traits = ModelTraits()
-    [sequential] = decode(model, Autoregressive(), prompts_of([num_known]), SamplingParams(max_new_tokens=15)).rows
+    [sequential] = decode(model, Autoregressive(), make_prompts([num_known]), SamplingParams(max_new_tokens=15)).rows
     assert row.token_ids == sequential.token_ids
     assert row.forward_shapes == sequential.forward_shapes
 
@@ -275,7 +275,7 @@ def test_a_threshold_of_zero_gives_a_sub_block_a_round(fused: bool) -> None:
 
 def test_the_first_token_of_a_shifted_block_is_greedy_at_any_temperature() -> None:
     decoder = BlockDiffusion(block_size=4, shifted=True)
-    model, [prompt] = model_for(decoder, (NEVER_DRAWN,)), prompts_of([8])
+    model, [prompt] = model_for(decoder, (NEVER_DRAWN,)), make_prompts([8])
     firsts, seconds = set(), set()
     for seed in range(12):
         sampling = SamplingParams(max_new_tokens=2, temperature=20.0, seed=seed)
@@ -395,7 +395,7 @@ def test_impossible_options_are_refused(options: dict, message: str) -> None:
 )
 def test_models_trained_otherwise_are_refused(traits: ModelTraits, reason: str) -> None:
     model = Backbone(backbone().model, traits, backbone().special_tokens)
-    prompts = prompts_of([5])
+    prompts = make_prompts([5])
     with pytest.raises(ModelMismatchError, match=reason):
         decode(model, BlockDiffusion(), prompts, SamplingParams())
     with pytest.warns(UserWarning, match=reason):

@@ -18,7 +18,7 @@ DEVICE = "cuda"
 SIZES = [[(9, 30), (2, 17), (16, 16)], [(3, 40), (12, 150)], [(1, 9), (7, 20), (5, 33)]]
 
 
-def model_of() -> Backbone:
+def build_model() -> Backbone:
     config = Qwen3Config(
         vocab_size=14, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=32, num_attention_heads=4,
         num_key_value_heads=2,
@@ -53,7 +53,7 @@ def forwards(model: Backbone, *, may_wait: bool = True) -> list[Tensor]:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_ragged_forwards_on_a_gpu_are_those_on_a_cpu_and_wait_for_nothing() -> None:
-    model = model_of()
+    model = build_model()
     on_cpu = Backbone(copy.deepcopy(model.model).to("cpu"), ModelTraits(), SPECIAL, fused_body=False)
     expected = forwards(on_cpu)
     for may_wait in (True, False):  # the first forwards set up libraries
