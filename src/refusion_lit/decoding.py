@@ -10,6 +10,7 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, mo
 from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, text_branch, uncached, up_to_eos
 from refusion_lit.engine.engine import Engine, decode
 from refusion_lit.engine.kept_cache import KeptCache
+from refusion_lit.engine.logprobs import TokenLogprob
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
@@ -54,6 +55,7 @@ __all__ = [
     "Steps",
     "TextStream",
     "TokenEditing",
+    "TokenLogprob",
     "TraceRound",
     "WeDLM",
     "check_context",

@@ -116,6 +116,7 @@ class TextModel:
         *,
         callbacks: Sequence[GenerationCallback] = (),
         trace: bool = False,
+        num_top_logprobs: int | None = None,
         kept: KeptCache | None = None,
         continues_text: bool = True,
         **options: Any,  # noqa: ANN401 - fields of DecodingOptions
@@ -128,6 +129,7 @@ class TextModel:
             sampling: Length limit and sampling options.
             callbacks: Notified when tokens are committed and prompts finish.
             trace: Record a trace of every forward pass.
+            num_top_logprobs: Record the tokens' log-probabilities, and those of this many alternatives per token.
             kept: Keeps the cache of a call for the next call.
             continues_text: Whether a response's text continues the prompt's text; otherwise, it is the text of the
                 response's tokens alone, which may lack a space at its beginning.
@@ -144,7 +146,8 @@ class TextModel:
         was_training = self.backbone.training
         self.backbone.eval()
         detokenize = self.detokenize if continues_text else self._detokenize_alone
-        watch = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": detokenize}
+        watch: dict[str, Any] = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": detokenize}
+        watch["num_top_logprobs"] = num_top_logprobs
         try:
             return decode(model, decoder, prompts, sampling, **watch, **options)
         except ModelMismatchError:
@@ -197,6 +200,7 @@ class TextModel:
                 A template is given text of a response with spans to fill: ``{{5}}`` for five tokens, ``{{1-6}}`` for
                 the most probable filling of one to six tokens, and ``{{...}}`` at the end to continue freely.
                 ``None`` gives no text. ``max_new_tokens`` does not count given tokens.
+                With ``num_top_logprobs: n``, a response has the log-probabilities of its tokens and of n alternatives.
                 With ``json_schema``, every response parses and keeps the schema; schemas that cannot be guaranteed are
                 refused.
 

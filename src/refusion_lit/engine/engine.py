@@ -18,6 +18,7 @@ from refusion_lit.engine.batch import Batch
 from refusion_lit.engine.checks import check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.kept_cache import KeptCache
+from refusion_lit.engine.logprobs import LogprobRecorder
 from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback
 from refusion_lit.engine.requests import MoreDrafts, SamplingJob, Steps
 from refusion_lit.engine.sampler import Sampler
@@ -28,7 +29,7 @@ from refusion_lit.modeling.devices import is_out_of_memory, synchronised_time
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_at_least
 
 
 def decode(
@@ -40,6 +41,7 @@ def decode(
     callbacks: Sequence[GenerationCallback] = (),
     detokenize: Callable[..., str] | None = None,
     trace: bool = False,
+    num_top_logprobs: int | None = None,
     kept: KeptCache | None = None,
     checked: bool = False,
     **named: Any,  # noqa: ANN401 - fields of DecodingOptions
@@ -67,6 +69,8 @@ def decode(
         detokenize: Turns a response's tokens into text; also takes ``after``, the prompt's tokens, and
             ``stop``, the stop strings. ``None``: generations have no text, and stop strings are refused.
         trace: Record every forward.
+        num_top_logprobs: Record the tokens' log-probabilities, and those of this many most probable tokens of their
+            places, at least 0. ``None``: record none.
         kept: Keeps the cache for the next call with the same model, whose prompts then share prefixes with the prompts
             of this call.
         checked: Whether the caller has run :func:`~refusion_lit.engine.checks.check_model` and ``check_prompts``.
@@ -80,6 +84,8 @@ def decode(
         options = DecodingOptions(**named)
     except TypeError as error:
         raise TypeError(f"{error}; options of sampling go into sampling=SamplingParams(...).") from error
+    if num_top_logprobs is not None:
+        require_at_least("num_top_logprobs", num_top_logprobs, 0)
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
     output = DecodingOutput()
     if not checked:
@@ -98,7 +104,7 @@ def decode(
             callbacks=callbacks, detokenize=detokenize, trace=trace, kept=kept, output=output,
         )  # fmt: skip
         for index, prompt in group:
-            engine.submit(index, prompt, sampling)
+            engine.submit(index, prompt, sampling, num_top_logprobs=num_top_logprobs)
         try:
             while engine.waiting or engine.running:
                 results |= engine.step()
@@ -170,7 +176,15 @@ class Engine:
         self.device = model.device
         self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
 
-    def submit(self, index: int, prompt: Prompt, sampling: SamplingParams, *, trace: bool = False) -> None:
+    def submit(
+        self,
+        index: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        trace: bool = False,
+        num_top_logprobs: int | None = None,
+    ) -> None:
         """Put a prompt into the queue.
 
         Args:
@@ -178,8 +192,10 @@ class Engine:
             prompt: The prompt.
             sampling: Length limit and sampling options.
             trace: Record the prompt's forwards; with probabilities only if the engine records all traces.
+            num_top_logprobs: Record log-probabilities, see :func:`decode`.
         """
-        self.waiting.append(PromptSequence(index, prompt, sampling, trace or self.trace))
+        logprobs = None if num_top_logprobs is None else LogprobRecorder(num_top_logprobs)
+        self.waiting.append(PromptSequence(index, prompt, sampling, trace or self.trace, logprobs))
 
     def abort(self, index: int) -> None:
         """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
@@ -317,6 +333,8 @@ class Engine:
             name = type(self.decoder).__name__
             warnings.warn(f"prompt {result.id}: {name} left masks; the response ends before the first", stacklevel=2)
         result.token_ids = tokens
+        if sequence.logprobs is not None:
+            result.logprobs = sequence.logprobs.of_response(tokens)
         result.num_forwards = state.num_forwards
         result.num_tokens = len(tokens) - sum(token is not None for token in state.prompt.given[: len(tokens)])
         result.seconds = synchronised_time(self.device) - sequence.started

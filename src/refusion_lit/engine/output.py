@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from refusion_lit.engine.logprobs import TokenLogprob
+
 if TYPE_CHECKING:
     from refusion_lit.engine.decoder import RowState
     from refusion_lit.engine.requests import Branch, Reading
@@ -75,6 +77,8 @@ class Generation:
         round_ratios: Committed tokens per forward in the rounds that committed any; only for the paper's TPF figure.
         forward_shapes: Rows and length that the prompt takes in its forwards.
         trace: One entry per forward; empty unless a trace was requested.
+        logprobs: Log-probabilities of the tokens in ``token_ids``, ``None`` for given tokens; empty unless they were
+            requested.
     """
 
     id: str
@@ -88,6 +92,7 @@ class Generation:
     round_ratios: list[float] = field(default_factory=list)
     forward_shapes: list[tuple[int, int]] = field(default_factory=list)
     trace: list[TraceRound] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
     @property
     def num_given(self) -> int:

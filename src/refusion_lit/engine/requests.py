@@ -158,6 +158,8 @@ class Reading:
         statistic: Their requested statistics; empty without a request.
         scores: The probabilities that ``score_at`` requests.
         proposals: The drafts with their distributions, if the draw proposes them.
+        logprobs: Log-softmax of the logits at ``draft_at`` and then ``score_at`` [position, vocab]; stays on the
+            model's device. ``None`` unless log-probabilities are recorded.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -165,6 +167,7 @@ class Reading:
     statistic: list[float] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
+    logprobs: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -180,6 +183,7 @@ class SamplingJob:
         constraint: Which tokens may be drawn; ``None``: all tokens.
         guide: Distance from a hidden state to the hidden state of its unconditional logits, for classifier-free
             guidance.
+        with_logprobs: Whether the reading gets log-probabilities.
         reading: Receives the result.
     """
 
@@ -190,6 +194,7 @@ class SamplingJob:
     canvas: Sequence[int]
     constraint: ConstraintState | None = None
     guide: int = 0
+    with_logprobs: bool = False
     reading: Reading = field(default_factory=Reading)
 
 

@@ -95,9 +95,13 @@ class Sampler:
         else:
             sampler = GroupSampler(group, self._special, banned)
         results = GroupResults()
+        wants_logprobs = any(job.with_logprobs for job in group)
+        logprobs: list[Tensor] = []
         start = 0
         for logits in self._logit_chunks(hidden, positions, group[0]):
             stop = start + len(logits)
+            if wants_logprobs:  # before a draw changes the logits
+                logprobs.append(logits.log_softmax(-1))
             chosen = []
             if start < num_drafts:
                 drafted = logits if stop <= num_drafts else logits[: num_drafts - start]
@@ -111,6 +115,8 @@ class Sampler:
                 probabilities = sampler.probabilities(logits)
                 results.values.append(probabilities.gather(-1, ids.unsqueeze(-1)).squeeze(-1))
             start = stop
+        if wants_logprobs:
+            _share_logprobs(group, torch.cat(logprobs), num_drafts)
         return results
 
     def _fill(self, group: Sequence[SamplingJob], results: GroupResults, numbers: Iterator[float]) -> None:
@@ -260,6 +266,17 @@ def _group_key(job: SamplingJob) -> tuple[object, ...]:
     return (draw.forbidden, job.guide, bool(job.branch.proposals), sampling.temperature, sampling.top_p,
             sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.statistic, draw.top_p_first,
             draw.proposes)  # fmt: skip
+
+
+def _share_logprobs(group: Sequence[SamplingJob], logprobs: Tensor, num_drafts: int) -> None:
+    """Give the jobs that want log-probabilities their rows: drafts come first, then given tokens."""
+    draft, score = 0, num_drafts
+    for job in group:
+        num, num_scores = len(job.branch.draft_at), len(job.branch.score_at)
+        if job.with_logprobs:
+            job.reading.logprobs = torch.cat((logprobs[draft : draft + num], logprobs[score : score + num_scores]))
+        draft += num
+        score += num_scores
 
 
 def _make_finite(logits: Tensor) -> Tensor:

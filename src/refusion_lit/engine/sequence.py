@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from refusion_lit.engine.decoder import RowState
+from refusion_lit.engine.logprobs import LogprobRecorder
 from refusion_lit.engine.output import Generation, TraceRound
 from refusion_lit.engine.requests import Branch, Forward, MoreDrafts, Reading, Request, SamplingJob, Steps
 from refusion_lit.engine.stopping import StopFinder
@@ -27,6 +28,7 @@ class PromptSequence:
         prompt: The prompt.
         sampling: Length limit and sampling options.
         trace: Whether every forward is recorded.
+        logprobs: Records log-probabilities; ``None`` if they are not wanted.
         cache_row: Its row in the cache; -1 while it waits.
         started: When it was admitted, in seconds.
         last_call: The last call that it took part in.
@@ -46,6 +48,7 @@ class PromptSequence:
     prompt: Prompt
     sampling: SamplingParams
     trace: bool = False
+    logprobs: LogprobRecorder | None = None
     cache_row: int = -1
     started: float = 0.0
     last_call: int = 0
@@ -107,8 +110,9 @@ class PromptSequence:
         assert self.request is not None
         draw = self.request.draw
         guide = 0 if draw.guidance is None else self.starts[1]  # the first branch, at 0, is guided
+        wants = self.logprobs is not None
         return [
-            SamplingJob(draw, branch, first + start, self.prompt, self.state.tokens, self.constraint, guide)
+            SamplingJob(draw, branch, first + start, self.prompt, self.state.tokens, self.constraint, guide, wants)
             for branch, start in zip(self.branches, self.starts, strict=False)
         ]
 
@@ -117,7 +121,10 @@ class PromptSequence:
         state = self.state
         branches = self.branches
         num_before = state.num_committed
+        num_forwards = state.num_forwards
         self.request = self._next_request(readings)
+        if self.logprobs is not None:
+            self.logprobs.record(state, branches, readings, num_forwards)
         committed = sorted(state.committed[num_before:])
         if self.trace:
             self.result.trace[-1].add(branches, readings, [state.prompt_length + place for place in committed])
