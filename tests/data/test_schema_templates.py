@@ -193,7 +193,10 @@ REFUSED = [
     (True, "values of any type in the schema"),
     ({}, "values of any type in the schema"),
     ({"type": "object"}, "optional or unnamed properties in the schema"),
-    ({"type": "object", "properties": {"a": STRING}, "required": ["b"]}, "unnamed properties in the schema"),
+    (
+        {"type": "object", "properties": {"a": STRING}, "required": ["b"]},
+        "required properties without a schema in the schema",
+    ),
     (
         {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]},
         'values of any type in the items of "a"',

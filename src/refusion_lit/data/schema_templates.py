@@ -169,7 +169,8 @@ class TemplateCompiler:
         for given, _ in templates:
             if len(given) < length:
                 given += [int(self._token_set(" ")[0])] * (length - len(given))
-        common = [tokens[0] if len({*tokens}) == 1 else None for tokens in zip(*(given for given, _ in templates))]
+        places = zip(*(given for given, _ in templates), strict=True)
+        common = [tokens[0] if len({*tokens}) == 1 else None for tokens in places]
         for given, spans in templates:
             fixed = {place: token for place, token in enumerate(given) if token is not None and common[place] is None}
             spans |= {place: [[torch.tensor([token])]] for place, token in fixed.items()}
@@ -246,21 +247,22 @@ class TemplateCompiler:
         """Yield the text and spans of an object. An optional property is left out where its span has spaces alone."""
         properties = schema.get("properties")
         required = {*schema.get("required", ())}
-        if properties is None or not required <= properties.keys():
-            raise _refusal("optional or unnamed properties" if properties is None else "unnamed properties", name)
+        if properties is None:
+            raise _refusal("optional or unnamed properties", name)
+        if not required <= properties.keys():
+            raise _refusal("required properties without a schema", name)
         required = required or {*islice(properties, 1)}  # commas stand beside a property that is there
         has_required = False
         yield "{"
         for key, value in properties.items():
             label, parts = f"{json.dumps(key)}: ", self._parts(value, json.dumps(key))
+            before, after = (f", {label}", "") if has_required else (label, ", ")
             if key in required:
-                yield f", {label}" if has_required else label
+                yield before
                 yield from parts
                 has_required = True
             else:
-                yield self._optional(
-                    f", {label}" if has_required else label, parts, "" if has_required else ", ", json.dumps(key)
-                )
+                yield self._optional(before, parts, after, json.dumps(key))
         yield "}"
 
     def _array(self, schema: Mapping[str, Any], name: str) -> Iterator[str | Span]:

@@ -71,8 +71,8 @@ def find_format(chat_template: object, name: str = "auto") -> ToolFormat | None:
     Raises:
         ValueError: If the name is unknown.
 
-    >>> find_format("{% if tools %}{{ tools }}{% endif %}<tool_call>{{ call | tojson }}</tool_call>") == FORMATS["hermes"]
-    True
+    >>> find_format("{{ tools }}<tool_call>{{ call | tojson }}</tool_call>").closing
+    '</tool_call>'
     """
     require_choice("tool_format", name, ["auto", *FORMATS])
     text = "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
