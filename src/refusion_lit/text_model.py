@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from refusion_lit.data.detokenizer import Detokenizer
 from refusion_lit.data.encoding import encode_prompt
@@ -107,6 +108,17 @@ class TextModel:
         text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
         # Tokenizers that mark the beginning of a word drop the space from a text's first token.
         return f" {text}" if isinstance(name, str) and name.startswith("\u2581") and text[:1] != " " else text
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a single token, which may be a part of a character; ``None`` if they are unknown."""
+        text = self.token_text(token_id)
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text.encode()
+        name = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if name.startswith("<0x"):  # SentencePiece
+            return bytes([int(name[3:5], 16)])
+        values = {character: value for value, character in bytes_to_unicode().items()}
+        return bytes(values[character] for character in name) if values.keys() >= {*name} else None
 
     def decode(
         self,

@@ -152,7 +152,8 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     worker = Worker(model, Autoregressive(), SamplingParams(), DecodingOptions(batch_size=4), Limits())
     worker._make_engine()
     prompt = Prompt(token_ids=tuple(model.encode("1+1")), id="0")
-    job = partial(SimpleNamespace, prompt=prompt, sampling=SamplingParams(), wants_rounds=False, deadline=math.inf)
+    options = {"wants_rounds": False, "num_top_logprobs": None, "deadline": math.inf}
+    job = partial(SimpleNamespace, prompt=prompt, sampling=SamplingParams(), **options)
     jobs: Any = [job(name=name) for name in "abcde"]
     worker.submit(jobs[:3])
     worker._admit()
@@ -166,13 +167,11 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     assert rounds == ["a", "b", "c", "de"]
 
 
-def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(
-    model: TextModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("refusion_lit.serving.app._GRACE_SECONDS", 0.5)
+def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel) -> None:
     goes_on = threading.Event()
 
     def prepare(worker: Worker) -> None:
+        worker.grace_seconds = 0.5
         body = worker.checked_model.runner()
 
         def hanging(ids: torch.Tensor, *args: Any) -> torch.Tensor:

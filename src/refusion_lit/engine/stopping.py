@@ -88,6 +88,10 @@ class TextStream:
         stable = text[: len(text) - num_held]
         return self.rest(stable) if len(stable) > len(self._sent) else ""  # shorter where a request starts again
 
+    def is_complete(self, tokens: list[int]) -> bool:
+        """Return whether the whole text of the final tokens so far was sent."""
+        return self._detokenize(tokens) == self._sent
+
     def rest(self, text: str) -> str:
         """Return what is new in the final text, of which nothing is held back."""
         common = commonprefix([self._sent, text])  # noqa: RUF071 - no paths

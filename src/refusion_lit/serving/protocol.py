@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
+from refusion_lit.decoding import TokenLogprob
+from refusion_lit.text_model import TextModel
 from refusion_lit.utils.require import require
 
 _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": []}
-_SWITCHES = ("logprobs", "echo", "store")
+_SWITCHES = ("echo", "store")
 """Fields that clients always send. ``_NEUTRAL`` fields have no effect with these values, ``_SWITCHES`` if false."""
 _REASONS = {
     "max_completion_tokens": "max_tokens is given, too",
-    "logprobs": "this server returns no log-probabilities, with any decoder",
     "tools": "this server calls no tools; use response_format for JSON",
 }
 
@@ -180,6 +183,19 @@ class ChatRequest(BaseRequest):
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives per token get a log-probability; ``None``: no log-probabilities at all.
+
+        Raises:
+            ValueError: If alternatives are asked for without log-probabilities.
+        """
+        holds = self.logprobs or self.top_logprobs is None
+        require(holds, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(BaseRequest):
@@ -187,6 +203,70 @@ class CompletionRequest(BaseRequest):
 
     is_chat: ClassVar[bool] = False
     prompt: _Texts
+    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        default=None, ge=0, le=20
+    )
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives per token get a log-probability; ``None``: no log-probabilities at all."""
+        return self.logprobs
+
+
+LogprobEntries = Sequence[tuple[int, TokenLogprob | None]]
+"""Tokens with their log-probabilities; ``None`` for tokens that a schema gives."""
+
+
+def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:  # noqa: ARG001
+    """Return log-probabilities in the form of OpenAI's chats; ``forward`` is the forward pass that gave them.
+
+    Args:
+        entries: The tokens. The token that ends the response has no text and is left out.
+        model: Gives the tokens' text.
+        start: Not used in this form.
+    """
+
+    def describe(token: int, logprob: float | None) -> dict[str, Any]:
+        content = model.token_bytes(token)
+        return {"token": model.token_text(token), "logprob": logprob, "bytes": content and [*content]}
+
+    return {
+        "content": [
+            {
+                **describe(token, entry and entry.logprob),
+                "top_logprobs": [describe(*pair) for pair in (entry.top if entry else ())],
+                "forward": entry and entry.forward,
+            }
+            for token, entry in _without_end(entries, model)
+        ]
+    }
+
+
+def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:
+    """Return log-probabilities in the form of OpenAI's completions; ``forwards`` are the passes that gave them.
+
+    Args:
+        entries: The tokens. The token that ends the response has no text and is left out.
+        model: Gives the tokens' text.
+        start: Number of characters of the response before the tokens.
+    """
+    known = _without_end(entries, model)
+    texts = [model.token_text(token) for token, _ in known]
+    return {
+        "tokens": texts,
+        "token_logprobs": [entry and entry.logprob for _, entry in known],
+        "top_logprobs": [
+            entry and {model.token_text(token): logprob for token, logprob in entry.top} for _, entry in known
+        ],
+        "text_offset": [*accumulate(map(len, texts[:-1]), initial=start)] if texts else [],
+        "forwards": [entry and entry.forward for _, entry in known],
+    }
+
+
+def _without_end(entries: LogprobEntries, model: TextModel) -> LogprobEntries:
+    """Return entries without the end-of-sequence token behind the text."""
+    ends = model.backbone.special_tokens.eos_token_ids
+    return [*entries[:-1], *(entry for entry in entries[-1:] if entry[0] not in ends)]
 
 
 def describe_error(error: RequestValidationError) -> str:

@@ -21,8 +21,16 @@ from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.data.schemas import Schemas
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.stopping import TextStream
-from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
+from refusion_lit.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    LogprobEntries,
+    chat_logprobs,
+    completion_logprobs,
+    error_body,
+)
 from refusion_lit.serving.worker import Job, Update, Worker, log
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import OptionError, require
 
@@ -69,13 +77,25 @@ class ServedRequest:
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.body.model}
         return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
 
-    def make_choice(self, job: Job, text: str) -> dict[str, Any]:
-        """Return a choice, or a chunk's part of it; the first part of a choice has the role."""
+    def make_choice(self, job: Job, text: str, entries: LogprobEntries, model: TextModel) -> dict[str, Any]:
+        """Return a choice, or a chunk's part of it; the first part of a choice has the role.
+
+        Args:
+            job: The choice's job.
+            text: Its text.
+            entries: Tokens with their log-probabilities.
+            model: Gives the tokens' text.
+        """
         reason = job.result and ("stop" if job.result.finish_reason in ("eos", "stop") else "length")
         message = {"content": text} if job.has_begun else {"role": "assistant", "content": text}
         job.has_begun = True
         content = {"delta" if self.body.stream else "message": message} if self.body.is_chat else {"text": text}
-        return {"index": self.jobs.index(job), **content, "logprobs": None, "finish_reason": reason}
+        logprobs = None
+        if job.num_top_logprobs is not None:
+            describe = chat_logprobs if self.body.is_chat else completion_logprobs
+            logprobs = describe(entries, model, job.num_characters)
+            job.num_characters += sum(len(model.token_text(token)) for token, _ in entries)
+        return {"index": self.jobs.index(job), **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 class Service:
@@ -173,7 +193,7 @@ class Service:
         served.jobs = [
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, notify=notify,
                 deadline=served.started + worker.limits.max_seconds,
-                wants_rounds=body.stream_options.include_decode,
+                wants_rounds=body.stream_options.include_decode, num_top_logprobs=body.num_top_logprobs,
                 stream=TextStream(
                     partial(worker.model.detokenize, after=prompt.token_ids, stop=sampling.stop), sampling))
             for prompt in prompts
@@ -257,9 +277,12 @@ class Service:
 
     async def _collect(self, served: ServedRequest) -> dict[str, Any]:
         """Return an answer's body."""
-        async for _ in self._events(served):
-            pass
-        choices = [served.make_choice(job, job.result.text) for job in served.jobs if job.result]
+        entries: dict[int, list[Any]] = {id(job): [] for job in served.jobs}
+        async for job, update in self._events(served):
+            entries[id(job)] += update.logprobs
+        choices = [
+            served.make_choice(job, job.result.text, entries[id(job)], self.model) for job in served.jobs if job.result
+        ]
         return served.make_answer(*choices, usage=served.usage)
 
     async def _stream(self, served: ServedRequest) -> AsyncIterator[str]:
@@ -267,8 +290,9 @@ class Service:
         size = getattr(self.worker.decoder, "slot_size", None) or 1
         try:
             async for job, update in self._events(served):
+                choice = served.make_choice(job, update.text, update.logprobs, self.model)
                 more = {"decode": {"slot_size": size, "rounds": update.rounds}} if job.wants_rounds else {}
-                yield _format_event(served.make_answer(served.make_choice(job, update.text), **more))
+                yield _format_event(served.make_answer(choice, **more))
         except HTTPException as error:
             yield _format_event(error_body(error))
             return

@@ -19,7 +19,7 @@ import torch
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
-from refusion_lit.decoding import Decoder, Generation
+from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import TraceRound
 from refusion_lit.engine.requests import MoreDrafts
@@ -42,12 +42,15 @@ class Update:
     Attributes:
         text: New text.
         rounds: Drafted, verified and committed tokens of new forward passes, if the job wants them.
+        logprobs: The tokens whose text is sent with this update, with their log-probabilities (``None`` for tokens that
+            a schema gives), if the job wants them.
         generation: The whole response, once it has ended.
     """
 
     text: str
     rounds: Sequence[dict[str, Any]]
     generation: Generation | None = None
+    logprobs: Sequence[tuple[int, TokenLogprob | None]] = ()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -60,8 +63,11 @@ class Job:
         notify: Receives pairs of the job and an update, or finally an error; called by the worker's thread.
         deadline: Time (:func:`time.monotonic`) at which the job is dropped; 0 if no client waits for it.
         wants_rounds: Whether updates describe every forward pass.
+        num_top_logprobs: Number of alternatives per token with log-probabilities; ``None``: no log-probabilities.
         stream: Splits the text into pieces.
         num_rounds: Number of forward passes that updates have described.
+        num_sent: Number of tokens whose log-probabilities were sent.
+        num_characters: Number of characters of the tokens whose log-probabilities were sent. Set by the service.
         has_begun: Whether the client has received a part of the response. Set by the service.
         result: The response, once the service has received it.
     """
@@ -72,9 +78,20 @@ class Job:
     deadline: float
     wants_rounds: bool
     stream: TextStream
+    num_top_logprobs: int | None = None
     num_rounds: int = 0
+    num_sent: int = 0
+    num_characters: int = 0
     has_begun: bool = False
     result: Generation | None = None
+
+    def take_logprobs(
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None]
+    ) -> list[tuple[int, TokenLogprob | None]]:
+        """Return tokens with their entries that were not sent yet."""
+        new = list(zip(tokens, entries, strict=False))[self.num_sent :]
+        self.num_sent = max(self.num_sent, len(entries))
+        return new
 
 
 class CheckedModel(LanguageModel):
@@ -238,7 +255,9 @@ class Worker:
             while self.waiting and len(self.active) < (1 if self._suspects else self.options.batch_size):
                 job = self.waiting.popleft()
                 self.active[id(job)] = job
-                self.engine.submit(id(job), job.prompt, job.sampling, trace=job.wants_rounds)
+                self.engine.submit(
+                    id(job), job.prompt, job.sampling, trace=job.wants_rounds, num_top_logprobs=job.num_top_logprobs
+                )
             return not self.is_draining or (bool(self.active) and now < self.stop_at)
 
     def _step(self) -> None:
@@ -249,19 +268,23 @@ class Worker:
                 job = self.active[sequence.index]
                 state = sequence.state
                 has_committed = state.num_forwards in state.commit_rounds
-                text = job.stream.piece(state.final_prefix()) if has_committed else ""
+                tokens = state.final_prefix() if has_committed else []
+                text = job.stream.piece(tokens) if has_committed else ""
                 # The drafts of the last forward pass may not be complete.
                 trace = sequence.result.trace[: -1 if isinstance(sequence.request, MoreDrafts) else None]
                 rounds = self._rounds(job, trace)
                 if text or rounds:
-                    job.notify((job, Update(text, rounds)))
+                    is_due = sequence.logprobs is not None and text and job.stream.is_complete(tokens)
+                    entries = sequence.logprobs.of_response(tokens) if sequence.logprobs and is_due else []
+                    job.notify((job, Update(text, rounds, logprobs=job.take_logprobs(tokens, entries))))
         except Exception as error:
             self._recover(error)
             return
         for number, generation in finished.items():
             job = self.active.pop(number)
             rounds = self._rounds(job, generation.trace)
-            job.notify((job, Update(job.stream.rest(generation.text), rounds, generation)))
+            entries = job.take_logprobs(generation.token_ids, generation.logprobs)
+            job.notify((job, Update(job.stream.rest(generation.text), rounds, generation, entries)))
 
     def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
         """Return the tokens that new forward passes drafted, verified and committed, by place in the response."""
