@@ -281,17 +281,11 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
     return [*prompt_prefix(tokenizer), *encode_text(tokenizer, text)]
 
 
-def split_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
-    """Return the parts of a text, and whether a part is the name of a special token."""
-    parts = re.split(f"({_special_names(tokenizer).pattern})", text)
+def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
+    """Return the parts of a text, and whether a part is the name of an added token, special or not."""
+    names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
+    parts = re.split(f"({'|'.join(map(re.escape, names))})" if names else "(?!)", text)
     return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
-
-
-def _special_names(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of the names of special tokens."""
-    added = tokenizer.added_tokens_decoder.values()
-    names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
 class _Guard:
@@ -305,7 +299,9 @@ class _Guard:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
-        self._names = _special_names(tokenizer)
+        added = tokenizer.added_tokens_decoder.values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         used = set().union(*texts)
         # Unicode reserves code points from U+FDD0 on for internal use; texts rarely contain them.
         free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)

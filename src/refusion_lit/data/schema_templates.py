@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_text, encode_within, split_special_tokens
+from refusion_lit.data.encoding import encode_text, encode_within, split_added_tokens
 from refusion_lit.data.tool_calls import ToolFormat
 from refusion_lit.types import Constraint, ConstraintState
 from refusion_lit.utils.require import OptionError
@@ -163,7 +163,7 @@ class TemplateCompiler:
         templates = []
         for name, schema in functions.items():
             head = f"{tool_format.before_name}{name}{tool_format.after_name}"
-            begin = self._split_special(tool_format.begin + head)
+            begin = self._split_added(tool_format.begin + head)
             templates.append(self._lay_out(chain(begin, self._parts(schema, f"the parameters of {name}"))))
         length = max(len(given) for given, _ in templates)
         for given, _ in templates:
@@ -174,7 +174,7 @@ class TemplateCompiler:
         for given, spans in templates:
             fixed = {place: token for place, token in enumerate(given) if token is not None and common[place] is None}
             spans |= {place: [[torch.tensor([token])]] for place, token in fixed.items()}
-        end, _ = self._lay_out(self._split_special(tool_format.after_arguments + tool_format.end))
+        end, _ = self._lay_out(self._split_added(tool_format.after_arguments + tool_format.end))
         return self._constrain([*common, *end], [spans for _, spans in templates])
 
     def _constrain(
@@ -183,11 +183,11 @@ class TemplateCompiler:
         constraint = Constraint(begin=lambda _: TemplateState(len(self._texts), *templates), left_to_right=False)
         return (*given, int(self._tokenizer.eos_token_id)), constraint  # type: ignore[arg-type]
 
-    def _split_special(self, text: str) -> list[str | int]:
-        """Return a text as parts: special tokens that it names as ids, and the text around them."""
+    def _split_added(self, text: str) -> list[str | int]:
+        """Return a text as parts: added tokens that it names as ids, and the text around them."""
         return [
             int(self._tokenizer.convert_tokens_to_ids(part)) if is_name else part  # type: ignore[arg-type]
-            for part, is_name in split_special_tokens(self._tokenizer, text)
+            for part, is_name in split_added_tokens(self._tokenizer, text)
         ]
 
     def _lay_out(self, parts: Iterable[Any]) -> tuple[list[int | None], dict[int, Span]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import split_special_tokens
+from refusion_lit.data.encoding import split_added_tokens
 from refusion_lit.data.schema_templates import TemplateCompiler
 from refusion_lit.data.tool_calls import ToolFormat
 from refusion_lit.engine.decoder import Decoder
@@ -93,7 +93,8 @@ class Schemas:
             ValueError: If the schema is wrong or cannot be guaranteed, the length limit is too low, or llguidance is
                 needed and not installed.
         """
-        strict_schema = self._check(schema, sampling)
+        _refuse_stop_strings(sampling)
+        strict_schema = self._tighten(schema)
         if not decoder.is_left_to_right:
             return _fill(prompts, *self._template_compiler.compile(schema))
         return self._follow(prompts, self._grammar_compiler.compile(strict_schema), sampling)
@@ -121,10 +122,11 @@ class Schemas:
         Raises:
             ValueError: As for :meth:`constrain`; an error about a function's schema names the function.
         """
+        _refuse_stop_strings(sampling)
         grammars: dict[str, object] = {}
         for name, schema in functions.items():
             try:
-                strict_schema = self._check(schema, sampling)
+                strict_schema = self._tighten(schema)
                 if decoder.is_left_to_right:
                     self._grammar_compiler.compile(strict_schema)  # checks the function's schema alone
                 grammars[name] = strict_schema
@@ -145,10 +147,9 @@ class Schemas:
     def _template_compiler(self) -> TemplateCompiler:
         return TemplateCompiler(self._tokenizer, self._special.vocab_size)
 
-    def _check(self, schema: object, sampling: SamplingParams) -> Any:  # noqa: ANN401 - any JSON value
+    def _tighten(self, schema: object) -> Any:  # noqa: ANN401 - any JSON value
         """Return a strict schema that implies the given schema."""
         require(isinstance(schema, Mapping | bool), _OPTION, "an object or a boolean", schema, "write a JSON schema")
-        require(not sampling.stop, _OPTION, "no stop strings, which cut a text", sampling.stop, "leave them out")
         try:
             return _make_strict(schema)
         except RecursionError as error:
@@ -166,6 +167,10 @@ class Schemas:
         require(num_tokens <= sampling.max_new_tokens, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")
         constraint = Constraint(begin=begin, left_to_right=True)
         return [replace(prompt, constraint=constraint) for prompt in prompts]
+
+
+def _refuse_stop_strings(sampling: SamplingParams) -> None:
+    require(not sampling.stop, _OPTION, "no stop strings, which cut a text", sampling.stop, "leave them out")
 
 
 def _fill(prompts: Sequence[Prompt], given: tuple[int | None, ...], constraint: Constraint) -> list[Prompt]:
@@ -324,8 +329,8 @@ class _GrammarCompiler:
         return str(self._library.LLMatcher.grammar_from_lark("\n".join(rules)))
 
     def _quote(self, text: str) -> str:
-        """Return a text in a grammar; names of special tokens become these tokens."""
-        parts = split_special_tokens(self.hub_tokenizer, text)
+        """Return a text in a grammar; names of added tokens become tokens, as llguidance does not spell them."""
+        parts = split_added_tokens(self.hub_tokenizer, text)
         ids: Any = self.hub_tokenizer.convert_tokens_to_ids([part for part, is_name in parts if is_name])
         numbers = iter(ids)
         return " ".join(f"<[{next(numbers)}]>" if is_name else json.dumps(part) for part, is_name in parts)

@@ -84,10 +84,9 @@ def find_format(chat_template: object, name: str = "auto") -> ToolFormat | None:
         name = "hermes"
     elif name == "auto" and re.search(r'"name\\?": ', text) and re.search(r'"parameters\\?": ', text):
         name = "llama"
-    found = FORMATS.get(name)
-    if found is not None and f"{found.marker} [" in text:  # older templates of Mistral
-        found = replace(found, begin=f"{found.marker} [")
-    return found
+    if name == "mistral" and "[TOOL_CALLS] [" in text:  # older templates
+        return replace(FORMATS[name], begin="[TOOL_CALLS] [")
+    return FORMATS.get(name)
 
 
 @dataclass(frozen=True)
