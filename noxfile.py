@@ -64,9 +64,9 @@ def tests_lowest(session: nox.Session) -> None:
 
 @nox.session
 def tests_newest(session: nox.Session) -> None:
-    """Run the test suite with the newest versions that pyproject.toml allows, some newer than constraints.txt."""
+    """Run the test suite with all examples and the newest versions that pyproject.toml allows."""
     session.install("--no-compile", "-e", f".[{EXTRAS}]", *group("test"))
-    session.run("pytest", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *IN_PARALLEL, "--hypothesis-profile=thorough", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -120,6 +120,7 @@ def bench(session: nox.Session) -> None:
         "precision",
         "policy_memory",
         "startup",
+        "projection",
     ]
     for part in parts:
         session.run("python", "-m", f"benchmarks.{part}", env=ENVIRONMENT)

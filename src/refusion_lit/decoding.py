@@ -11,7 +11,7 @@ from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, 
 from refusion_lit.engine.engine import Engine, decode
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.logprobs import TokenLogprob
-from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound
+from refusion_lit.engine.output import CallShapes, DecodingOutput, Generation, GenerationCallback, TraceRound
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.families.autoregressive.decoder import Autoregressive
@@ -32,6 +32,7 @@ __all__ = [
     "Autoregressive",
     "BlockDiffusion",
     "Branch",
+    "CallShapes",
     "Decoder",
     "DecodingOutput",
     "Draw",

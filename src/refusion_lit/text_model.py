@@ -29,6 +29,7 @@ from refusion_lit.engine.checks import check_arguments
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require, require_template
 
@@ -281,9 +282,9 @@ class TextModel:
 def _check_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse objects other than prompts, and ids, given tokens included, that the tokenizer does not know."""
     require(isinstance(prompt, Prompt), "prompts", "a list of Prompt", prompt, "use generate for texts")
-    size = len(tokenizer)
     for token in {*prompt.token_ids, *prompt.given} - {None}:
-        # A vocabulary with gaps has ids beyond its size.
-        known = 0 <= token < size or (token >= size and tokenizer.convert_ids_to_tokens(token) is not None)
-        expected = f"token ids below {size}, the tokenizer's size"
-        require(known, f"prompt {prompt.id}", expected, token, "encode with its tokenizer")
+        if not 0 <= token < 1 << 31 or tokenizer.convert_ids_to_tokens(token) is None:
+            size = vocabulary_size(tokenizer)
+            is_gap = 0 <= token < size
+            expected = "an id of a token" if is_gap else f"token ids below {size}, the tokenizer's size"
+            require(False, f"prompt {prompt.id}", expected, token, "encode with its tokenizer")

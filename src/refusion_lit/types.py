@@ -25,9 +25,12 @@ class SpecialTokens:
         mask_token_id: The mask token, ``None`` for a model without a mask token.
         eos_token_ids: Ids that end a response.
         pad_token_id: Fills up batches; may be an EOS token.
-        vocab_size: Number of ids that the tokenizer knows. Decoders never produce ids from here on.
+        vocab_size: The tokenizer's highest id plus 1. Decoders never produce ids from here on.
         draft_token_ids: A drafter's mask ids, nearest token first. They lie beyond all embedding rows and never
             appear in a text.
+        unused_token_ids: Ids below ``vocab_size`` that belong to no token of the tokenizer.
+        drafts_block: Whether the drafter drafts a block in forwards of its own (DFlash), so that its masks see one
+            another, and predict their own positions.
     """
 
     mask_token_id: int | None
@@ -35,11 +38,13 @@ class SpecialTokens:
     pad_token_id: int
     vocab_size: int
     draft_token_ids: tuple[int, ...] = ()
+    unused_token_ids: tuple[int, ...] = ()
+    drafts_block: bool = False
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids below ``vocab_size`` that a decoder never produces: mask, and padding unless it ends a response."""
-        banned = {self.mask_token_id, self.pad_token_id} - {None, *self.eos_token_ids}
+        """Ids below ``vocab_size`` that a decoder never produces: mask, padding unless it ends a response, and gaps."""
+        banned = {self.mask_token_id, self.pad_token_id, *self.unused_token_ids} - {None, *self.eos_token_ids}
         return tuple(sorted(token for token in banned if token is not None))
 
 
@@ -192,7 +197,7 @@ class DecodingOptions:
     """
 
     ranges = {"batch_size": 1, "max_tokens_per_forward": 1, "max_cache_tokens": 1}
-    batch_size: int = 1
+    batch_size: int = 16
     max_tokens_per_forward: int | None = None
     max_cache_tokens: int | None = None
     share_prefixes: bool = True

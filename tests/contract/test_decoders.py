@@ -24,6 +24,7 @@ from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,
     Decoder,
+    DecodingOutput,
     FastDLLM,
     FirstHitting,
     IntrospectiveStrided,
@@ -76,6 +77,22 @@ def test_output_is_text_within_the_budget(
         assert output.num_calls == sum(forwards)
         shapes = [shape for row in output.rows for shape in row.forward_shapes]
         assert shapes == [tuple(call.input_ids.shape) for call in model.calls]
+    check_call_shapes(model, output)
+
+
+def check_call_shapes(model: FakeModel, output: DecodingOutput) -> None:
+    """Compare the counted shapes with what the model was fed."""
+    assert output.call_shapes is not None
+    entries = [(*shape, *count) for shape, count in output.call_shapes.counts.items()]
+    with_body = [entry for entry in entries if entry[1]]
+    assert sum(calls for *_, calls, _ in with_body) == output.num_calls == len(model.calls)
+    assert sum(sequences * calls for sequences, *_, calls, _ in with_body) == sum(
+        row.num_forwards for row in output.rows
+    )
+    num_positions = sum(positions * calls for _, positions, _, calls, _ in entries)
+    assert num_positions == sum(row.num_positions for row in output.rows) - output.num_shared
+    assert sum(logits * calls for _, _, logits, calls, _ in entries) == model.num_logit_rows
+    assert sum(length for *_, length in entries) == sum(call.mask.shape[-1] for call in model.calls)
 
 
 @each_decoder

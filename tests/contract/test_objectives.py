@@ -63,6 +63,7 @@ VARIANTS: list[Objective] = [
     objectives.DualStream(block_size=1),
     objectives.Introspective(block_size=4, noisy_targets="response", auto_balance=True),
     objectives.GatedDraft(stride=3, decay=0.5),
+    objectives.BlockDraft(num_anchors=3, decay=0.5),
     objectives.MaskWindows(window=3, num_tilings=3, decay=0.5),
     RecordedStates(slot_sizes=(3,)),
     Ending(),
@@ -75,6 +76,11 @@ VARIANTS: list[Objective] = [
     objectives.GroupPolicy(likelihood=likelihoods.Rounds(slot_size=4)),
     likelihoods.LinearPolicy(likelihood=likelihoods.MaskedBound()),
 ]
+
+
+def special_tokens(objective: Objective) -> SpecialTokens:
+    """Return the special tokens of a model with the drafter that an objective trains."""
+    return replace(SPECIAL, drafts_block=isinstance(objective, objectives.BlockDraft))
 
 
 def uses_masks(objective: Objective) -> bool:
@@ -118,7 +124,7 @@ def corrupt(objective: Objective, batch: ResponseBatch, epoch: int = 0, ratio: f
     """Corrupt with a batch's own noise."""
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=epoch)
     mask_ratio = None if ratio is None else torch.full((len(batch.input_ids),), ratio, dtype=torch.float64)
-    return objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
+    return objective.corrupt(batch, noise, special_tokens(objective), mask_ratio=mask_ratio)
 
 
 def find_rows(corrupted: CorruptedBatch, sample: int, num_samples: int) -> range:
@@ -259,9 +265,10 @@ def test_labels_say_what_the_traits_say(
                     after_clean[i][i] = text[place + 1]
                 elif place + 1 in text and prompt <= place and "next_token_in_slot" in predictions:
                     optional[i] = text[place + 1]  # unless it ends its slot
-            if corrupted.num_drafts:  # draft masks alone are trained, on the token after their place
-                ids = corrupted.input_ids[row].tolist()
-                expected = {i: text[places[i] + 1] for i, token in enumerate(ids) if token in DRAFTS}
+            if corrupted.num_drafts:  # draft masks alone are trained, on the token after their place or in it
+                shift = not isinstance(objective, objectives.BlockDraft)
+                targets = {i: places[i] + shift for i, token in enumerate(corrupted.input_ids[row]) if token in DRAFTS}
+                expected = {i: text[place] for i, place in targets.items() if shift or place in text}
             labelled = {i: label for i, label in enumerate(labels) if label != IGNORE_INDEX}
             assert expected.items() <= labelled.items()
             assert labelled.items() <= {**optional, **expected}.items()
@@ -370,7 +377,7 @@ def test_wrong_ratio_is_refused(objective: Objective, ratio: float) -> None:
 def corrupt_without_mask_token(objective: Objective) -> None:
     batch = make_batch([(2, 6)])
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
-    objective.corrupt(batch, noise, replace(SPECIAL, mask_token_id=None))
+    objective.corrupt(batch, noise, replace(special_tokens(objective), mask_token_id=None))
 
 
 @each_with_masks
@@ -429,7 +436,7 @@ def test_tensors_are_made_on_the_batchs_device(objective: Objective, ratio: floa
     hidden_size, head = 6, toy_head()
     # A tensor made without an explicit device lands on the meta device and fails later.
     with torch.device("meta"):
-        corrupted = objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
+        corrupted = objective.corrupt(batch, noise, special_tokens(objective), mask_ratio=mask_ratio)
         hidden = torch.zeros(*corrupted.input_ids.shape, hidden_size, dtype=torch.float64, device="cpu")
         loss = objective.loss(hidden, head, corrupted).total
     assert loss.device.type == "cpu"

@@ -7,21 +7,23 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
 from refusion_lit.cli.model_options import ModelParser, add_decoder_option
 from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.decoding import Decoder, SelfSpeculative, check_model
-from refusion_lit.families.defaults import NAMEABLE
+from refusion_lit.families.defaults import NAMEABLE, default_decoder
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import error_reason, write_error_reason
 from refusion_lit.utils.files import require_empty, write_atomically
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_choice
 
 if TYPE_CHECKING:
+    from refusion_lit.modeling.formats import CheckpointFormat
     from refusion_lit.text_model import TextModel
 
 
@@ -34,6 +36,8 @@ def build_parser() -> ModelParser:
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
     add_decoder_option(parser, "the decoder that the directory names as its own; by default the model's own")
     adapters = "write low-rank adapters (in peft's layout) or the drafter alone, without the model"
+    layout = "hf, or the format of published checkpoints that other programs serve: llada, dream, sdar and others"
+    parser.add_argument("--format", type=str, default="hf", help=layout)
     parser.add_argument("--adapter_only", type=bool, default=False, help=adapters)
     results = "directory of a test run, for the model card; several as [A, B]"
     parser.add_argument("--results", type=list[str] | str, default=[], help=results)
@@ -46,8 +50,8 @@ def run(args: list[str]) -> int:
     """Write the directory with its model card, and upload it with ``--push_to_hub``.
 
     Raises:
-        ValueError: If the checkpoint cannot be read or has no adapters to write alone, the directory is not empty, or
-            the upload fails.
+        ValueError: If the checkpoint cannot be read or has no adapters to write alone, the model does not fit the
+            format, the directory is not empty, or the upload fails.
     """
     options = build_parser().parse(args)
     output = Path(options.output)
@@ -62,20 +66,39 @@ def run(args: list[str]) -> int:
     require(is_nameable, "decoder", expected, f"{kind.__module__}.{kind.__name__}", fix)
 
     from refusion_lit.checkpoints.files import model_source
-    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model
+    from refusion_lit.modeling.block_drafter import BlockDrafter, save_block_drafter
+    from refusion_lit.modeling.drafter import Drafter
+    from refusion_lit.modeling.formats import FORMATS
+    from refusion_lit.modeling.published import check_format, save_published
+    from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model, vocabulary_options
 
+    formats = {name: published for name, published in FORMATS.items() if published.layout is not None}
+    require_choice("format", options.format, ("hf", *formats))
+    published = formats.get(options.format)
+    is_whole = published is None or not options.adapter_only
+    require(is_whole, "adapter_only", "false with --format", options.adapter_only, "drop one of them")
     options.ckpt_path = model_source(options.ckpt_path)
     model = _load(options)
     backbone = model.backbone
     if options.decoder is not None:
         name_decoder(model, options.decoder)
-    card = _card(options, model)
+    if published is not None:
+        check_format(backbone, published)
+    card = _card(options, model, published)
     with atomic_directory(output) as directory:
-        if options.adapter_only and backbone.drafter is not None:
-            vocab_size = backbone.special_tokens.vocab_size
-            save_drafter(backbone.drafter, backbone.body, directory, vocab_size=vocab_size)
+        drafter = backbone.drafter
+        if options.adapter_only and isinstance(drafter, BlockDrafter):
+            save_block_drafter(drafter, backbone.body, directory)
+            model.tokenizer.save_pretrained(directory)  # whose ids loading compares with the model's
+        elif options.adapter_only and isinstance(drafter, Drafter):
+            save_drafter(drafter, backbone.body, directory, **vocabulary_options(backbone.special_tokens))
         elif options.adapter_only:
             save_adapters(backbone, model.tokenizer, directory)
+        elif published is not None:
+            decoder: Any = model.default_decoder
+            named = (type(decoder).__name__, asdict(decoder))
+            entry = _own_entry(model, published, options.output)
+            save_published(backbone, model.tokenizer, directory, published, decoder=named, entry=entry)
         else:
             save_model(backbone, model.tokenizer, directory, prompt_template=model.prompt_template)
         write_atomically(directory / "README.md", card)
@@ -96,7 +119,7 @@ def _load(options: Namespace) -> TextModel:
         return load(source, dtype="float32", device="cpu", draft=options.draft)
     require(options.draft is None, "draft", "none with --adapter_only", options.draft, "drop one of them")
     require(options.decoder is None, "decoder", "none with --adapter_only", options.decoder, "drop one of them")
-    expected = "the checkpoint of a run with model.backbone.lora or drafter"
+    expected = "the checkpoint of a run with model.backbone.lora, drafter or block_drafter"
     require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
     return load_checkpoint(source)
 
@@ -120,9 +143,28 @@ def name_decoder(model: TextModel, decoder: Decoder) -> None:
     backbone.config.refusion_lit = {**stored, "decoder": entry}
 
 
-def _card(options: Namespace, model: TextModel) -> str:
+def _own_entry(model: TextModel, published: CheckpointFormat, output: str) -> dict[str, Any]:
+    """Return what loading the export needs beside the format: a decoder and a prompt template that the format lacks."""
+    from refusion_lit.modeling.formats import find_format
+    from refusion_lit.reports.model_card import changed_options
+
+    traits, decoder = model.backbone.traits, model.default_decoder
+    loads_as = find_format({"model_type": published.model_type}, source=output) or published
+    loaded = default_decoder(replace(traits, predictions=loads_as.predictions), loads_as.default_decoder(traits))
+    entry: dict[str, Any] = {}
+    name = type(decoder).__name__
+    if name in NAMEABLE and (decoder != loaded or published.source_pattern):  # a directory may be renamed
+        entry["decoder"] = {"class_path": name, "init_args": changed_options(decoder)}
+    if model.prompt_template != "{query}":
+        entry["prompt_template"] = model.prompt_template
+    return entry
+
+
+def _card(options: Namespace, model: TextModel, published: CheckpointFormat | None) -> str:
     """Return the model card; refuse ``--results`` of other weights."""
     from refusion_lit.checkpoints.models import load
+    from refusion_lit.modeling.block_drafter import BlockDrafter
+    from refusion_lit.modeling.drafter import DrafterOrigin
     from refusion_lit.modeling.saving import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
@@ -133,7 +175,7 @@ def _card(options: Namespace, model: TextModel) -> str:
     run = Path(options.ckpt_path).absolute().parent.parent  # if the checkpoint was not moved
     is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
     if options.adapter_only and backbone.drafter is not None:
-        return drafter_card(name, backbone.drafter.origin, prompt)
+        return drafter_card(name, DrafterOrigin.of(backbone.drafter), prompt)
     results = [Path(path) for path in as_list(options.results)]
     tested = backbone
     if results and options.adapter_only:  # a test merges adapters
@@ -141,8 +183,10 @@ def _card(options: Namespace, model: TextModel) -> str:
     is_named = "decoder" in (getattr(backbone.config, "refusion_lit", None) or {})
     return model_card(
         name, backbone.traits, run if is_run else None, results, adapters=backbone.adapters, prompt=prompt,
-        decoder=model.default_decoder if is_named else None, has_drafter=backbone.drafter is not None,
-        weights=weights_digest(tested) if results else None,
+        decoder=model.default_decoder if is_named or published else None, has_drafter=backbone.drafter is not None,
+        has_block_drafter=isinstance(backbone.drafter, BlockDrafter),
+        weights=weights_digest(tested) if results else None, published=published,
+        mask_token_id=backbone.special_tokens.mask_token_id,
     )  # fmt: skip
 
 

@@ -99,8 +99,6 @@ def add_decoding_options(parser: OneLineParser, *names: str) -> None:
     known = [field.name for field in fields(DecodingOptions)]
     left_out: set[str | int] = {name for name in known if names and name not in names}
     parser.add_class_arguments(DecodingOptions, skip=left_out)
-    if "batch_size" not in left_out:
-        parser.set_defaults(batch_size=16)
 
 
 def add_loading_options(parser: OneLineParser) -> None:

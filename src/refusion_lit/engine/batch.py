@@ -39,6 +39,8 @@ class Batch:
         positions: Their positions in the text.
         visibility: Which cache entries every token sees or, without a cache, which tokens of its row.
         shapes: Every forward's number of rows, and its length without padding.
+        num_tokens: Number of tokens, without padding.
+        num_keys: Keys that attention reads per row: cache entries, those of the forwards' own tokens included.
         starts: First token of every branch, by forward, among the tokens of the forward's rows, padding included.
     """
 
@@ -78,6 +80,8 @@ class Batch:
                 starts.append(start - first)
                 start += num_tokens if forward.packed else length
             self.starts.append(starts)
+        self.num_tokens = len(tokens)
+        self.num_keys = num_keys
         shape = (len(batch_cache_rows), length)
         # One host-to-device copy for everything.
         columns = np.array([tokens, positions, token_indices, token_rows, sources], dtype=np.int64)

@@ -76,6 +76,7 @@ class Draw:
             ``negative_entropy`` (filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
             draws stay in these distributions, ``forbidden`` ids do not; temperature 0 filters like temperature 1.
+        raw_statistic: Compute the statistic before temperature, top-k and top-p.
         top_p_first: Apply top-p before top-k (Dream); by default top-k comes first (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
         proposes: Whether readings hand out the drafts as proposals. Their noise is independent of other draws' noise
@@ -88,6 +89,7 @@ class Draw:
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()
     statistic: Statistic | None = None
+    raw_statistic: bool = False
     top_p_first: bool = False
     with_probability: bool = True
     proposes: bool = False
@@ -118,6 +120,8 @@ class Forward:
         packed: Whether the branches share one row of the call, one after the other. Otherwise every branch has a row.
             Changes the layout, not what a branch sees.
         keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
+        by_drafter: Whether the model's drafter, which has layers of its own, computes the forward. It is no forward of
+            the model, and is not counted as such.
         twin_at: For ``draw.guidance``: take the unconditional logits from the first row of the prompt's previous
             forward, at the offsets of the first branch plus this number. ``None``: take them from the second branch.
     """
@@ -128,6 +132,7 @@ class Forward:
     cached: bool = True
     packed: bool = False
     keep: Compaction | None = None
+    by_drafter: bool = False
     twin_at: int | None = None
 
 

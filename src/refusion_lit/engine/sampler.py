@@ -234,7 +234,9 @@ class GroupSampler:
         if draw.statistic is not None:
             seen = logits.index_fill(-1, to_device(draw.forbidden, logits.device), -math.inf)
             self._forbid_eos(seen, in_span)
-            filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
+            filtered = seen
+            if not draw.raw_statistic:
+                filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
             results.statistics.append(draft_statistic(draw.statistic, seen, filtered, tokens))
         return tokens
 
@@ -264,8 +266,8 @@ def _group_key(job: SamplingJob) -> tuple[object, ...]:
         return draw.forbidden
     sampling = draw.sampling
     return (draw.forbidden, job.guide, bool(job.branch.proposals), sampling.temperature, sampling.top_p,
-            sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.statistic, draw.top_p_first,
-            draw.proposes)  # fmt: skip
+            sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.statistic, draw.raw_statistic,
+            draw.top_p_first, draw.proposes)  # fmt: skip
 
 
 def _share_logprobs(group: Sequence[SamplingJob], logprobs: Tensor, num_drafts: int) -> None:

@@ -180,7 +180,12 @@ def _masked_states(
 
 
 def _score(backbone: Backbone, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:
-    """Return the targets' log-probability, and whether all targets are the most probable tokens."""
-    logits = backbone.logits(hidden)[..., : backbone.special_tokens.vocab_size].double()
+    """Return the targets' log-probability, and whether all targets are the most probable tokens.
+
+    Ids of no token, and rows that loading has added to the weights (a mask token), have no probability.
+    """
+    special = backbone.special_tokens
+    logits = backbone.logits(hidden)[..., : special.vocab_size].double()
+    logits[:, sorted({*special.unused_token_ids, *backbone.new_token_ids})] = -torch.inf
     chosen = logits.log_softmax(-1).gather(-1, targets[:, None])
     return float(chosen.sum()), bool((logits.argmax(-1) == targets).all())

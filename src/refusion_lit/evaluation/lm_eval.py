@@ -52,7 +52,7 @@ class RefusionLitModel(LM):
         decoder: Decoder | None = None,
         likelihood: Likelihood = "autoregressive",
         num_draws: int = 128,
-        batch_size: int = 1,
+        batch_size: int = 16,
         seed: int = 0,
         allow_mismatch: bool = False,
     ) -> None:

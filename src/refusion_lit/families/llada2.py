@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from refusion_lit.modeling.formats import CheckpointFormat, register
+from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
 
 _LAYER = "model.layers.{}"
 _FUSED = f"{_LAYER}.attention.query_key_value"
@@ -69,6 +69,58 @@ _OPTIONS: dict[str, Any] = {
     "mask_tokens": ("<|mask|>",),
 }
 
+
+def _layout(repository: str, algorithm: str) -> ExportLayout:
+    return ExportLayout(
+        repository=repository,
+        classes={
+            "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
+            "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
+            "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
+        },
+        architecture="LLaDA2MoeModelLM",
+        options=(
+            "attention_bias", "dtype", "first_k_dense_replace", "head_dim", "max_window_layers",
+            "moe_intermediate_size", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
+            "num_experts_per_tok", "pad_token_id", "partial_rotary_factor", "rotary_dim", "routed_scaling_factor",
+            "topk_group",
+        ),
+        omitted=("bos_token_id",),
+        constants={
+            "embedding_dropout": 0.0,
+            "norm_head": False,
+            "norm_softmax": False,
+            "output_dropout": 0.0,
+            "output_router_logits": False,
+            "router_dtype": "fp32",
+            "score_function": "sigmoid",
+            "sliding_window": 4096,
+            "use_bias": False,
+            "use_cache": True,
+            "use_qk_norm": True,
+            "use_rmsnorm": True,
+            "use_sliding_window": False,
+        },
+        supported={"use_qk_norm": (True,), "num_nextn_predict_layers": (0, None)},
+        decoder_names={
+            "block_size": "block_length",
+            "num_steps": "steps",
+            "threshold": "threshold",
+            "mask_threshold": "threshold",
+            "edit_threshold": "editing_threshold",
+        },
+        engines=(
+            Engine(
+                name="SGLang",
+                command="python -m sglang.launch_server --model-path {model} --trust-remote-code "
+                f"--dllm-algorithm {algorithm}",
+                block_size=32,
+                mask_token_id=156895,
+            ),
+        ),
+    )  # fmt: skip
+
+
 register(
     _LLaDA2Format(
         name="llada2",
@@ -76,6 +128,7 @@ register(
         model_type="llada2_moe",
         decoder="BlockDiffusion",
         decoder_options={"num_steps": 32, "threshold": 0.95},
+        layout=_layout("inclusionAI/LLaDA2.0-mini", "LowConfidence"),
         **_OPTIONS,
     )
 )
@@ -88,6 +141,7 @@ register(
         source_pattern=r"llada-?2[._-]?1",
         decoder="TokenEditing",
         decoder_options={"mask_threshold": 0.7, "edit_threshold": 0.5},
+        layout=_layout("inclusionAI/LLaDA2.1-mini", "JointThreshold"),
         **_OPTIONS,
     )
 )

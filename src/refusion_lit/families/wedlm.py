@@ -30,7 +30,7 @@ from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import random_subset, shift_left
-from refusion_lit.modeling.formats import CheckpointFormat, register
+from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, register
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -54,6 +54,31 @@ register(
         predictions=("mask", "next_token"),
         mask_tokens=("<|mask|>", "<|MASK|>"),
         decoder="WeDLM",
+        layout=ExportLayout(
+            repository="tencent/WeDLM-8B-Instruct",
+            classes={
+                "AutoConfig": "configuration_wedlm.WeDLMConfig",
+                "AutoModel": "modeling_wedlm.WeDLMModel",
+                "AutoModelForCausalLM": "modeling_wedlm.WeDLMForCausalLM",
+            },
+            architecture="WeDLMForCausalLM",
+            options=(
+                "attention_bias",
+                "head_dim",
+                "layer_types",
+                "mask_token_id",
+                "max_window_layers",
+                "qk_norm",
+                "torch_dtype",
+            ),
+            constants={"sliding_window": None, "use_cache": True, "use_sliding_window": False},
+            bases=("qwen2", "qwen3"),
+            decoder_names={
+                "window_size": "wedlm_window_size",
+                "entropy_threshold": "wedlm_entropy_threshold",
+                "position_penalty": "wedlm_pos_penalty_factor",
+            },
+        ),
     )
 )
 

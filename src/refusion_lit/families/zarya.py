@@ -20,7 +20,7 @@ from refusion_lit.engine.drafting import uncached
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, mask_probability, required_mask_id
-from refusion_lit.modeling.formats import CheckpointFormat, register
+from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, register
 from refusion_lit.noise import KeyedNoise, uniform_scalar
 from refusion_lit.refusion.objective import Hybrid, corrupt_slots, draw_slot_sizes, most_slots
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -41,6 +41,13 @@ register(
         mask_tokens=("<|mdm_mask|>",),
         decoder="ReFusion",
         decoder_options={"slot_size": 16, "num_serial_blocks": 4, "slot_threshold": 0.9, "token_threshold": 0.4},
+        layout=ExportLayout(
+            repository=None,
+            classes={},
+            architecture=None,
+            options=("attention_bias", "head_dim", "mask_token_id", "pad_token_id", "torch_dtype"),
+            constants={"backbone_class": "Qwen3ForCausalLM", "sequential_attn_mode": "causal"},
+        ),
     )
 )
 

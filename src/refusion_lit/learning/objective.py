@@ -97,7 +97,7 @@ class Objective(ABC):
         Args:
             batch: Clean prompts and responses.
             noise: The samples' noise, a row per sample.
-            special_tokens: Ids of the tokenizer's special tokens.
+            special_tokens: The tokenizer's special ids.
             mask_ratio: Probabilities in (0, 1] with which the rows' tokens or slots are masked, instead of random
                 probabilities. Validation passes fixed ratios, so that its curves are comparable between runs.
 

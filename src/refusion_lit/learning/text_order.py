@@ -26,7 +26,7 @@ def extend_responses(
     Args:
         batch: A clean batch.
         lengths: New response lengths, none below the old length.
-        special_tokens: Ids of the tokenizer's special tokens.
+        special_tokens: The tokenizer's special ids.
         token_id: The appended token; ``None``: the EOS token.
         width: The longest row's length if it is known; ``None``: read it from the device, which waits.
     """
@@ -51,7 +51,7 @@ def extend_to_multiple(batch: ResponseBatch, multiple: int, special_tokens: Spec
     Args:
         batch: Prompts and responses.
         multiple: The number, at least 1.
-        special_tokens: Ids of the tokenizer's special tokens.
+        special_tokens: The tokenizer's special ids.
     """
     lengths = (batch.response_lengths + multiple - 1) // multiple * multiple
     return extend_responses(batch, lengths, special_tokens)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
+from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
@@ -53,7 +54,7 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
     """
     _check_names(options)
     defaults = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
@@ -64,6 +65,7 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
         got = _last_line(error)
         raise ValueError(f"backbone.config: expected options that fit together, got {got}; drop one.") from error
     _check_sizes(config, "backbone.config")
+    _check_frequencies(config, "backbone.config")
     return config
 
 
@@ -126,6 +128,7 @@ def load_config(
         raise _unknown_option(name, config)
     _check_rope(config, overrides)
     _check_sizes(config, f"backbone.source: {source}")
+    _check_frequencies(config, f"backbone.source: {source}")
     return config
 
 
@@ -146,6 +149,7 @@ def _published_config(published: CheckpointFormat, values: Mapping[str, Any], ov
         ) from error
     _check_rope(config, overrides)
     _check_sizes(config, "backbone.source")
+    _check_frequencies(config, "backbone.source")
     return config
 
 
@@ -197,6 +201,42 @@ def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN
             )
             fix = "add what is missing: the override replaces all rotary options of the source"
             require(is_complete, f"backbone.config.{name}", "rope_type and rope_theta", overrides[name], fix)
+
+
+def _check_frequencies(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse rotary frequencies that transformers chooses by the longest text of a batch (LongRoPE).
+
+    Equal factors are harmless, and so is a context that never reaches the long factors.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    groups = [rope, *(group for group in rope.values() if isinstance(group, Mapping))]  # by type of layer, in some
+    for group in groups:
+        if group.get("rope_type") != "longrope" or group.get("short_factor") == group.get("long_factor"):
+            continue
+        original = group.get("original_max_position_embeddings")
+        context = getattr(config, "max_position_embeddings", None)
+        is_short = original is not None and context is not None and context <= original
+        expected = "frequencies that do not depend on the other texts of a batch"
+        got = f"longrope, whose factors change for the whole batch beyond {original} tokens"
+        fix = "override backbone.config.rope_parameters with short_factor and long_factor equal (the long factors for "
+        fix += f"texts beyond {original} tokens)"
+        require(is_short, f"{where}: rope_parameters", expected, got, fix)
+
+
+def freeze_frequencies(body: nn.Module) -> None:
+    """Stop rotary embeddings from changing their frequencies with the longest text of a batch.
+
+    Within the model's context, no frequency changes anyway. Masks beyond the context (a last block or slot) would
+    change the frequencies of the whole batch.
+    """
+    changing = ("dynamic", "longrope")  # the types of transformers' ``dynamic_rope_update``
+    module: Any
+    for module in body.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind in changing:
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = {name: "default" if value in changing else value for name, value in kind.items()}
 
 
 def _last_line(error: Exception) -> str:

@@ -19,6 +19,66 @@ _NOT_CARRIED = {"architectures", "auto_map", "model_type", "transformers_version
 _NUMBER = "{}"
 
 
+CARRIED = ("decoder", "prompt_template")
+"""What an exported config in a published format may have in its entry ``refusion_lit``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A program of others that serves models of a format.
+
+    Attributes:
+        name: The program's name.
+        command: Command line, with ``{model}`` for the directory and ``{block_size}``.
+        block_size: The only block size that the program decodes with; ``None``: any.
+        mask_token_id: The mask token that the program uses, whatever the config says; ``None``: the model's.
+    """
+
+    name: str
+    command: str
+    block_size: int | None = None
+    mask_token_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportLayout:
+    """What an exported config of a format holds, beside the architecture's own options.
+
+    Attributes:
+        repository: Hub repository with the authors' classes, for ``auto_map``; ``None``: no repository has them.
+        classes: The authors' classes by transformers' automatic class: ``auto_map`` without the repository.
+        architecture: Name in ``architectures``; ``None`` if it is not known.
+        options: Options to write, by transformers' names, beside ``COMMON_OPTIONS``.
+        omitted: Options of ``COMMON_OPTIONS`` that the family's config does not have.
+        constants: Further options with values that are always the same.
+        supported: Transformers' options with the values that the family's classes compute.
+        bases: Architectures of transformers that the family has, where there is more than ``base``.
+        decoder_names: The authors' names of the decoder's options, for the generation config.
+        decoder_values: The authors' values of options by ours, where they differ or are not all known to the authors.
+        engines: Programs that serve models of the format.
+    """
+
+    repository: str | None
+    classes: Mapping[str, str]
+    architecture: str | None
+    options: tuple[str, ...]
+    omitted: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    bases: tuple[str, ...] = ()
+    decoder_names: Mapping[str, str] = field(default_factory=dict)
+    decoder_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    engines: tuple[Engine, ...] = ()
+
+
+COMMON_OPTIONS = (
+    "attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "initializer_range",
+    "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "rms_norm_eps", "rope_scaling", "rope_theta", "tie_word_embeddings", "vocab_size",
+)  # fmt: skip
+"""Options that the configs of most families have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
     """Checkpoint format of a model family, declared as values.
@@ -49,6 +109,7 @@ class CheckpointFormat:
         slow_tokenizer: Transformers class that reads the tokenizer's files, if the published tokenizer is Python code.
         decoder: Name of the decoder class that the authors publish.
         decoder_options: Options of the decoder; loading adds the block size.
+        layout: How ``export --format`` writes a config of the format; ``None`` if it cannot.
 
     >>> import refusion_lit.decoding  # registers the formats
     >>> llada = FORMATS["llada"]
@@ -74,6 +135,7 @@ class CheckpointFormat:
     slow_tokenizer: str | None = None
     decoder: str
     decoder_options: Mapping[str, Any] = field(default_factory=dict)
+    layout: ExportLayout | None = None
 
     def traits(self, values: Mapping[str, Any]) -> ModelTraits:
         """Return what a model with this config was trained to do."""
@@ -94,11 +156,14 @@ class CheckpointFormat:
             fix = "name its own --checkpoint_format"
             require(is_supported, f"backbone.source: {name}", expected, values.get(name), fix)
         ours = {theirs: name for name, theirs in self.config_names.items()}
-        dropped = _NOT_CARRIED | self.required.keys() | {*self.dropped}
+        dropped = _NOT_CARRIED | self.required.keys() | {*self.dropped, "refusion_lit"}
         options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
         traits = self.traits(values)
         options["model_type"] = self.base
-        options["refusion_lit"] = {**traits.to_dict(), "decoder": self.default_decoder(traits)}
+        entry = values.get("refusion_lit") or {}
+        require(isinstance(entry, Mapping), "refusion_lit in the config", "a mapping", entry, "correct it")
+        exported = {name: entry[name] for name in CARRIED if name in entry}
+        options["refusion_lit"] = {**traits.to_dict(), "decoder": self.default_decoder(traits), **exported}
         return options
 
     def default_decoder(self, traits: ModelTraits) -> dict[str, Any]:

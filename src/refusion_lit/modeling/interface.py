@@ -65,6 +65,10 @@ class LanguageModel(ABC):
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return a function like :meth:`logits` for many calls of an unchanged model."""
 
+    def draft_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]] | None:
+        """Return the forward of a drafter with layers of its own, like :meth:`runner`; ``None`` without one."""
+        return None
+
     @property
     def forward_cost(self) -> float:
         """Fixed cost of a forward pass in positions of a row: a / b for a cost of a + b * positions."""

@@ -23,10 +23,14 @@ def library_states(
     position_ids: Int[Tensor, "batch token"],
     attention_mask: AttentionMask | None,
     cache: KVCache | None = None,
+    outputs: dict[int, Tensor] | None = None,
     *,
     window: int | None = None,
 ) -> Float[Tensor, "batch token hidden"]:
     """Run a transformer without its head; for arguments see :meth:`LanguageModel.hidden_states`.
+
+    ``outputs`` receives the outputs [token, hidden] of the layers that are its keys, at the tokens that the cache
+    stores. The last layer's output is taken behind the final norm.
 
     Raises:
         ValueError: If positions with an explicit mask reach beyond a sliding ``window``, a drafter's mask
@@ -48,7 +52,13 @@ def library_states(
         attention_mask=library_mask(body, attention_mask, position_ids, input_ids.shape[1]),
         past_key_values=None if cache is None else LibraryCache(cache),
         use_cache=cache is not None,
+        **({} if outputs is None else {"output_hidden_states": True}),
     )
+    if outputs is not None:
+        stored = None if cache is None else cache.source_index
+        for layer in outputs:
+            states = output.hidden_states[layer + 1].flatten(0, 1)
+            outputs[layer] = states if stored is None else states[stored]
     return output.last_hidden_state
 
 
@@ -94,11 +104,16 @@ class LibraryCache(Cache):
     """A cache for transformers' forward that writes to and reads from our storage.
 
     The cache has no layers, so its length is 0: masks and positions are explicit, never derived from a length.
+
+    Args:
+        storage: The storage.
+        first_layer: Number of the network's first layer in the storage.
     """
 
-    def __init__(self, storage: KVCache) -> None:
+    def __init__(self, storage: KVCache, first_layer: int = 0) -> None:
         super().__init__(layers=[])
         self._storage = storage
+        self._first_layer = first_layer
 
     def update(
         self,
@@ -113,6 +128,6 @@ class LibraryCache(Cache):
         flat = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
         if storage.source_index is not None:
             flat = [states[storage.source_index] for states in flat]
-        keys, values = storage.store(layer_idx, *flat)
+        keys, values = storage.store(self._first_layer + layer_idx, *flat)
         seen = storage.rows, slice(storage.num_keys)
         return keys[seen].transpose(1, 2), values[seen].transpose(1, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -20,18 +21,19 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
+from refusion_lit.modeling.block_drafter import FOLDER, BlockDrafter, save_block_drafter
 from refusion_lit.modeling.chat_template import get_chat_options
-from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter
+from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter, DrafterOrigin
 from refusion_lit.modeling.lora import adapts_embedding, merged, quiet_peft
 from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.modeling.weights import weights_digest
-from refusion_lit.types import ModelTraits
+from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.files import require_empty, write_atomically
 from refusion_lit.utils.require import require
 
 PROMPT_TEMPLATE = "prompt_template"
 HAS_DRAFTER = "has_drafter"
-"""Entry of ``refusion_lit`` in the config of a directory with a drafter."""
+"""Entry of ``refusion_lit`` in the config of a directory with a drafter: true, or the folder of a block drafter."""
 _PACKAGE = Path(__file__).parents[1]
 PROGRAM_OPTIONS = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
 """Options of :class:`~refusion_lit.decoding.ReFusion` that a hybrid model's program knows."""
@@ -69,15 +71,19 @@ def save_model(
     stored = getattr(model.config, "refusion_lit", None) or {}
     model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), PROMPT_TEMPLATE: prompt_template}
     model.config.refusion_lit.pop(HAS_DRAFTER, None)
-    if drafter is not None:
+    if isinstance(drafter, BlockDrafter):
+        model.config.refusion_lit[HAS_DRAFTER] = FOLDER
+        (path / FOLDER).mkdir(parents=True)
+        save_block_drafter(drafter, get_body(model), path / FOLDER)
+    elif drafter is not None:
         model.config.refusion_lit[HAS_DRAFTER] = True
         path.mkdir(parents=True, exist_ok=True)
-        save_drafter(drafter, get_body(model), path, vocab_size=backbone.special_tokens.vocab_size)
+        save_drafter(drafter, get_body(model), path, **vocabulary_options(backbone.special_tokens))
     elif has_own_decoder(backbone.traits):
         named = stored.get("decoder") or {}
         options = (named.get("init_args") or {}) if named.get("class_path") == "ReFusion" else {}
         known = {name: options[name] for name in PROGRAM_OPTIONS if options.get(name) is not None}
-        model.generation_config.refusion = {"vocab_size": backbone.special_tokens.vocab_size, **known}
+        model.generation_config.refusion = {**vocabulary_options(backbone.special_tokens), **known}
         model.generation_config._from_model_config = False  # otherwise loading derives it from the config
         write_program(_PACKAGE / "refusion" / "export.py", path)
     model.save_pretrained(path)
@@ -89,17 +95,29 @@ def has_own_decoder(traits: ModelTraits) -> bool:
     return traits.attention == "causal" and {"mask", "next_token_in_slot"} <= set(traits.predictions or ())
 
 
-def save_drafter(drafter: Drafter, body: nn.Module, directory: Path, *, vocab_size: int) -> None:
+def vocabulary_options(special: SpecialTokens) -> dict[str, Any]:
+    """Return what an exported decoder must know of the vocabulary; the model may have more rows."""
+    unused = {"unused_token_ids": list(special.unused_token_ids)} if special.unused_token_ids else {}
+    return {"vocab_size": special.vocab_size, **unused}
+
+
+def save_drafter(
+    drafter: Drafter, body: nn.Module, directory: Path, *, vocab_size: int, unused_token_ids: Sequence[int] = ()
+) -> None:
     """Write a drafter without its model: options, weights in bfloat16, decoder, and the model's name and digest.
 
     Args:
         drafter: The drafter.
         body: The body of the model that the drafter was trained for.
         directory: An existing directory.
-        vocab_size: Number of the tokenizer's tokens; the model may have more rows.
+        vocab_size: The tokenizer's highest id plus 1; the model may have more rows.
+        unused_token_ids: Ids below it that belong to no token.
     """
-    values = {"format": FORMAT, **asdict(drafter.origin), "base_weights": weights_digest(body.get_submodule("layers"))}
+    digest = weights_digest(body.get_submodule("layers"))
+    values = {"format": FORMAT, **asdict(DrafterOrigin.of(drafter)), "base_weights": digest}
     values["vocab_size"] = vocab_size
+    if unused_token_ids:
+        values["unused_token_ids"] = [*unused_token_ids]
     write_atomically(directory / OPTIONS_FILE, json.dumps(values, indent=1) + "\n")
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in drafter.state_dict().items()}
     save_file(weights, directory / WEIGHTS_FILE)

@@ -35,7 +35,17 @@ def read_special_tokens(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a to
             "tokenizer: expected an end-of-sequence token, got none. Set eos_token in its tokenizer_config.json."
         )
     ends = tuple(dict.fromkeys((int(eos), *tokenizer.init_kwargs.get(EOS_IDS, ()))))
-    return SpecialTokens(mask_token_id=mask, eos_token_ids=ends, pad_token_id=int(pad), vocab_size=len(tokenizer))
+    known = set(tokenizer.get_vocab().values())
+    size = max(known) + 1
+    unused = tuple(sorted(set(range(size)) - known)) if len(known) < size else ()
+    return SpecialTokens(
+        mask_token_id=mask, eos_token_ids=ends, pad_token_id=int(pad), vocab_size=size, unused_token_ids=unused
+    )
+
+
+def vocabulary_size(tokenizer: Any) -> int:  # noqa: ANN401 - a tokenizer of transformers
+    """Return a tokenizer's highest id plus 1: more than its number of tokens if there are gaps between the ids."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def set_add_bos(tokenizer: PreTrainedTokenizerBase, add_bos: AddBos) -> None:
@@ -102,7 +112,8 @@ def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int])
         tokenizer: Changed in place; the ids are saved with it.
         token_ids: The ids; unknown ids are ignored.
     """
-    known = (int(token) for token in token_ids if 0 <= int(token) < len(tokenizer))
+    size = vocabulary_size(tokenizer)
+    known = (int(token) for token in token_ids if 0 <= int(token) < size)
     further = [*dict.fromkeys((*tokenizer.init_kwargs.get(EOS_IDS, ()), *known))]
     if any(token != tokenizer.eos_token_id for token in further):
         tokenizer.init_kwargs[EOS_IDS] = further
@@ -133,8 +144,13 @@ def ensure_mask_token(
             "tokenizer without it; fetch the tokenizer's files again."
         )
     num_tokens = len(tokenizer)
+    taken = set(tokenizer.get_vocab().values())
     tokenizer.add_special_tokens({"mask_token": named or "<|mask|>"})
     if len(tokenizer) > num_tokens:  # a vocabulary may hold the token without naming it, and its row is trained
+        # The tokenizers library numbers new tokens by the number of tokens, which a vocabulary with gaps uses already.
+        expected = "a mask token in a vocabulary with gaps between its ids"
+        fix = "add <|mask|> to its tokenizer.json with a free id, and name it mask_token in tokenizer_config.json"
+        require(tokenizer.mask_token_id not in taken, "tokenizer.source", expected, "none", fix)
         setattr(tokenizer, _NEW_MASK, True)
 
 
@@ -164,7 +180,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
         Tokens whose rows are new.
     """
     num_rows = _rows(model)[0].shape[0]
-    num_tokens = len(tokenizer)
+    num_tokens = vocabulary_size(tokenizer)
     new: list[int] = []
     if num_tokens > num_rows:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)

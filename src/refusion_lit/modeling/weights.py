@@ -173,7 +173,7 @@ def _check_stored(source: ModelSource) -> None:
             if a tensor of a published mixture of experts is missing or has another shape.
     """
     _check_shard_names(Path(source.name))
-    shapes = _stored_shapes(Path(source.name))
+    shapes = stored_shapes(Path(source.name))
     config = source.config
     if not shapes or getattr(config, "quantization_config", None) is not None:  # quantised weights are packed
         return
@@ -239,7 +239,7 @@ def _check_shard_names(folder: Path) -> None:
                 require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
 
 
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a directory's safetensors files, by name.
 
     The result is empty if a file is missing or damaged, which loading reports.

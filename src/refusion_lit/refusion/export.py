@@ -36,7 +36,8 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
     asked = settings(model, generation_config, kwargs)
     ids, limit, eos = request(model, inputs, asked, kwargs)
     options = {**OPTIONS, **(getattr(model.generation_config, "refusion", None) or {})}
-    if {*options} - {*OPTIONS, "vocab_size"} or min(options["slot_size"], options["num_serial_blocks"]) < 1:
+    unknown = {*options} - {*OPTIONS, "vocab_size", "unused_token_ids"}
+    if unknown or min(options["slot_size"], options["num_serial_blocks"]) < 1:
         raise ValueError(f"refusion: expected {', '.join(OPTIONS)}, sizes from 1, got {options}; export again.")
     decoding = _Decoding(model, ids[0].tolist(), limit, options, eos)
     return respond(ids, decoding.run, kwargs.get("streamer"))
@@ -57,7 +58,8 @@ class _Decoding:
         self.mask = model.config.mask_token_id
         self.eos = eos
         pad = model.config.pad_token_id
-        self.banned = [token for token in {self.mask, pad} - self.eos if token is not None]
+        never = {self.mask, pad, *options.get("unused_token_ids", ())}
+        self.banned = [token for token in never - self.eos if token is not None]
         self.vocab_size = options.get("vocab_size") or model.config.vocab_size
 
     def run(self, streamer: Any = None) -> list[int]:

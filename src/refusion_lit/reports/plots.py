@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from refusion_lit.reports.comparison import Comparison, ComparisonRow
+from refusion_lit.reports.intervals import Interval
 from refusion_lit.reports.runs import Run
 
 if TYPE_CHECKING:
@@ -64,15 +65,12 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
                 ax.plot(
                     *zip(*sorted(map(_coordinates, rows)), strict=True), **_style(number, ""), alpha=0.6, linewidth=1
                 )
-            for row in rows:
-                x, y = _coordinates(row)
-                ax.plot([row.tokens_per_forward.low, row.tokens_per_forward.high], [y, y], **_style(number, ""))
-                ax.plot([x, x], [row.score.low, row.score.high], **_style(number, ""))
-                inside = "white" if row.mismatches or row.has_other_prompts else _COLOURS[number % len(_COLOURS)]
-                ax.plot(x, y, **_style(number), markersize=9, markerfacecolor=inside, gid="marker")
-        titles = {f"point-{i}": describe_point(row, comparison) for i, row in enumerate(comparison.rows)}
-        for gid, row in zip(titles, comparison.rows, strict=True):  # larger than the markers, for the mouse
-            ax.plot(*_coordinates(row), "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
+        numbers = {method: number for number, method in enumerate(methods)}
+        titles = {}
+        for i, row in enumerate(comparison.rows):
+            titles[f"point-{i}"] = describe_point(row, comparison)
+            is_hollow = bool(row.mismatches or row.has_other_prompts)
+            _draw_point(ax, numbers[row.method], row.tokens_per_forward, row.score, f"point-{i}", is_hollow=is_hollow)
         ax.set_xlim(left=max(ax.get_xlim()[0], 0))
         low, high = ax.get_ylim()
         ax.set_ylim(max(low, -2), min(high, 102))
@@ -83,8 +81,8 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
 def speed_plot(comparison: Comparison) -> str:
     """Plot score over tokens per second, one prompt at a time, with intervals; return an SVG element.
 
-    The horizontal interval is the interval of the ratio to the baseline, at the baseline's speed. Rows whose speed was
-    not measured are left out.
+    The horizontal interval is the interval of the ratio to the baseline, at the baseline's speed. Rows without a
+    measured speed are left out.
     """
     rows = [row for row in comparison.rows if "1" in row.latency]
     with _figure([row.name for row in rows]) as (figure, ax):
@@ -94,16 +92,23 @@ def speed_plot(comparison: Comparison) -> str:
         titles = {}
         for number, row in enumerate(rows):
             speed, (estimate, low, high) = row.latency["1"]["tokens_per_second"], row.latency["1"]["times_baseline"]
-            y, unit = row.score.estimate, speed / estimate
-            ax.plot([low * unit, high * unit], [y, y], **_style(number, ""))
-            ax.plot([speed, speed], [row.score.low, row.score.high], **_style(number, ""))
-            ax.plot(speed, y, **_style(number), markersize=10, gid="marker")
+            y, baseline = row.score.estimate, speed / estimate
             gid = f"point-{number}"
             titles[gid] = f"{row.title}: score {y:.1f} %, {speed:.0f} tokens/s alone, {estimate:.2f} times the baseline"
-            ax.plot(speed, y, "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
+            _draw_point(ax, number, Interval(speed, low * baseline, high * baseline), row.score, gid)
             ax.annotate(row.title, (speed, y), textcoords="offset points", xytext=(10, 8), fontsize=11)
         ax.set_ylim(max(ax.get_ylim()[0], -2), 104)
         return _save(figure, "svg", "Score in percent over tokens per second, one prompt at a time", titles).decode()
+
+
+def _draw_point(ax: Axes, number: int, x: Interval, y: Interval, gid: str, *, is_hollow: bool = False) -> None:
+    """Draw a point with its intervals, and above it a larger invisible target for the mouse with an artist id."""
+    ax.plot([x.low, x.high], [y.estimate, y.estimate], **_style(number, ""))
+    ax.plot([x.estimate, x.estimate], [y.low, y.high], **_style(number, ""))
+    style = _style(number)
+    inside = "white" if is_hollow else style["color"]
+    ax.plot(x.estimate, y.estimate, **style, markersize=9, markerfacecolor=inside, gid="marker")
+    ax.plot(x.estimate, y.estimate, "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
 
 
 def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> str:

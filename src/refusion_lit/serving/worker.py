@@ -22,8 +22,7 @@ from torch import Tensor
 from refusion_lit.data.tool_calls import CallReader
 from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.output import TraceRound
-from refusion_lit.engine.requests import MoreDrafts
+from refusion_lit.engine.output import DecodingOutput, TraceRound
 from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.devices import is_out_of_memory
 from refusion_lit.modeling.interface import LanguageModel
@@ -124,6 +123,10 @@ class CheckedModel(LanguageModel):
     def runner(self) -> Callable[..., Tensor]:
         """Return the model's body."""
         return self._model.runner()
+
+    def draft_runner(self) -> Callable[..., Tensor] | None:
+        """Return the forward of the model's drafter."""
+        return self._model.draft_runner()
 
     def head_runner(self) -> Callable[..., Tensor]:
         """Return the model's head with a check of the logits.
@@ -243,7 +246,10 @@ class Worker:
 
     def _make_engine(self) -> None:
         rows = self.options.batch_size
-        self.engine = Engine(self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize)
+        output = DecodingOutput(call_shapes=None)  # a server never ends, and counts would take more and more memory
+        self.engine = Engine(
+            self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize, output=output
+        )
 
     def _admit(self) -> bool:
         """Wait for jobs, drop jobs after their deadline, and start jobs. Return whether to continue."""
@@ -274,7 +280,7 @@ class Worker:
                 tokens = state.final_prefix() if has_committed else []
                 text = job.stream.piece(tokens) if has_committed else ""
                 # The drafts of the last forward pass may not be complete.
-                trace = sequence.result.trace[: -1 if isinstance(sequence.request, MoreDrafts) else None]
+                trace = sequence.result.trace[: -1 if sequence.awaits_drafts else None]
                 rounds = self._rounds(job, trace)
                 if text or rounds:
                     is_due = sequence.logprobs is not None and text and job.stream.is_complete(tokens)

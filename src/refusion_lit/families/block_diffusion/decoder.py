@@ -15,6 +15,7 @@ from refusion_lit.engine.decoder import (
     above_or_best,
     max_length,
     most_certain,
+    warn_of_low_temperature,
 )
 from refusion_lit.engine.drafting import masked_in, text_branch
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
@@ -124,8 +125,9 @@ class BlockDiffusion(BlockDecoder):
         entropy_bound: For ``entropy_bounded``: upper bound of the summed entropies in nats, at least 0.
         num_steps: Steps per sub-block, for ``threshold`` and ``sequential`` (``denoising_steps`` in SDAR). The quota of
             a step is its equal share of the sub-block; ``None``: 1.
-        confidence: Distribution of probabilities and entropies: ``unfiltered`` softmax, or ``filtered`` by temperature,
-            top-k and top-p, as in the programs of SDAR and Fast-dLLM v2.
+        confidence: Distribution of probabilities and entropies: ``raw`` softmax, or ``filtered`` by temperature, top-k
+            and top-p, as in the programs of SDAR and Fast-dLLM v2. At temperatures below 0.3, filtered probabilities
+            round to 1: they leave masks in text order and pass any threshold.
         sub_block_size: Tokens per sub-block; sub-blocks of a block are decoded left to right. A divisor of
             ``block_size``; ``None``: a single sub-block.
         shifted: The model predicts a mask at the position before it. A block's first token is then predicted greedily
@@ -154,7 +156,7 @@ class BlockDiffusion(BlockDecoder):
     threshold: float = 0.9
     entropy_bound: float = 0.35
     num_steps: int | None = None
-    confidence: Literal["unfiltered", "filtered"] = "unfiltered"
+    confidence: Literal["raw", "filtered"] = "raw"
     sub_block_size: int | None = None
     shifted: bool = False
     sub_block_cache: bool = False
@@ -173,13 +175,18 @@ class BlockDiffusion(BlockDecoder):
         expected = "false without sub_block_size and shifted"
         require(can_cache, "sub_block_cache", expected, self.sub_block_cache, "set both")
 
+    def check(self, sampling: SamplingParams) -> None:
+        """Warn of filtered confidences at a low temperature."""
+        if self.confidence == "filtered" and self.sampling_rule in ("threshold", "entropy_bounded"):
+            warn_of_low_temperature(self, sampling)
+
     @property
     def _span_size(self) -> int:
         return self.sub_block_size or self.block_size
 
     @property
     def _statistic(self) -> Statistic | None:
-        """Return the figure that ranks drafts; ``None`` for the unfiltered probability."""
+        """Return the figure that ranks drafts; ``None`` for the raw probability."""
         is_filtered = self.confidence == "filtered"
         if self.sampling_rule == "entropy_bounded":
             return "negative_entropy" if is_filtered else "entropy"

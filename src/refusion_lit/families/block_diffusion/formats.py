@@ -5,7 +5,50 @@ Fast-dLLM v2 is a Qwen2 with shifted masks; SDAR is a Qwen3, dense or with exper
 
 from __future__ import annotations
 
-from refusion_lit.modeling.formats import CheckpointFormat, register
+from typing import Any
+
+from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
+
+_SDAR_OPTIONS = ("attention_bias", "block_size", "head_dim", "mask_token_id", "max_window_layers", "torch_dtype")
+_SDAR_CONSTANTS: dict[str, Any] = {
+    "debug": False,
+    "ep_size": 1,
+    "fuse_cross_entropy": True,
+    "micro_forward": False,
+    "skip_checkpoint": False,
+    "sliding_window": None,
+    "use_cache": False,
+    "use_deepep": False,
+    "use_sliding_window": False,
+}
+_SDAR_NAMES = {
+    "block_size": "block_length",
+    "num_steps": "denoising_steps",
+    "sampling_rule": "remasking_strategy",
+    "threshold": "confidence_threshold",
+}
+_SDAR_VALUES = {
+    "sampling_rule": {
+        "threshold": "low_confidence_dynamic",
+        "sequential": "sequential",
+        "entropy_bounded": "entropy_bounded",
+    }
+}
+_SDAR_ENGINES = (
+    Engine(
+        name="LMDeploy",
+        command="lmdeploy serve api_server {model} --backend pytorch --dllm-block-length {block_size} "
+        "--dllm-unmasking-strategy low_confidence_dynamic",
+        mask_token_id=151669,
+    ),
+    Engine(
+        name="SGLang",
+        command="python -m sglang.launch_server --model-path {model} --trust-remote-code "
+        "--dllm-algorithm LowConfidence",
+        block_size=4,
+        mask_token_id=151669,
+    ),
+)
 
 register(
     CheckpointFormat(
@@ -20,6 +63,18 @@ register(
         mask_tokens=("|<MASK>|",),
         decoder="BlockDiffusion",
         decoder_options={"sub_block_size": 8, "shifted": True, "threshold": 1.0},
+        layout=ExportLayout(
+            repository="Efficient-Large-Model/Fast_dLLM_v2_7B",
+            classes={
+                "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+                "AutoModel": "modeling.Fast_dLLM_QwenForCausalLM",
+                "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+            },
+            architecture="Fast_dLLM_QwenForCausalLM",
+            options=("bd_size", "layer_types", "max_window_layers", "torch_dtype"),
+            constants={"sliding_window": None, "use_cache": True, "use_sliding_window": False},
+            decoder_names={"block_size": "block_size", "sub_block_size": "small_block_size", "threshold": "threshold"},
+        ),
     )
 )
 
@@ -38,6 +93,20 @@ register(
         slow_tokenizer="Qwen2Tokenizer",
         decoder="BlockDiffusion",
         decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
+        layout=ExportLayout(
+            repository="JetLM/SDAR-8B-Chat",
+            classes={
+                "AutoConfig": "configuration_sdar.SDARConfig",
+                "AutoModel": "modeling_sdar.SDARModel",
+                "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+            },
+            architecture="SDARForCausalLM",
+            options=_SDAR_OPTIONS,
+            constants={"attn_implementation": "flex_attention", **_SDAR_CONSTANTS},
+            decoder_names=_SDAR_NAMES,
+            decoder_values=_SDAR_VALUES,
+            engines=_SDAR_ENGINES,
+        ),
     )
 )
 
@@ -61,5 +130,22 @@ register(
         slow_tokenizer="Qwen2Tokenizer",
         decoder="BlockDiffusion",
         decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
+        layout=ExportLayout(
+            repository="JetLM/SDAR-30B-A3B-Chat",
+            classes={
+                "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
+                "AutoModel": "modeling_sdar_moe.SDARMoeModel",
+                "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
+            },
+            architecture="SDARMoeForCausalLM",
+            options=(
+                *_SDAR_OPTIONS, "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
+                "num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
+            ),
+            constants=_SDAR_CONSTANTS,
+            decoder_names=_SDAR_NAMES,
+            decoder_values=_SDAR_VALUES,
+            engines=_SDAR_ENGINES,
+        ),
     )
 )  # fmt: skip

@@ -220,13 +220,10 @@ def other_tokens(
         uniform: Random numbers in [0, 1).
         special_tokens: Special ids, which are never drawn.
     """
-    size = special_tokens.vocab_size
-    banned = special_tokens.banned_token_ids
-    skipped = [torch.full_like(tokens, token) for token in banned]
-    is_new = torch.stack([tokens != token for token in banned]).all(0) if banned else torch.ones_like(tokens).bool()
-    skipped.append(tokens.where(is_new, size))  # a banned token is not counted twice
-    num_left = size - len(banned) - is_new.long()
-    drawn = (uniform * num_left).long()
-    for column in torch.stack(skipped, -1).sort(-1).values.unbind(-1):
-        drawn = drawn + (drawn >= column)
-    return drawn
+    is_drawable = torch.ones(special_tokens.vocab_size, dtype=torch.bool)
+    is_drawable[list(special_tokens.banned_token_ids)] = False
+    allowed = is_drawable.nonzero()[:, 0].to(tokens.device)
+    place = torch.searchsorted(allowed, tokens.contiguous()).clamp(max=len(allowed) - 1)
+    is_allowed = allowed[place] == tokens
+    drawn = (uniform * (len(allowed) - is_allowed.long())).long()
+    return allowed[drawn + (is_allowed & (drawn >= place))]

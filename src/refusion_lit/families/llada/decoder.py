@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain, warn_of_low_temperature
 from refusion_lit.engine.drafting import text_branch
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.noise import uniform_scalar
@@ -50,6 +50,9 @@ class LLaDA(Decoder):
             after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time schedule, whose
             early steps may unmask nothing and whose last step unmasks the rest. Dream's filters (top-p, then top-k)
             act on the confidences of its last three orders, also at temperature 0.
+        confidence: For Dream's last three orders: confidences after temperature and filters (``filtered``, as in
+            Dream's program) or before (``raw``). At temperatures below 0.3, filtered confidences round to 1
+            and leave masks in text order.
         guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA) in l_u + (w + 1)(l_c - l_u). The
             unconditional branch sees a masked prompt and shares the forward. 0: no guidance.
         forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), and leave it out of
@@ -75,6 +78,7 @@ class LLaDA(Decoder):
     steps: int | None = None
     block_length: int | None = None
     order: Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"] = "low_confidence"
+    confidence: Literal["raw", "filtered"] = "filtered"
     guidance_scale: float = 0.0
     forbid_eos: bool = False
     eos_confidence_zero: bool = False
@@ -86,12 +90,17 @@ class LLaDA(Decoder):
         if self.block_length is not None:
             require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",
                     self.block_length, "leave it out, or choose another order")  # fmt: skip
+        has_choice = self.order in STATISTIC or self.confidence == "filtered"
+        require(has_choice, "confidence", f"filtered with order {self.order!r}, which has no choice", self.confidence,
+                f"leave it out, or choose an order of {', '.join(STATISTIC)}")  # fmt: skip
         require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
                 f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
 
     def check(self, sampling: SamplingParams) -> None:
         """Require blocks that divide the response, and steps that divide into blocks."""
+        if self.order in STATISTIC and self.confidence == "filtered":
+            warn_of_low_temperature(self, sampling)
         length = sampling.max_new_tokens
         block = self.block_length or length
         require(length % block == 0, "block_length", f"a divisor of max_new_tokens ({length})", block,
@@ -135,6 +144,7 @@ class LLaDA(Decoder):
             guidance=self.guidance_scale or None,
             confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
             statistic=STATISTIC.get(self.order),
+            raw_statistic=self.confidence == "raw",
             top_p_first=self.order in _DREAM,
         )
         readings = yield Forward(phase="denoise", branches=self._branches(state, places), draw=draw, cached=False)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain, warn_of_low_temperature
 from refusion_lit.engine.drafting import rounds_since, text_branch
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import STATISTIC, paced_steps, step_quota, time_share
@@ -40,6 +40,9 @@ class FastDLLM(Decoder):
             probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
             ``entropy``: the negative entropy of the filtered distribution, on Dream's time schedule inside a block
             (Dream with a cache and any other ``alg``); needs ``threshold`` null.
+        confidence: For ``maskgit_plus`` and ``entropy``: confidences after temperature and filters (``filtered``, as in
+            the authors' program) or before (``raw``). At temperatures below 0.3, filtered confidences round to 1: they
+            leave masks in text order and pass any threshold.
         cache: ``none``; ``prefix`` (tokens before the block are cached; the block and later tokens are recomputed); or
             ``dual`` (only the block is recomputed).
         stop_at_eos: Stop once all tokens up to an EOS token are final.
@@ -63,12 +66,16 @@ class FastDLLM(Decoder):
     factor: float | None = None
     steps: int | None = None
     order: Literal["low_confidence", "maskgit_plus", "entropy"] = "low_confidence"
+    confidence: Literal["raw", "filtered"] = "filtered"
     cache: Literal["none", "prefix", "dual"] = "none"
     stop_at_eos: bool = False
     shifted: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        has_choice = self.order in STATISTIC or self.confidence == "filtered"
+        require(has_choice, "confidence", f"filtered with order {self.order!r}, which has no choice", self.confidence,
+                "leave it out, or choose order 'maskgit_plus' or 'entropy'")  # fmt: skip
         if self.factor is not None:
             require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
         has_rule = self.threshold is not None or self.factor is not None
@@ -82,6 +89,8 @@ class FastDLLM(Decoder):
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse steps that the blocks cannot share equally."""
+        if self.order in STATISTIC and self.confidence == "filtered":
+            warn_of_low_temperature(self, sampling)
         if self.steps is None:
             return
         length = sampling.max_new_tokens
@@ -133,6 +142,7 @@ class FastDLLM(Decoder):
             sampling=state.sampling,
             round=state.num_forwards,
             statistic=STATISTIC.get(self.order),
+            raw_statistic=self.confidence == "raw",
             top_p_first=self.order in STATISTIC,
         )
         [reading] = yield Forward(

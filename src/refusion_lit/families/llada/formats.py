@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from refusion_lit.modeling.formats import CheckpointFormat, register
+from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
 
 _BLOCK = "model.transformer.blocks.{}"
 _LAYER = "model.layers.{}"
@@ -87,6 +87,62 @@ register(
         end_tokens=("<|eot_id|>",),
         decoder="LLaDA",
         decoder_options={"block_length": 32},
+        layout=ExportLayout(
+            repository="GSAI-ML/LLaDA-8B-Instruct",
+            classes={
+                "AutoConfig": "configuration_llada.LLaDAConfig",
+                "AutoModel": "modeling_llada.LLaDAModelLM",
+                "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
+            },
+            architecture="LLaDAModelLM",
+            options=("embedding_size", "mask_token_id", "pad_token_id"),
+            omitted=("bos_token_id", "hidden_act", "rope_scaling"),
+            constants={
+                "activation_type": "silu",
+                "alibi": False,
+                "alibi_bias_max": 8.0,
+                "attention_layer_norm": False,
+                "attention_layer_norm_with_affine": True,
+                "bias_for_layer_norm": False,
+                "block_group_size": 1,
+                "block_type": "llama",
+                "embedding_dropout": 0.0,
+                "flash_attention": False,
+                "include_bias": False,
+                "include_qkv_bias": False,
+                "init_cutoff_factor": None,
+                "init_device": "meta",
+                "init_fn": "mitchell",
+                "input_emb_norm": False,
+                "layer_norm_type": "rms",
+                "layer_norm_with_affine": True,
+                "mlp_ratio": 4,
+                "multi_query_attention": None,
+                "precision": "amp_bf16",
+                "residual_dropout": 0.0,
+                "rope": True,
+                "rope_full_precision": True,
+                "scale_logits": False,
+                "use_cache": False,
+            },
+            supported={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+            decoder_names={
+                "block_length": "block_length",
+                "steps": "steps",
+                "order": "remasking",
+                "guidance_scale": "cfg_scale",
+                "forbid_eos": "logits_eos_inf",
+                "eos_confidence_zero": "confidence_eos_eot_inf",
+            },
+            decoder_values={"order": {name: name for name in ("low_confidence", "random")}},
+            engines=(
+                Engine(
+                    name="dInfer",
+                    command="python eval_dinfer.py --model dInfer_eval --tasks gsm8k_llada "
+                    "--model_args model_path={model},block_length=32",
+                ),
+            ),
+        ),
     )
 )
 
@@ -103,6 +159,15 @@ register(
         slow_tokenizer="Qwen2Tokenizer",
         decoder="LLaDA",
         decoder_options={"order": "entropy", "shifted": True},
+        layout=ExportLayout(
+            repository="Dream-org/Dream-v0-Instruct-7B",
+            classes={"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
+            architecture="DreamModel",
+            options=("mask_token_id", "max_window_layers", "pad_token_id", "torch_dtype"),
+            constants={"sliding_window": None, "use_cache": True, "use_sliding_window": False},
+            decoder_names={"order": "alg", "steps": "steps"},
+            decoder_values={"order": {name: name for name in ("origin", "maskgit_plus", "topk_margin", "entropy")}},
+        ),
     )
 )
 

@@ -1,0 +1,210 @@
+"""``export --format``: directories that the programs for published checkpoints load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
+
+import refusion_lit
+from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from refusion_lit.cli import main
+from refusion_lit.modeling.formats import FORMATS
+from support.attention_masks import order_mask, pattern_order
+from support.published import MODELS, reference
+
+GOLDENS = {
+    "llada-tiny": "llada",
+    "dream-tiny": "dream",
+    "fast-dllm-v2-tiny": "fast_dllm_v2",
+    "sdar-tiny": "sdar",
+    "sdar-moe-tiny": "sdar_moe",
+    "wedlm-tiny": "wedlm",
+    "wedlm-qwen2-tiny": "wedlm",
+    "llada2-tiny": "llada2",
+}
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+EXPERTS = {"head_dim": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+GLM = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+       "use_qk_norm": True, "num_nextn_predict_layers": 0}  # fmt: skip
+TRAINED: dict[str, tuple[dict[str, Any], str]] = {  # backbone and objective
+    "llada": ({"model_type": "llama"}, "masked"),
+    "dream": ({"model_type": "qwen2"}, "dream"),
+    "fast_dllm_v2": ({"model_type": "qwen2", "tie_word_embeddings": True}, "block_masked_v2"),
+    "sdar": ({"model_type": "qwen3", "head_dim": 8}, "block_masked"),
+    "sdar_moe": ({"model_type": "qwen3_moe", "num_experts": 4, **EXPERTS}, "block_masked"),
+    "wedlm": ({"model_type": "qwen3", "head_dim": 8}, "dual_stream"),
+    "zarya": ({"model_type": "qwen3", "head_dim": 8}, "zarya"),
+    "llada2": ({"model_type": "glm4_moe", **EXPERTS, **GLM}, "block_masked"),
+}
+PROMPTS = ["1+1>", "12+34,5>"]
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def config_in(path: Path) -> dict[str, Any]:
+    return {name: value for name, value in read(path / "config.json").items() if name != "transformers_version"}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_published_checkpoint_is_written_as_it_was(name: str, tmp_path: Path) -> None:
+    output = tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={MODELS[name]}", f"--output={output}", f"--format={GOLDENS[name]}"]) == 0
+    expected, written = config_in(MODELS[name]), config_in(output)
+    layout = FORMATS[GOLDENS[name]].layout
+    assert layout is not None
+    expected["auto_map"] = {kind: f"{layout.repository}--{path}" for kind, path in expected["auto_map"].items()}
+    assert written == expected
+    weights, golden = load_file(output / "model.safetensors"), load_file(MODELS[name] / "model.safetensors")
+    assert weights.keys() == golden.keys()
+    assert all(torch.equal(weights[key], golden[key].float()) for key in golden)
+    theirs, ours = refusion_lit.load(MODELS[name], device="cpu"), refusion_lit.load(output, device="cpu")
+    assert ours.default_decoder == theirs.default_decoder
+    assert ours.backbone.special_tokens == theirs.backbone.special_tokens
+    assert ours.backbone.traits == theirs.backbone.traits
+    generation, special = read(output / "generation_config.json"), theirs.backbone.special_tokens
+    assert generation["mask_token_id"] == special.mask_token_id
+    assert generation["eos_token_id"] == [*special.eos_token_ids]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(output)
+    assert (tokenizer.mask_token_id, tokenizer.eos_token_id) == (special.mask_token_id, special.eos_token_ids[0])
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "fast_dllm_v2"])
+def test_an_exports_logits_are_those_of_the_authors_class(family: str, tmp_path: Path) -> None:
+    golden = reference(f"{family}_logits")
+    source, output = MODELS[golden["model"]], tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={source}", f"--output={output}", f"--format={family}"]) == 0
+    backbone = refusion_lit.load(output, dtype="float64", device="cpu").backbone
+    for tokens, expected in zip(golden["inputs"], golden["logits"], strict=True):
+        positions = torch.arange(len(tokens))[None]
+        mask = order_mask(pattern_order(backbone.traits, positions), torch.tensor([len(tokens)]))
+        with torch.no_grad():
+            logits = backbone.logits(backbone.hidden_states(torch.tensor([tokens]), positions, mask))[0]
+        torch.testing.assert_close(logits, torch.tensor(expected, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:model.decoders")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_model_trained_here_decodes_the_same_once_exported(name: str, tmp_path: Path) -> None:
+    config, objective = TRAINED[name]
+    (tmp_path / "backbone.yaml").write_text(yaml.safe_dump({"model": {"backbone": {"config": SIZES | config}}}))
+    options = [option for option in TINY if "backbone" not in option]
+    options += [f"--model.objective={REPOSITORY}/configs/objective/{objective}.yaml", f"--runs_dir={tmp_path}"]
+    files = ["--config", QUICKSTART, "--config", str(tmp_path / "backbone.yaml")]
+    assert main(["fit", *files, *options, "--run_name=run"]) == 0
+    run, output = tmp_path / "run" / "version_0", tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={run}", f"--output={output}", f"--format={name}"]) == 0
+    published = FORMATS[name]
+    assert config_in(output)["model_type"] == published.model_type
+    trained, exported = (refusion_lit.load(path, dtype="float32", device="cpu") for path in (run, output))
+    for decoder in (None, exported.default_decoder):
+        texts = [[row.text for row in model.generate(PROMPTS, decoder=decoder, max_new_tokens=16)]
+                 for model in (trained, exported)]  # fmt: skip
+        assert texts[0] == texts[1]
+    card = (output / "README.md").read_text()
+    assert published.family in card
+    assert published.layout is not None
+    for engine in published.layout.engines:
+        assert f"With {engine.name}:" in card
+    assert "custom_generate" not in card
+    again = tmp_path / "again"
+    assert main(["export", f"--ckpt_path={output}", f"--output={again}", "--format=hf"]) == 0
+    assert refusion_lit.load(again, device="cpu").generate(PROMPTS, max_new_tokens=16)[0].text == texts[1][0]
+
+
+def test_the_decoders_settings_are_in_the_generation_config(tmp_path: Path) -> None:
+    output, source = tmp_path / "exported", MODELS["sdar-tiny"]
+    decoder = ["--decoder=BlockDiffusion", "--decoder.block_size=4", "--decoder.num_steps=4"]
+    decoder += ["--decoder.sampling_rule=sequential"]
+    assert main(["export", f"--ckpt_path={source}", f"--output={output}", "--format=sdar", *decoder]) == 0
+    generation = read(output / "generation_config.json")
+    expected = {"block_length": 4, "denoising_steps": 4, "remasking_strategy": "sequential"}
+    assert generation | expected == generation
+    assert refusion_lit.load(output, device="cpu").default_decoder.sampling_rule == "sequential"  # type: ignore[attr-defined]
+    edited = tmp_path / "edited"  # a format that loading tells by the directory's name, which may change
+    assert main(["export", f"--ckpt_path={MODELS['llada2-tiny']}", f"--output={edited}", "--format=llada21",
+                 "--decoder=TokenEditing", "--decoder.block_size=32"]) == 0  # fmt: skip
+    assert type(refusion_lit.load(edited, device="cpu").default_decoder).__name__ == "TokenEditing"
+
+
+REFUSED = [
+    ("dream-tiny", "llada", "model_type llama, got"),
+    ("llada-tiny", "zarya", "model_type qwen3, got"),
+    ("dream-tiny", "fast_dllm_v2", "attention block_causal, got"),
+    ("wedlm-tiny", "sdar", "attention block_causal, got"),
+    ("wedlm-tiny", "zarya", "predicts mask and next_token_in_slot, got"),
+    ("dream-tiny", "nothing", "format: expected"),
+    ("dream-tiny", "open_dllm", "format: expected"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "words"), REFUSED)
+def test_a_model_that_does_not_fit_is_refused(
+    name: str, layout: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={MODELS[name]}", f"--output={output}", f"--format={layout}"]) == 2
+    assert words in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rotary positions"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_a_backbone_that_the_familys_class_lacks_is_refused(
+    change: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Llama can have more than LLaDA's class computes."""
+    source, output = tmp_path / "source", tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={MODELS['llada-tiny']}", f"--output={source}"]) == 0
+    config = read(source / "config.json") | change
+    (source / "config.json").write_text(json.dumps(config))
+    if change.get("attention_bias"):
+        weights = load_file(source / "model.safetensors")
+        biases = {
+            name.replace("weight", "bias"): weight.sum(1) for name, weight in weights.items() if "self_attn" in name
+        }
+        from safetensors.torch import save_file
+
+        save_file(weights | biases, source / "model.safetensors", metadata={"format": "pt"})
+    assert main(["export", f"--ckpt_path={source}", f"--output={output}", "--format=llada"]) == 2
+    assert words in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_adapters_and_drafters_have_no_published_format(
+    tmp_path: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        f"--ckpt_path={checkpoint}",
+        f"--output={tmp_path / 'exported'}",
+        "--format=zarya",
+        "--adapter_only=true",
+    ]
+    assert main(["export", *options]) == 2
+    assert "adapter_only: expected" in capsys.readouterr().err
+
+
+def test_a_damaged_entry_of_a_published_config_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(shutil.copytree(MODELS["sdar-tiny"], tmp_path / "source"))
+    for entry in ("text", {"decoder": "LLaDA"}, {"decoder": {"class_path": "BlockDiffusion", "init_args": {"x": 1}}}):
+        (source / "config.json").write_text(json.dumps(read(source / "config.json") | {"refusion_lit": entry}))
+        assert main(["generate", f"--ckpt_path={source}", "--prompt=1+1>", "--max_new_tokens=4"]) == 2
+        assert "refusion_lit" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""Raw confidences keep the order of unmasking at every temperature; filtered ones warn of low temperatures."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, decode
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.fakes import OracleModel, oracle_text
+
+LENGTH = 16
+BIDIRECTIONAL = ModelTraits(attention="bidirectional", predictions=("mask",))
+BLOCKS = ModelTraits(attention="block_causal", block_size=LENGTH, predictions=("mask",))
+CASES: dict[str, Decoder] = {
+    **{order: LLaDA(order=order) for order in ("maskgit_plus", "topk_margin", "entropy")},  # type: ignore[arg-type]
+    "fast_dllm": FastDLLM(order="maskgit_plus", block_length=LENGTH, threshold=0.985),
+    "fast_dllm_entropy": FastDLLM(order="entropy", block_length=LENGTH, threshold=None),
+    "sdar": BlockDiffusion(block_size=LENGTH, confidence="filtered", threshold=0.985),
+    "sdar_entropy": BlockDiffusion(block_size=LENGTH, confidence="filtered", sampling_rule="entropy_bounded"),
+}
+
+
+def unmasked(decoder: Decoder, temperature: float) -> list[list[int]]:
+    """Return the positions that each forward unmasks, for a model whose certainty has no order in the text."""
+    traits = BLOCKS if isinstance(decoder, BlockDiffusion) else BIDIRECTIONAL
+    model = OracleModel(oracle_text(None), certainty=lambda place: 0.97 + 0.029 * (place * 7 % 16) / 16, traits=traits)
+    sampling = SamplingParams(max_new_tokens=LENGTH, temperature=temperature)
+    prompt = Prompt(token_ids=tuple([3] * LENGTH), id="p")
+    [row] = decode(model, decoder, [prompt], sampling, trace=True).rows
+    return [sorted(entry.accepted) for entry in row.trace if entry.accepted]
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.05, 0.2, 0.5])
+@pytest.mark.parametrize("name", CASES)
+def test_raw_confidences_do_not_depend_on_the_temperature(name: str, temperature: float) -> None:
+    decoder = replace(CASES[name], confidence="raw")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        greedy = unmasked(decoder, 0.0)
+        assert unmasked(decoder, temperature) == greedy
+    assert greedy != sorted(greedy), "not left to right"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_filtered_confidences_warn_of_a_low_temperature(name: str) -> None:
+    with pytest.warns(UserWarning, match="confidence: raw"):
+        low = unmasked(CASES[name], 0.02)
+    assert low == sorted(low), "left to right, as in the authors' programs"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert unmasked(CASES[name], 0.0) != low
+
+
+@pytest.mark.parametrize("make", [LLaDA, FastDLLM])
+def test_orders_without_a_choice_refuse_one(make: type[Decoder]) -> None:
+    with pytest.raises(ValueError, match="confidence"):
+        make(confidence="raw")
