@@ -81,9 +81,11 @@ def test_the_requests_from_python(
 
 def test_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(servers, "NAME", "qwen")
-    with serving(make_tool_model(tmp_path)) as server:
-        with openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client:
-            exec(block("city ="), {"client": client})
+    with (
+        serving(make_tool_model(tmp_path)) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client,
+    ):
+        exec(block("city ="), {"client": client})
     name, arguments = capsys.readouterr().out.splitlines()[0].split(" ", 1)
     assert (name, [*json.loads(arguments)]) == ("get_weather", ["city"])
 
