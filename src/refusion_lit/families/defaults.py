@@ -94,9 +94,7 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if masks predict nothing; :class:`WeDLM` if masks predict
       themselves and clean tokens predict the next token everywhere; :class:`UniformDiffusion` if the tokens of a canvas
-      predict themselves;
-      :class:`CausalBlockDiffusion` if masks predict
-      themselves in a block that sees all of itself;
+      predict themselves; :class:`CausalBlockDiffusion` if masks predict themselves in a block that sees all of itself;
     - bidirectional: :class:`LLaDA`;
     - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict themselves.
 
