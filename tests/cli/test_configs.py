@@ -196,6 +196,8 @@ PUBLISHED = {
     "dream_7b_instruct": "dream",
     "fast_dllm_v2_7b": "fast_dllm_v2",
     "sdar_8b": "sdar",
+    "llada2_0_mini": "llada2",
+    "llada2_1_mini": "llada21",
     "refusion_8b": None,
 }
 
