@@ -21,6 +21,7 @@ from refusion_lit.families.defaults import default_decoder, named_decoder, regis
 from refusion_lit.families.idlm import IntrospectiveStrided
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
+from refusion_lit.families.nemotron import CausalBlockDiffusion, LinearSpeculation
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.families.zarya import FirstHitting
@@ -33,6 +34,7 @@ __all__ = [
     "BlockDiffusion",
     "Branch",
     "CallShapes",
+    "CausalBlockDiffusion",
     "Decoder",
     "DecodingOutput",
     "Draw",
@@ -45,6 +47,7 @@ __all__ = [
     "IntrospectiveStrided",
     "KeptCache",
     "LLaDA",
+    "LinearSpeculation",
     "ModelMismatchError",
     "ModelRequirements",
     "MoreDrafts",

@@ -7,6 +7,7 @@ from refusion_lit.families.block_diffusion.objective import BlockMasked
 from refusion_lit.families.block_diffusion.token_editing import EditableBlockMasked
 from refusion_lit.families.idlm import Introspective
 from refusion_lit.families.llada.objective import Masked
+from refusion_lit.families.nemotron import CausalBlockMasked
 from refusion_lit.families.speculative.block_objective import BlockDraft
 from refusion_lit.families.speculative.objective import GatedDraft
 from refusion_lit.families.wedlm import DualStream
@@ -20,6 +21,7 @@ __all__ = [
     "Autoregressive",
     "BlockDraft",
     "BlockMasked",
+    "CausalBlockMasked",
     "DualStream",
     "EditableBlockMasked",
     "GatedDraft",

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
-Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token", "verifier"]
+Prediction = Literal[
+    "mask", "mask_shifted", "isolated_mask", "block_mask", "visible", "next_token_in_slot", "next_token", "verifier"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class ModelTraits:
         predictions: What the logits mean. ``mask``: a mask predicts its own position;
             ``mask_shifted``: the position before a mask predicts the mask;
             ``isolated_mask``: a mask that sees no other mask predicts its own position;
+            ``block_mask``: a mask in a block that sees all of itself, after causal text, predicts its own position;
             ``visible``: a clean token predicts what belongs at its own position;
             ``next_token_in_slot``: a clean token predicts the next token of its slot;
             ``next_token``: a clean token predicts the next token everywhere;

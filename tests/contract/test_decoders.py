@@ -23,11 +23,13 @@ from refusion_lit.contrib import APD, CARD, D2F, SetDiffusion
 from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,
+    CausalBlockDiffusion,
     Decoder,
     DecodingOutput,
     FastDLLM,
     FirstHitting,
     IntrospectiveStrided,
+    LinearSpeculation,
     LLaDA,
     RecomputeKV,
     ReFusion,
@@ -224,6 +226,10 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
     size: int,
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
+    if isinstance(decoder, CausalBlockDiffusion | LinearSpeculation):
+        decoder = replace(decoder, max_thinking_tokens=None, end_think_token_id=None)  # which would write another text
+        # The oracle would take the mask's id at the end of a prompt for a mask.
+        drawn_prompts = [replace(prompt, token_ids=(*prompt.token_ids, 3)) for prompt in drawn_prompts]
     text = oracle_text(end)
     # Never equal, so that rounding decides nothing: what stands further left is a little more certain.
     model = OracleModel(
@@ -487,6 +493,24 @@ def apd_forwards(decoder: APD, case: Case) -> int:
     return sum(1 if case.budget - start == 1 or decoder.max_lookahead == 1 else 2 for start in starts)
 
 
+def causal_block_forwards(decoder: CausalBlockDiffusion, case: Case) -> int:
+    """Count, for each block, the forward before it and those that fill its masks, all at once if sure enough."""
+    threshold = decoder.threshold
+    is_sure = threshold is not None and case.certainty >= threshold
+    num = 0
+    for place in range(0, case.length, decoder.block_size):
+        num_masks = min(decoder.block_size, case.length - place) - decoder.causal_context
+        num += 1 + (min(num_masks, 1) if is_sure else num_masks)
+    return num
+
+
+def linear_forwards(decoder: LinearSpeculation, case: Case) -> int:
+    """Count the prompt, and rounds whose drafts all hold."""
+    num_masks = decoder.block_size - 1
+    num_drafting = min(num_masks, 1) if case.certainty >= decoder.threshold else num_masks
+    return 1 + ceil((case.length - 1) / decoder.block_size) * (num_drafting + 1)
+
+
 NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     Autoregressive: lambda _, case: case.length,
     ReFusion: refusion_forwards,
@@ -495,6 +519,8 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     FastDLLM: fast_dllm_forwards,
     WeDLM: wedlm_forwards,
     CARD: card_forwards,
+    CausalBlockDiffusion: causal_block_forwards,
+    LinearSpeculation: linear_forwards,
     IntrospectiveStrided: strided_forwards,
     D2F: d2f_forwards,
     APD: apd_forwards,

@@ -16,10 +16,12 @@ from refusion_lit.data.schema_templates import Span, TemplateState
 from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,
+    CausalBlockDiffusion,
     Decoder,
     FastDLLM,
     FirstHitting,
     IntrospectiveStrided,
+    LinearSpeculation,
     LLaDA,
     RecomputeKV,
     ReFusion,
@@ -45,7 +47,8 @@ from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, O
 
 KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,
          SlotSearch, TokenEditing, WeDLM}  # fmt: skip
-REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, IntrospectiveStrided}
+REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, IntrospectiveStrided, CausalBlockDiffusion,
+           LinearSpeculation}  # fmt: skip
 
 
 def filling(size: int, spans: dict[int, Span]) -> Constraint:

@@ -61,6 +61,7 @@ VARIANTS: list[Objective] = [
     objectives.SoftTail(tail=1, decay=1.0),
     objectives.DualStream(block_size=5, ar_weight=0.5),
     objectives.DualStream(block_size=1),
+    objectives.CausalBlockMasked(block_size=4, mdm_weight=1.0),
     objectives.Introspective(block_size=4, noisy_targets="response", auto_balance=True),
     objectives.GatedDraft(stride=3, decay=0.5),
     objectives.BlockDraft(num_anchors=3, decay=0.5),
@@ -85,7 +86,7 @@ def special_tokens(objective: Objective) -> SpecialTokens:
 
 def uses_masks(objective: Objective) -> bool:
     """Return whether an objective replaces tokens by the mask; drafters have masks of their own."""
-    return bool({"mask", "mask_shifted", "isolated_mask"} & set(objective.traits.predictions or ()))
+    return bool({"mask", "mask_shifted", "isolated_mask", "block_mask"} & set(objective.traits.predictions or ()))
 
 
 def takes_ratios(objective: Objective) -> bool:
@@ -240,7 +241,8 @@ def test_labels_say_what_the_traits_say(
     predictions = objective.traits.predictions
     assert predictions
     # Where masks predict themselves and clean tokens the next one everywhere, a second, clean copy does the latter.
-    clean_from = corrupted.input_ids.shape[1] // 2 if {"mask", "next_token"} <= set(predictions) else 0
+    predict_themselves = {"mask", "block_mask"} & set(predictions) and "next_token" in predictions
+    clean_from = corrupted.input_ids.shape[1] // 2 if predict_themselves else 0
     for sample, (prompt, response) in enumerate(sizes):
         text = dict(enumerate(batch.input_ids[sample, : prompt + response].tolist()))
         for row in find_rows(corrupted, sample, len(sizes)):
@@ -254,7 +256,7 @@ def test_labels_say_what_the_traits_say(
             for i, (place, masked) in enumerate(zip(places, is_masked, strict=True)):
                 if masked and place + 1 in text and {"mask_shifted", "next_token"} <= set(predictions):
                     optional[i] = text[place + 1]  # a mask may predict a clean token after it
-                if masked and {"mask", "isolated_mask"} & set(predictions):
+                if masked and {"mask", "isolated_mask", "block_mask"} & set(predictions):
                     expected[i] = text.get(place, EOS)
                 elif masked and "mask_shifted" in predictions and i > 0:
                     assert places[i - 1] == place - 1

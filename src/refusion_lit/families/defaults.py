@@ -13,6 +13,7 @@ from refusion_lit.families.block_diffusion.token_editing import TokenEditing
 from refusion_lit.families.idlm import IntrospectiveStrided
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
+from refusion_lit.families.nemotron import CausalBlockDiffusion, LinearSpeculation
 from refusion_lit.families.speculative.decoder import SelfSpeculative
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.plugins import load_plugins
@@ -25,9 +26,11 @@ NAMEABLE: dict[str, type[Decoder]] = {
     for cls in (
         Autoregressive,
         BlockDiffusion,
+        CausalBlockDiffusion,
         FastDLLM,
         IntrospectiveStrided,
         LLaDA,
+        LinearSpeculation,
         ReFusion,
         SelfSpeculative,
         TokenEditing,
@@ -88,7 +91,8 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     decide:
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if masks predict nothing; :class:`WeDLM` if masks predict
-      themselves and clean tokens predict the next token everywhere;
+      themselves and clean tokens predict the next token everywhere; :class:`CausalBlockDiffusion` if masks predict
+      themselves in a block that sees all of itself;
     - bidirectional: :class:`LLaDA`;
     - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict themselves.
 
@@ -126,6 +130,8 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
     if traits.predictions is None or "next_token_in_slot" in traits.predictions:
         return ReFusion()
+    if "block_mask" in traits.predictions:
+        return CausalBlockDiffusion()
     if "mask" in traits.predictions:
         return WeDLM()
     return Autoregressive()

@@ -121,7 +121,7 @@ class CheckpointFormat:
     family: str
     model_type: str | None
     source_pattern: str | None = None
-    base: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"]
+    base: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "ministral3"]
     config_names: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ import torch
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
+from refusion_lit.data.tool_calls import CallReader
 from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import DecodingOutput, TraceRound
@@ -67,6 +68,7 @@ class Job:
         num_rounds: Number of forward passes that updates have described.
         num_sent: Number of tokens whose log-probabilities were sent.
         num_characters: Number of characters of the tokens whose log-probabilities were sent. Set by the service.
+        reader: Splits the text into text and calls of tools, if the response may call tools. Used by the service.
         has_begun: Whether the client has received a part of the response. Set by the service.
         result: The response, once the service has received it.
     """
@@ -81,6 +83,7 @@ class Job:
     num_rounds: int = 0
     num_sent: int = 0
     num_characters: int = 0
+    reader: CallReader | None = None
     has_begun: bool = False
     result: Generation | None = None
 
@@ -290,7 +293,7 @@ class Worker:
             job = self.active.pop(number)
             rounds = self._rounds(job, generation.trace)
             entries = job.take_logprobs(generation.token_ids, generation.logprobs)
-            job.notify((job, Update(job.stream.rest(generation.text), rounds, generation, entries)))
+            job.notify((job, Update(job.stream.finish(generation.token_ids), rounds, generation, entries)))
 
     def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
         """Return the tokens that new forward passes drafted, verified and committed, by place in the response."""
