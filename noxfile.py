@@ -120,6 +120,7 @@ def bench(session: nox.Session) -> None:
         "precision",
         "policy_memory",
         "startup",
+        "projection",
     ]
     for part in parts:
         session.run("python", "-m", f"benchmarks.{part}", env=ENVIRONMENT)

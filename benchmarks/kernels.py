@@ -3,9 +3,8 @@
 usage: python -m benchmarks.kernels [--parts '[linear, shared_heads]'] [--repeats 9] [--threads 1]
 
 ``linear``: all linear layers of a 135 M model over a few tokens: all alone (``packed``), and layers with the same
-input as one product (``joint``), as in the fused body. For one token also joint products as one row (``plain``) and
-padded to four rows (``padded``); ``joint`` takes the faster one for each shape. ``shared_heads``: bfloat16 attention
-where query heads share keys, each head alone and as queries of one head. Each part writes a result of its own.
+input as one product (``joint``), as in the fused body. ``shared_heads``: bfloat16 attention where query heads share
+keys, each head alone and as queries of one head. Each part writes a result of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from benchmarks.common import RESULTS, Work, interleaved, time_ratio, write
 from jsonargparse import auto_cli
 
 from refusion_lit.modeling.fused import attention as fused_attention
-from refusion_lit.modeling.fused import linear as fused_linear
 from refusion_lit.modeling.fused.attention import attend_rows
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights
 
@@ -68,23 +66,15 @@ def linear(repeats: int, threads: int) -> tuple[dict[str, Any], dict[str, Any]]:
             "packed": [Linear(one, packed=PackedWeights()) for one in weights],
             "joint": [Linear(group, packed=PackedWeights()) for group in groups],
         }
-        one_token_ways = {}
-        for way, is_padded in (("plain", False), ("padded", True)):
-            one_token_ways[way] = [Linear(group, packed=PackedWeights()) for group in groups]
-            with patch.object(fused_linear, "pads_one_token", return_value=is_padded):
-                through_layers(one_token_ways[way], 1, dtype).run()  # the layers keep the decision
         cases = []
         for num_tokens in NUM_TOKENS:
-            measured = ways | one_token_ways if num_tokens == 1 else ways
-            works = {way: through_layers(linears, num_tokens, dtype) for way, linears in measured.items()}
+            works = {way: through_layers(linears, num_tokens, dtype) for way, linears in ways.items()}
             interleaved(works, repeats, clock=time.process_time if threads == 1 else None)
             best = {f"{way}_milliseconds": round(min(work.seconds) * 1e3, 1) for way, work in works.items()}
             ratios = {
                 "ratio": round(time_ratio(works["torch"], works["packed"]), 2),
                 "joint_ratio": round(time_ratio(works["packed"], works["joint"]), 2),
             }
-            if num_tokens == 1:
-                ratios["padded_ratio"] = round(time_ratio(works["plain"], works["padded"]), 2)
             cases.append({"num_tokens": num_tokens, **best, **ratios})
             print(dtype, cases[-1], flush=True)
         types[str(dtype).removeprefix("torch.")] = cases

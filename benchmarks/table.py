@@ -147,13 +147,7 @@ def linear(result: Result) -> str:
     names = ("num_tokens", "torch_milliseconds", "packed_milliseconds", "ratio", "joint_milliseconds", "joint_ratio")
     rows = [[dtype, *(case[name] for name in names)] for dtype in ("float32", "bfloat16") for case in result[dtype]]
     head = ["type", "tokens", "torch (ms, the fastest)", "packed weights", "torch / packed", "one product per input"]
-    text = table([*head, "packed / one product"], rows)
-    for dtype in ("float32", "bfloat16"):
-        case = result[dtype][0]
-        if "padded_milliseconds" in case:  # older results lack it
-            plain, padded = case["plain_milliseconds"], case["padded_milliseconds"]
-            text += f"\nOne token in {dtype}: {plain} ms as one row, {padded} ms padded to four rows.\n"
-    return text
+    return table([*head, "packed / one product"], rows)
 
 
 def shared_heads(result: Result) -> str:
@@ -294,6 +288,26 @@ def serve_soak(result: Result) -> str:
     return table(head, [[result["config"]["minutes"], *(result[name] for name in names), f"{low} to {high}"]])
 
 
+def projection(result: Result) -> str:
+    """Return measured beside predicted speeds, and the fitted constants."""
+    rows = [
+        [
+            row["decoder"], row["batch_size"], row["prompt_length"], f"{row['tokens_per_call']:.1f}",
+            f"{row['measured']:.1f}", f"{row['predicted']:.1f}", f"{row['ratio']:.2f}",
+            "yes" if row["is_fitted"] else "no",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    head = ["decoder", "batch size", "prompt", "tokens/call", "tokens/s", "predicted", "predicted : measured", "fitted"]
+    constants = result["constants"]
+    note = f" {result['note']}" if "note" in result else ""
+    return table(head, rows) + (
+        f"\nFitted: {constants['gigabytes_per_second']:.1f} GB/s, {constants['gigaflops']:.0f} GFLOPS, "
+        f"{constants['launch_microseconds']:.0f} microseconds per launch. Largest error of a decoder that was not "
+        f"fitted: {100 * result['largest_error']:.0f} %.{note}\n"
+    )
+
+
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "versions": versions,
     "decode": decoding, "gpu_qwen": decoding, "batches": batches, "forwards": forwards,
@@ -304,6 +318,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
     "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,
+    "projection": projection,
 }  # fmt: skip
 """How a result is shown, by its name or the beginning of it, in the order of the page."""
 
@@ -359,7 +374,7 @@ COMPARED = {
     ),
 }
 """What is equal in a part's comparison and what is not; ``ALONE`` compare nothing."""
-ALONE = {"startup", "soak", "serve_soak"}
+ALONE = {"projection", "startup", "soak", "serve_soak"}
 
 
 def sections(results: dict[str, Result]) -> Iterator[str]:

@@ -8,9 +8,11 @@ from typing import Any
 from benchmarks.batches import plot as draw_batches
 from benchmarks.batches import rates
 from benchmarks.growth import plot as draw_growth
-from benchmarks.table import batches, load_memory, serve, serve_soak
+from benchmarks.table import batches, load_memory, projection, serve, serve_soak
 from benchmarks.table import table as markdown_table
 from docs.figures.registry import PLOTS, Plot, table
+
+from refusion_lit.reports.projection import DEVICES, MODELS
 
 Result = dict[str, Any]
 
@@ -47,6 +49,59 @@ def _decode_summary(results: Result) -> str:
 
 
 table("batches", _path("batches"))(batches)
+
+
+table("projection", _path("projection"))(projection)
+
+
+@table("projection constants", _path("projection"))
+def _projection_constants(results: Result) -> str:  # noqa: ARG001 - the constants stand in the package
+    devices = [
+        [
+            f"`{name}`", f"{device.bytes_per_second / 1e9:.0f}", f"{device.operations_per_second / 1e12:.4g}",
+            f"{device.launch_seconds * 1e6:.1f}", device.source,
+        ]
+        for name, device in DEVICES.items()
+    ]  # fmt: skip
+    models = [
+        [
+            f"`{name}`", f"{(size.num_body_weights + size.num_head_weights) / 1e9:.2f}",
+            f"{2 * size.num_cache_values / 1024:.0f}", size.source,
+        ]
+        for name, size in MODELS.items()
+    ]  # fmt: skip
+    head = ["device", "GB/s", "TFLOPS", "microseconds per launch", "source"]
+    return "\n".join([
+        markdown_table(head, devices),
+        markdown_table(["model", "billion weights read", "KB of cache per token, bfloat16", "source"], models),
+    ])  # fmt: skip
+
+
+@table("projection paper", _path("projection"))
+def _projection_paper(results: Result) -> str:
+    paper = results["paper"]
+    shown = ("2", "2.5", "3")
+    rows = [
+        [
+            f"`{row['device']}`", f"{row['qwen']:.0f}", f"{row['llada']:.0f}",
+            *(f"{row['over_qwen'][number]:.2f}" for number in shown),
+            *(f"{row['over_llada'][number]:.1f}" for number in shown),
+        ]
+        for row in paper["devices"]
+    ]  # fmt: skip
+    head = ["predicted for", "Qwen3-8B tokens/s", "LLaDA-8B tokens/s"]
+    head += [f"ReFusion : Qwen3-8B at {number} tokens/forward" for number in shown]
+    head += [f"ReFusion : LLaDA-8B at {number}" for number in shown]
+    ratios = paper["published_ratios"]
+    tasks = list(ratios["Qwen3-8B"])
+    names = ("Qwen3-8B", "LLaDA-8B", "Dream-7B")
+    published = [[name, *(ratios[name][task] for task in tasks)] for name in names]
+    note = (
+        f"Published, tokens/s of ReFusion over tokens/s of the other model; mean over Qwen3-8B "
+        f"{paper['mean_over_qwen']:.2f}, geometric mean over LLaDA-8B and Dream-7B "
+        f"{paper['geometric_mean_over_diffusion']:.1f}:\n"
+    )
+    return "\n".join([markdown_table(head, rows), note, markdown_table(["published", *tasks], published)])
 
 
 table("serve", _path("serve"))(serve)
@@ -107,6 +162,7 @@ _PUBLISHED = {
     "Dream": "published/dream_generate", "Fast-dLLM on Dream": "published/fast_dllm_v1_dream",
     "Fast-dLLM v2": "published/fast_dllm_v2_generate", "SDAR": "published_2026/sdar_generate",
     "WeDLM 8B, engine": "published_2026/wedlm_engine", "WeDLM 7B, engine": "published_2026/wedlm_qwen2_engine",
+    "Nemotron-Labs-Diffusion": "published_2026/nld_generate",
     "I-DLM": "published_2026/idlm_generate", "I-DLM in NeMo AutoModel": "published_2026/idlm_nemo_generate",
     "SDAR-MoE": "published_2026/sdar_moe_generate", "LLaDA2.0": "published_2026/llada2_generate",
     "LLaDA2.1": "published_2026/llada21_generate", "LLaDA2.1, rough model": "published_2026/llada21_editing",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.table import table as markdown_table
-from docs.figures.registry import PLOTS, Plot, table
+from docs.figures.registry import PLOTS, ROOT, Plot, read, stamps, table
 from experiments.controlled_comparison import plot as controlled
 from experiments.decoder_families import table as decoder_families
 from experiments.demo import table as demo
@@ -476,29 +476,59 @@ def _conversion_cost(results: Result, longer: Result) -> str:
     return markdown_table(["training", "positions", "positions per processor second", "peak memory (GB)"], rows)
 
 
-@table("lossless summary", _path("lossless"), _path("lossless", "results_xeon.json"))
-def _lossless_summary(epyc: Result, xeon: Result) -> str:
-    """Return the default and `two_forwards` in float32, one prompt at a time, on both machines."""
+_LOSSLESS_MACHINES = {"EPYC": "results.json", "Xeon": "results_xeon.json", "faster EPYC": "results_fast_epyc.json"}
+_LOSSLESS = tuple(_path("lossless", name) for name in _LOSSLESS_MACHINES.values())
+_LOSSLESS_PROMPTS = {"GSM8K": "GSM8K", "own.jsonl": "chat", "HumanEval": "HumanEval", "MBPP": "MBPP"}
+
+
+def _lossless_runs(machines: Sequence[Result], prompts: str, decoder: str) -> list[Result]:
+    """Return a decoder's figures in float32, one prompt at a time, on every machine."""
+    key = ("float32", prompts, "speed")
+    return [
+        next(run for run in results["runs"] if (run["dtype"], run["prompts"], run["part"]) == key)["decoders"][decoder]
+        for results in machines
+    ]
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _lossless_machines(decoder: str, *machines: Result) -> str:
+    """Return a decoder's figures on all machines, with the range over machines."""
     rows = []
-    for prompts in ("GSM8K", "own.jsonl", "HumanEval", "MBPP"):
-        for name, decoder in (("auto", "the default"), ("two_forwards", "`layout: two_forwards`")):
-            cells = []
-            for results in (epyc, xeon):
-                (run,) = (
-                    run for run in results["runs"]
-                    if (run["dtype"], run["prompts"], run["part"]) == ("float32", prompts, "speed")
-                )  # fmt: skip
-                figures = run["decoders"][name]
-                low, high = figures["speed_over_autoregressive_95"]
-                cells += [
-                    f"{figures['tokens_per_forward']:.2f}",
-                    f"{figures['speed_over_autoregressive']:.2f} ({low:.2f} to {high:.2f})",
-                ]
-            rows.append([prompts.removesuffix(".jsonl"), decoder, *cells])
-    head = ["prompts", "drafts"]
-    for machine in ("EPYC", "Xeon"):
-        head += [f"tokens/forward, {machine}", f"tokens/s, times `Autoregressive`, {machine}"]
+    for prompts, title in _LOSSLESS_PROMPTS.items():
+        runs = _lossless_runs(machines, prompts, decoder)
+        cells = []
+        for run in runs:
+            low, high = run["speed_over_autoregressive_95"]
+            cells.append(f"{run['speed_over_autoregressive']:.2f} ({low:.2f} to {high:.2f})")
+        rows.append(
+            [
+                title,
+                _range([run["tokens_per_forward"] for run in runs]),
+                *cells,
+                _range([run["speed_over_autoregressive"] for run in runs]),
+            ]
+        )
+    head = ["prompts", "tokens/forward", *(f"times, {name}" for name in _LOSSLESS_MACHINES), "range"]
     return markdown_table(head, rows)
+
+
+table("lossless summary", *_LOSSLESS)(partial(_lossless_machines, "auto"))
+table("lossless two_forwards", *_LOSSLESS)(partial(_lossless_machines, "two_forwards"))
+
+
+@table("lossless range", *_LOSSLESS)
+def _lossless_range(*machines: Result) -> str:
+    """Return the default's range over machines."""
+    rows = []
+    for prompts, title in _LOSSLESS_PROMPTS.items():
+        runs = _lossless_runs(machines, prompts, "auto")
+        ratios = [run["speed_over_autoregressive"] for run in runs]
+        rows.append([title, _range([run["tokens_per_forward"] for run in runs]), _range(ratios)])
+    return markdown_table(["prompts", "tokens/forward", "times `Autoregressive`, three machines"], rows)
 
 
 @table("lossless exactness", _path("lossless"))
@@ -522,12 +552,8 @@ def _lossless_exactness(results: Result) -> str:
 
 @table("refusion_pays summary", _path("refusion_pays", "convert.json"))
 def _refusion_pays_summary(results: Result) -> str:
-    names = {
-        "windows of 4": "1",
-        "windows of 4, second round": "2",
-        "windows of 4, third round": "3",
-        "windows of 4, fourth round": "4",
-    }
+    """Return the first and the last round; details.md has all rounds."""
+    names = {"windows of 4": "1", "windows of 4, fourth round": "4"}
     decoders = {
         "SelfSpeculative, one slot": "`SelfSpeculative`, one slot",
         "ReFusion mask 8x4": "`ReFusion`, `infill: mask` (the paper's), 4 slots of 8 at once",
@@ -576,6 +602,30 @@ def _estimators_summary(*files: Result) -> str:
 @table("real_conversion summary", *_CONVERSION)
 def _conversion_summary(results: Result, longer: Result) -> str:
     return markdown_table(conversion.SUMMARY, conversion.summary(conversion.joined(results, longer)))
+
+
+def _is_doubtful(source: str) -> bool:
+    """Return whether a result's code cannot be restored: uncommitted changes, or a commit outside the history."""
+    values = read(source)
+    note = values.get("commit_note", "") if isinstance(values, dict) else ""
+    return any(is_dirty for _, is_dirty in stamps(values)) or "not in the repository" in note
+
+
+_RESULTS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("experiments/*/*.json"))]
+_DOUBTFUL = tuple(filter(_is_doubtful, _RESULTS))
+
+
+@table("to measure again", *_DOUBTFUL)
+def _to_measure_again(*results: Any) -> str:  # noqa: ANN401 - JSON
+    """Return the results whose code cannot be restored, with the reason."""
+    rows = [
+        [
+            f"[{source.removeprefix('experiments/')}](../{source})",
+            "uncommitted changes" if any(is_dirty for _, is_dirty in stamps(values)) else "commit not in the history",
+        ]
+        for source, values in zip(_DOUBTFUL, results, strict=True)
+    ]
+    return markdown_table(["result", "reason"], rows)
 
 
 def _nothing(_: Result) -> str:

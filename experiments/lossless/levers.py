@@ -157,7 +157,7 @@ def loaded() -> refusion_lit.TextModel:
 
 def with_masks(drafter: Drafter, num_masks: int) -> Drafter:
     """Return a drafter with more masks, which start as the last one."""
-    drafter.origin = replace(drafter.origin, options=replace(drafter.origin.options, num_masks=num_masks))
+    drafter.options = replace(drafter.options, num_masks=num_masks)
     missing = num_masks - len(drafter.masks)
     drafter.masks = nn.Parameter(torch.cat((drafter.masks.data, drafter.masks.data[-1:].expand(missing, -1))))
     return drafter

@@ -11,7 +11,7 @@ from refusion_lit.engine.drafting import masked_in, rounds_since, text_between, 
 from refusion_lit.engine.engine import Engine, decode
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.logprobs import TokenLogprob
-from refusion_lit.engine.output import DecodingOutput, Generation, GenerationCallback, TraceRound
+from refusion_lit.engine.output import CallShapes, DecodingOutput, Generation, GenerationCallback, TraceRound
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.families.autoregressive.decoder import Autoregressive
@@ -21,7 +21,9 @@ from refusion_lit.families.defaults import default_decoder, named_decoder, regis
 from refusion_lit.families.idlm import IntrospectiveStrided
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
+from refusion_lit.families.nemotron import CausalBlockDiffusion, LinearSpeculation
 from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.families.uniform_diffusion import UniformDiffusion
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.families.zarya import FirstHitting
 from refusion_lit.plugins import find_class
@@ -32,6 +34,8 @@ __all__ = [
     "Autoregressive",
     "BlockDiffusion",
     "Branch",
+    "CallShapes",
+    "CausalBlockDiffusion",
     "Decoder",
     "DecodingOutput",
     "Draw",
@@ -44,6 +48,7 @@ __all__ = [
     "IntrospectiveStrided",
     "KeptCache",
     "LLaDA",
+    "LinearSpeculation",
     "ModelMismatchError",
     "ModelRequirements",
     "MoreDrafts",
@@ -57,6 +62,7 @@ __all__ = [
     "TokenEditing",
     "TokenLogprob",
     "TraceRound",
+    "UniformDiffusion",
     "WeDLM",
     "check_context",
     "check_model",

@@ -58,6 +58,10 @@ def _overrides(name: str, data_file: str) -> list[str]:
     if name == "policy":
         start = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
         return [f"--model.backbone.source={start}", f"--data.tokenizer.source={start}"]
+    if name == "dflash":
+        start = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+        sources = [f"--model.backbone.source={start}", f"--data.tokenizer.source={start}"]
+        return [*sources, f"--data.task.train={data_file}", "--data.task.init_args.query_field=query"]
     if name == "convert":
         task = [f"--data.task.init_args.train={data_file}", "--data.task.init_args.query_field=query"]
         return [*CPU, *NO_DOWNLOAD, *task]
@@ -192,6 +196,8 @@ PUBLISHED = {
     "dream_7b_instruct": "dream",
     "fast_dllm_v2_7b": "fast_dllm_v2",
     "sdar_8b": "sdar",
+    "llada2_0_mini": "llada2",
+    "llada2_1_mini": "llada21",
     "refusion_8b": None,
 }
 

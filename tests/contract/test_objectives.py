@@ -57,12 +57,16 @@ VARIANTS: list[Objective] = [
     objectives.R2FT(min_span=2, max_span=5, max_unit=3, pad_responses_to=4),
     objectives.StaggeredSets(set_size=3, reach=5),
     objectives.StaggeredSets(set_size=40, reach=40, pad_responses_to=6),
+    objectives.UniformBlock(canvas_length=4),
+    objectives.UniformBlock(canvas_length=7, ar_weight=0.0, self_conditioning=1.0),
     objectives.SoftTail(),
     objectives.SoftTail(tail=1, decay=1.0),
     objectives.DualStream(block_size=5, ar_weight=0.5),
     objectives.DualStream(block_size=1),
+    objectives.CausalBlockMasked(block_size=4, mdm_weight=1.0),
     objectives.Introspective(block_size=4, noisy_targets="response", auto_balance=True),
     objectives.GatedDraft(stride=3, decay=0.5),
+    objectives.BlockDraft(num_anchors=3, decay=0.5),
     objectives.MaskWindows(window=3, num_tilings=3, decay=0.5),
     RecordedStates(slot_sizes=(3,)),
     Ending(),
@@ -77,9 +81,14 @@ VARIANTS: list[Objective] = [
 ]
 
 
+def special_tokens(objective: Objective) -> SpecialTokens:
+    """Return the special tokens of a model with the drafter that an objective trains."""
+    return replace(SPECIAL, drafts_block=isinstance(objective, objectives.BlockDraft))
+
+
 def uses_masks(objective: Objective) -> bool:
     """Return whether an objective replaces tokens by the mask; drafters have masks of their own."""
-    return bool({"mask", "mask_shifted", "isolated_mask"} & set(objective.traits.predictions or ()))
+    return bool({"mask", "mask_shifted", "isolated_mask", "block_mask"} & set(objective.traits.predictions or ()))
 
 
 def takes_ratios(objective: Objective) -> bool:
@@ -118,7 +127,7 @@ def corrupt(objective: Objective, batch: ResponseBatch, epoch: int = 0, ratio: f
     """Corrupt with a batch's own noise."""
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=epoch)
     mask_ratio = None if ratio is None else torch.full((len(batch.input_ids),), ratio, dtype=torch.float64)
-    return objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
+    return objective.corrupt(batch, noise, special_tokens(objective), mask_ratio=mask_ratio)
 
 
 def find_rows(corrupted: CorruptedBatch, sample: int, num_samples: int) -> range:
@@ -197,9 +206,9 @@ def test_prompt_is_untouched_and_text_is_complete(
         for row in find_rows(corrupted, sample, len(sizes)):
             copies: dict[int, int] = {}
             clean: dict[int, int] = {}
-            num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts
+            num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts - corrupted.num_canvas
             drafts = [i for i in real_entries(corrupted, row, length) if i >= num_text]
-            assert set(corrupted.input_ids[row, drafts].tolist()) <= set(DRAFTS)
+            assert corrupted.num_canvas or set(corrupted.input_ids[row, drafts].tolist()) <= set(DRAFTS)
             for i in real_entries(corrupted, row, length)[: -len(drafts) or None]:
                 place, token = int(corrupted.position_ids[row, i]), int(corrupted.input_ids[row, i])
                 copies[place] = copies.get(place, 0) + 1
@@ -234,7 +243,8 @@ def test_labels_say_what_the_traits_say(
     predictions = objective.traits.predictions
     assert predictions
     # Where masks predict themselves and clean tokens the next one everywhere, a second, clean copy does the latter.
-    clean_from = corrupted.input_ids.shape[1] // 2 if {"mask", "next_token"} <= set(predictions) else 0
+    predict_themselves = {"mask", "block_mask"} & set(predictions) and "next_token" in predictions
+    clean_from = corrupted.input_ids.shape[1] // 2 if predict_themselves else 0
     for sample, (prompt, response) in enumerate(sizes):
         text = dict(enumerate(batch.input_ids[sample, : prompt + response].tolist()))
         for row in find_rows(corrupted, sample, len(sizes)):
@@ -248,20 +258,24 @@ def test_labels_say_what_the_traits_say(
             for i, (place, masked) in enumerate(zip(places, is_masked, strict=True)):
                 if masked and place + 1 in text and {"mask_shifted", "next_token"} <= set(predictions):
                     optional[i] = text[place + 1]  # a mask may predict a clean token after it
-                if masked and {"mask", "isolated_mask"} & set(predictions):
+                if masked and {"mask", "isolated_mask", "block_mask"} & set(predictions):
                     expected[i] = text.get(place, EOS)
                 elif masked and "mask_shifted" in predictions and i > 0:
                     assert places[i - 1] == place - 1
                     (expected if is_masked[i - 1] else after_clean[i - 1])[i - 1] = text.get(place, EOS)
-                elif "visible" in predictions and place >= prompt:
+                elif corrupted.num_canvas and i >= len(places) - corrupted.num_canvas:
+                    assert place >= prompt
+                    expected[i] = text.get(place, EOS)
+                elif "visible" in predictions and place >= prompt and not corrupted.num_canvas:
                     optional[i] = text.get(place, EOS)
                 elif place + 1 in text and prompt <= place + 1 and "next_token" in predictions and i >= clean_from:
                     after_clean[i][i] = text[place + 1]
                 elif place + 1 in text and prompt <= place and "next_token_in_slot" in predictions:
                     optional[i] = text[place + 1]  # unless it ends its slot
-            if corrupted.num_drafts:  # draft masks alone are trained, on the token after their place
-                ids = corrupted.input_ids[row].tolist()
-                expected = {i: text[places[i] + 1] for i, token in enumerate(ids) if token in DRAFTS}
+            if corrupted.num_drafts:  # draft masks alone are trained, on the token after their place or in it
+                shift = not isinstance(objective, objectives.BlockDraft)
+                targets = {i: places[i] + shift for i, token in enumerate(corrupted.input_ids[row]) if token in DRAFTS}
+                expected = {i: text[place] for i, place in targets.items() if shift or place in text}
             labelled = {i: label for i, label in enumerate(labels) if label != IGNORE_INDEX}
             assert expected.items() <= labelled.items()
             assert labelled.items() <= {**optional, **expected}.items()
@@ -370,7 +384,7 @@ def test_wrong_ratio_is_refused(objective: Objective, ratio: float) -> None:
 def corrupt_without_mask_token(objective: Objective) -> None:
     batch = make_batch([(2, 6)])
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
-    objective.corrupt(batch, noise, replace(SPECIAL, mask_token_id=None))
+    objective.corrupt(batch, noise, replace(special_tokens(objective), mask_token_id=None))
 
 
 @each_with_masks
@@ -429,7 +443,7 @@ def test_tensors_are_made_on_the_batchs_device(objective: Objective, ratio: floa
     hidden_size, head = 6, toy_head()
     # A tensor made without an explicit device lands on the meta device and fails later.
     with torch.device("meta"):
-        corrupted = objective.corrupt(batch, noise, SPECIAL, mask_ratio=mask_ratio)
+        corrupted = objective.corrupt(batch, noise, special_tokens(objective), mask_ratio=mask_ratio)
         hidden = torch.zeros(*corrupted.input_ids.shape, hidden_size, dtype=torch.float64, device="cpu")
         loss = objective.loss(hidden, head, corrupted).total
     assert loss.device.type == "cpu"

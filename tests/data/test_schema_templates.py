@@ -80,13 +80,25 @@ LEAVES = st.one_of(
 )  # fmt: skip
 
 
-def objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw objects all of whose properties are required."""
-    properties = st.dictionaries(TEXTS, values, min_size=1, max_size=3)
-    return properties.map(lambda each: {"type": "object", "properties": each, "required": [*each]})
+@st.composite
+def objects(draw: st.DrawFn, values: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Draw objects; properties with a single value may be optional."""
+    properties = draw(st.dictionaries(TEXTS, values, max_size=3))
+    single = [key for key, value in properties.items() if value.get("type") not in ("object", "array")]
+    optional = draw(st.sets(st.sampled_from(single))) if single else set()
+    return {"type": "object", "properties": properties, "required": [key for key in properties if key not in optional]}
 
 
-SCHEMAS = st.recursive(LEAVES, objects, max_leaves=4)
+@st.composite
+def arrays(draw: st.DrawFn, values: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Draw arrays; the number of items that are arrays or objects is fixed."""
+    items = draw(values)
+    fewest, most = sorted((draw(st.integers(0, 2)), draw(st.integers(0, 2))))
+    is_single = items.get("type") not in ("object", "array")
+    return {"type": "array", "items": items, "minItems": fewest if is_single or most == 1 else most, "maxItems": most}
+
+
+SCHEMAS = st.recursive(LEAVES, lambda values: objects(values) | arrays(values), max_leaves=4)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +131,8 @@ def is_impossible(schema: dict[str, Any]) -> bool:
     if schema.get("type") == "string" and "enum" not in schema:
         most = schema.get("maxLength", math.inf)
         return most < math.inf and schema.get("minLength", 0) > most // max(1, most // 4)
-    return any(map(is_impossible, schema.get("properties", {}).values()))
+    items = [schema["items"]] if schema.get("maxItems") else []
+    return any(map(is_impossible, [*schema.get("properties", {}).values(), *items]))
 
 
 @pytest.mark.filterwarnings("ignore:.*does not fit this model")
@@ -149,6 +162,27 @@ def test_a_trained_model_keeps_numbers(name: str, schema: Any) -> None:
     generate_checked(trained, schema, trained.default_decoder, SamplingParams(max_new_tokens=16))
 
 
+def test_optional_properties_and_items_may_be_left_out_or_not(model: TextModel) -> None:
+    """Also before the first required property, and where no property is required."""
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    properties = {"a": digit, "b": digit, "c": {"type": "array", "items": digit, "maxItems": 3}}
+    found: set[tuple[str, ...]] = set()
+    lengths: set[int] = set()
+    for seed in range(20):
+        sampling = SamplingParams(max_new_tokens=80, temperature=30.0, seed=seed)
+        for required in (["c"], ["b", "c"], ["a", "c"]):
+            schema = {"type": "object", "properties": properties, "required": required}
+            for text in generate_checked(model, schema, ReFusion(slot_size=4), sampling):
+                found.add((*json.loads(text),))
+                lengths.add(len(json.loads(text)["c"]))
+    [text, *_] = generate_checked(
+        model, {"type": "object", "properties": {"a": digit, "b": digit}}, ReFusion(), sampling
+    )
+    assert "a" in json.loads(text)
+    assert found == {("c",), ("a", "b", "c"), ("b", "c"), ("a", "c")}
+    assert lengths == {1, 2, 3}
+
+
 def test_a_tokenizer_without_a_character_is_refused() -> None:
     with pytest.raises(ValueError, match=r"json_schema: .*no token.*'-'"):
         golden("additions-clean").generate(["1"], json_schema={"type": "integer"})
@@ -159,8 +193,20 @@ REFUSED = [
     (True, "values of any type in the schema"),
     ({}, "values of any type in the schema"),
     ({"type": "object"}, "optional or unnamed properties in the schema"),
-    ({"type": "object", "properties": {"a": STRING}}, "optional or unnamed properties in the schema"),
-    ({"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}, "the type 'array' in \"a\""),
+    (
+        {"type": "object", "properties": {"a": STRING}, "required": ["b"]},
+        "required properties without a schema in the schema",
+    ),
+    (
+        {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]},
+        'values of any type in the items of "a"',
+    ),
+    (
+        {"type": "object", "properties": {"a": STRING, "b": {"type": "array", "items": STRING}}, "required": ["a"]},
+        'an optional value that is an array or object in "b"',
+    ),
+    ({"type": "array", "items": STRING, "uniqueItems": True}, "uniqueItems in the schema"),
+    ({"type": "array", "items": STRING, "minItems": 2, "maxItems": 1}, "minItems 2 in the schema"),
     ({"type": ["string", "null"]}, "the type ['string', 'null'] in the schema"),
     ({"anyOf": [STRING]}, "anyOf in the schema"),
     (STRING | {"pattern": "a"}, "pattern in the schema"),

@@ -199,7 +199,7 @@ def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> No
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [  # options, the field that is wrong, words of the message
     ({"extra_body": {"guided_json": {}}}, "guided_json", "refused"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "refused"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "chat template"),
     ({"extra_body": {"max_new_tokens": 4}}, "max_new_tokens", "refused"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "refused"),
     ({"max_tokens": 4000}, "max_tokens", "at most 1024, got 4000"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -38,12 +39,15 @@ def post(version: str = "1.1", **options: Any) -> str:
 
 
 def read(connection: socket.socket, seconds: float = 20.0) -> bytes:
-    """Return all that a server sends until it closes the connection."""
+    """Return all that a server sends until it closes the connection, soon after the last byte."""
     connection.settimeout(seconds)
     received = b""
+    last = math.inf
     with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(65536):
             received += data
+            last = time.monotonic()
+    assert time.monotonic() < last + 4, "the connection was kept alive"
     return received
 
 
@@ -144,9 +148,7 @@ def test_a_client_that_closes_its_writing_half_gets_its_answers(model: TextModel
             for times in (1, 3):  # pipelined
                 with raw(server, post(stream=stream) * times) as connection:
                     connection.shutdown(socket.SHUT_WR)
-                    started = time.monotonic()
                     answer = read(connection)
-                    assert time.monotonic() < started + 4, "the connection is not kept alive"
                 assert answer.count(b" 200 OK") == times
                 assert answer.count(b"[DONE]") == stream * times
                 if not stream:
@@ -274,7 +276,7 @@ def test_a_second_signal_stops_at_once_and_the_exit_status_says_that_answers_wer
             started = time.monotonic()
             os.kill(process.pid, signal.SIGTERM)
             assert finished(process) == 3
-            assert time.monotonic() < started + 4
+            assert time.monotonic() < started + 6, "much less where nothing else runs"
             for received in [answer.result() for answer in answers]:
                 assert b"[DONE]" not in received
                 assert b"the server is stopping" in received or not received.endswith(b"0\r\n\r\n")

@@ -17,6 +17,8 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
 pytest.importorskip("openai", reason="needs openai: pip install --group test")
 pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
 
+import openai
+
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.serving.protocol import _NEUTRAL, _SWITCHES
@@ -24,6 +26,7 @@ from refusion_lit.text_model import TextModel
 from support import servers
 from support.servers import address, serving
 from support.tiny import make_bytes_base
+from support.tools import make_tool_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
@@ -74,6 +77,17 @@ def test_the_requests_from_python(
         exec(schema, scope)
         scope["client"].close()
     assert [*json.loads(capsys.readouterr().out)][:1] == ["city"]
+
+
+def test_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(servers, "NAME", "qwen")
+    with (
+        serving(make_tool_model(tmp_path)) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client,
+    ):
+        exec(block("city ="), {"client": client})
+    name, arguments = capsys.readouterr().out.splitlines()[0].split(" ", 1)
+    assert (name, [*json.loads(arguments)]) == ("get_weather", ["city"])
 
 
 def test_the_schema_without_a_server(

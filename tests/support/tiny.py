@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,21 @@ def make_sampling(source: Path, path: Path) -> Path:
     return path
 
 
-def make_bytes_base(path: Path, *, mask: bool = False) -> Path:
-    """Write a random model with a token for every byte and some longer ones, and with a mask token if asked."""
+def make_bytes_base(
+    path: Path, *, mask: bool = False, max_positions: int = 512, special: Sequence[str] = (), added: Sequence[str] = ()
+) -> Path:
+    """Write a random model with a token for every byte and some longer ones, and with further tokens if asked."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [('"', ","), ("Ġ", '"'), ("t", "r"), ("tr", "u"), ("{", '"'), ("1", "2"), ("12", "3"), ("a", '"')]
-    texts = ["<pad>", "<eos>", *alphabet, *("".join(pair) for pair in merges), *["<mask>"] * mask]
-    make_base(path, "", num_rows=len(texts), max_positions=512)
+    texts = ["<pad>", "<eos>", *alphabet, *("".join(pair) for pair in merges), *["<mask>"] * mask, *special, *added]
+    make_base(path, "", num_rows=len(texts), max_positions=max_positions)
     bpe = models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=merges)
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     names = {"pad_token": "<pad>", "eos_token": "<eos>"} | ({"mask_token": "<mask>"} if mask else {})
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    wrapped.add_tokens([*special], special_tokens=True)
+    wrapped.add_tokens([*added])
+    wrapped.save_pretrained(path)
     return path

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from refusion_lit.data.tokenizers import tokenizer_files
-from refusion_lit.modeling.drafter import DrafterOrigin
+from refusion_lit.modeling.block_drafter import BlockDrafterOptions
+from refusion_lit.modeling.drafter import DrafterOptions, DrafterOrigin
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.text_model import TextModel
@@ -53,7 +54,7 @@ class CheckpointMetadata:
             tokenizer_files=tokenizer_files(model.tokenizer),
             prompt_template=model.prompt_template,
             adapters=backbone.adapters,
-            drafter=None if backbone.drafter is None else backbone.drafter.origin,
+            drafter=None if backbone.drafter is None else DrafterOrigin.of(backbone.drafter),
         )
 
     def to_checkpoint(self) -> dict[str, Any]:
@@ -110,9 +111,11 @@ class CheckpointMetadata:
 
     def backbone_config(self) -> BackboneConfig:
         """Return options that rebuild the model with random weights, adapters and drafter included."""
+        options = None if self.drafter is None else self.drafter.options
         architecture = {k: v for k, v in self.architecture.items() if k not in {"dtype", "torch_dtype"}}
         return BackboneConfig(
             config=architecture,
             lora=None if self.adapters is None else self.adapters.options,
-            drafter=None if self.drafter is None else self.drafter.options,
+            drafter=options if isinstance(options, DrafterOptions) else None,
+            block_drafter=options if isinstance(options, BlockDrafterOptions) else None,
         )

@@ -22,8 +22,9 @@ from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.data.tokenizers import load_tokenizer, tokenizer_from_files
 from refusion_lit.decoding import Decoder, named_decoder
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.block_drafter import FOLDER
 from refusion_lit.modeling.chat_template import set_chat_options
-from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, load_drafter
+from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, check_draft, load_drafter
 from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_dtype, default_device
 from refusion_lit.modeling.lora import merged, untie
@@ -62,8 +63,9 @@ def load(
         trust_remote_code: Let the source run its Python code on this machine.
         overrides: Attention pattern and implementation for directories that do not state theirs, ``fused_body`` and
             ``batch_invariant``.
-        draft: Directory of a drafter for the model, for :class:`~refusion_lit.decoding.SelfSpeculative`. By default,
-            the drafter in the source's directory, if there is a drafter.
+        draft: Directory of a drafter for the model, for :class:`~refusion_lit.decoding.SelfSpeculative`: written by
+            this package, or in transformers' assistant layout (DFlash). By default, the drafter in the source's
+            directory, if there is a drafter.
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for
             :class:`~refusion_lit.decoding.APD`.
         add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does.
@@ -91,10 +93,10 @@ def load(
     if is_checkpoint_file(source):
         model = _from_checkpoint(source, options, device)
     else:
-        model = _from_directory(options, device)
+        model = _from_directory(options, device, draft)
         stored = getattr(model.backbone.config, "refusion_lit", None) or {}
         if draft is None and stored.get(HAS_DRAFTER):
-            draft = own_draft(source, revision)
+            draft = own_draft(source, revision, stored)
     if add_bos is not None:
         set_add_bos(model.tokenizer, add_bos)
     if chat_template_kwargs is not None:
@@ -125,9 +127,18 @@ def pair(model: TextModel, other: TextModel) -> None:
     model.verifier = other.backbone
 
 
-def own_draft(source: str, revision: str | None) -> str:
-    """Return the directory of the drafter that a source holds beside its model."""
-    files = [cached_file(source, name, revision=revision) for name in (OPTIONS_FILE, WEIGHTS_FILE)]
+def own_draft(source: str, revision: str | None, entry: Mapping[str, Any]) -> str:
+    """Return the directory of the drafter that a source holds beside its model.
+
+    Args:
+        source: Directory or hub id.
+        revision: Pinned revision of a hub id.
+        entry: The entry ``refusion_lit`` in the config of the source.
+    """
+    names = (OPTIONS_FILE, WEIGHTS_FILE)
+    if entry[HAS_DRAFTER] == FOLDER:
+        names = (f"{FOLDER}/config.json", f"{FOLDER}/model.safetensors")
+    files = [cached_file(source, name, revision=revision) for name in names]
     return str(Path(str(files[0])).parent)
 
 
@@ -196,14 +207,16 @@ def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device)
     return model
 
 
-def _from_directory(options: BackboneConfig, device: torch.device) -> TextModel:
-    """Return the model of a Hugging Face directory or a hub id, without a drafter."""
+def _from_directory(options: BackboneConfig, device: torch.device, draft: str | Path | None) -> TextModel:
+    """Return the model of a Hugging Face directory or a hub id, without a drafter; refuse a draft of another model."""
     source = options.open_source("ckpt_path")
     config = source.config  # refuses an unknown architecture before its tokenizer
     prompt_template = source.prompt_template
     if options.dtype == "auto":
         options = replace(options, dtype=decoding_dtype(config, device))
     tokenizer = load_tokenizer(source)
+    if draft is not None:
+        check_draft(draft, config, tokenizer.get_vocab())
     backbone = options.build(tokenizer, source=source)
     stored = getattr(backbone.config, "refusion_lit", None) or {}
     stated = stored.get("attention")
@@ -286,7 +299,7 @@ def _rebuild(
     backbone.traits = metadata.traits
     backbone.adapters = metadata.adapters
     if backbone.drafter is not None and metadata.drafter is not None:
-        backbone.drafter.origin = metadata.drafter
+        backbone.drafter.base = metadata.drafter.base
     return backbone
 
 

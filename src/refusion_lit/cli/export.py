@@ -66,6 +66,8 @@ def run(args: list[str]) -> int:
     require(is_nameable, "decoder", expected, f"{kind.__module__}.{kind.__name__}", fix)
 
     from refusion_lit.checkpoints.files import model_source
+    from refusion_lit.modeling.block_drafter import BlockDrafter, save_block_drafter
+    from refusion_lit.modeling.drafter import Drafter
     from refusion_lit.modeling.formats import FORMATS
     from refusion_lit.modeling.published import check_format, save_published
     from refusion_lit.modeling.saving import save_adapters, save_drafter, save_model, vocabulary_options
@@ -84,8 +86,12 @@ def run(args: list[str]) -> int:
         check_format(backbone, published)
     card = _card(options, model, published)
     with atomic_directory(output) as directory:
-        if options.adapter_only and backbone.drafter is not None:
-            save_drafter(backbone.drafter, backbone.body, directory, **vocabulary_options(backbone.special_tokens))
+        drafter = backbone.drafter
+        if options.adapter_only and isinstance(drafter, BlockDrafter):
+            save_block_drafter(drafter, backbone.body, directory)
+            model.tokenizer.save_pretrained(directory)  # whose ids loading compares with the model's
+        elif options.adapter_only and isinstance(drafter, Drafter):
+            save_drafter(drafter, backbone.body, directory, **vocabulary_options(backbone.special_tokens))
         elif options.adapter_only:
             save_adapters(backbone, model.tokenizer, directory)
         elif published is not None:
@@ -113,7 +119,7 @@ def _load(options: Namespace) -> TextModel:
         return load(source, dtype="float32", device="cpu", draft=options.draft)
     require(options.draft is None, "draft", "none with --adapter_only", options.draft, "drop one of them")
     require(options.decoder is None, "decoder", "none with --adapter_only", options.decoder, "drop one of them")
-    expected = "the checkpoint of a run with model.backbone.lora or drafter"
+    expected = "the checkpoint of a run with model.backbone.lora, drafter or block_drafter"
     require(is_checkpoint_file(source), "adapter_only", expected, source, "give its .ckpt, or drop --adapter_only")
     return load_checkpoint(source)
 
@@ -157,6 +163,8 @@ def _own_entry(model: TextModel, published: CheckpointFormat, output: str) -> di
 def _card(options: Namespace, model: TextModel, published: CheckpointFormat | None) -> str:
     """Return the model card; refuse ``--results`` of other weights."""
     from refusion_lit.checkpoints.models import load
+    from refusion_lit.modeling.block_drafter import BlockDrafter
+    from refusion_lit.modeling.drafter import DrafterOrigin
     from refusion_lit.modeling.saving import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
@@ -167,7 +175,7 @@ def _card(options: Namespace, model: TextModel, published: CheckpointFormat | No
     run = Path(options.ckpt_path).absolute().parent.parent  # if the checkpoint was not moved
     is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
     if options.adapter_only and backbone.drafter is not None:
-        return drafter_card(name, backbone.drafter.origin, prompt)
+        return drafter_card(name, DrafterOrigin.of(backbone.drafter), prompt)
     results = [Path(path) for path in as_list(options.results)]
     tested = backbone
     if results and options.adapter_only:  # a test merges adapters
@@ -176,6 +184,7 @@ def _card(options: Namespace, model: TextModel, published: CheckpointFormat | No
     return model_card(
         name, backbone.traits, run if is_run else None, results, adapters=backbone.adapters, prompt=prompt,
         decoder=model.default_decoder if is_named or published else None, has_drafter=backbone.drafter is not None,
+        has_block_drafter=isinstance(backbone.drafter, BlockDrafter),
         weights=weights_digest(tested) if results else None, published=published,
         mask_token_id=backbone.special_tokens.mask_token_id,
     )  # fmt: skip

@@ -387,6 +387,7 @@ def _use_source(config: Namespace, source: str) -> None:
         stored = metadata.backbone_config()
         # The module merges adapters when it loads a checkpoint; a sharded one is loaded in place, so it cannot.
         parts = {"lora": stored.lora if is_sharded_checkpoint(source) else None, "drafter": stored.drafter}
+        parts["block_drafter"] = stored.block_drafter
         parts = {name: part and Namespace(**asdict(part)) for name, part in parts.items()}
         backbone.update(Namespace(source=None, config=stored.config, draft=None, **parts))
         return
@@ -395,12 +396,12 @@ def _use_source(config: Namespace, source: str) -> None:
         class_path="refusion_lit.data.tokenizers.PretrainedTokenizer",
         init_args=Namespace(source=source, **{name: backbone[name] for name in names}),
     )
-    backbone.update(Namespace(source=source, config={}, lora=None, drafter=None))
+    backbone.update(Namespace(source=source, config={}, lora=None, drafter=None, block_drafter=None))
     options = {"revision": backbone.revision, "checkpoint_format": backbone.checkpoint_format}
     opened = ModelSource.open(source, option="ckpt_path", **options)
     _use_template(config, opened.prompt_template)
     if backbone.draft is None and opened.entry.get(HAS_DRAFTER):
-        backbone.draft = own_draft(source, backbone.revision)
+        backbone.draft = own_draft(source, backbone.revision, opened.entry)
     config.ckpt_path = None  # Lightning reads checkpoints only; the backbone loads the directory
 
 

@@ -99,8 +99,6 @@ def add_decoding_options(parser: OneLineParser, *names: str) -> None:
     known = [field.name for field in fields(DecodingOptions)]
     left_out: set[str | int] = {name for name in known if names and name not in names}
     parser.add_class_arguments(DecodingOptions, skip=left_out)
-    if "batch_size" not in left_out:
-        parser.set_defaults(batch_size=16)
 
 
 def add_loading_options(parser: OneLineParser) -> None:
@@ -195,7 +193,7 @@ class Setup:
             ValueError: If the model was not trained for the decoder, or its context is too short.
         """
         self.model.check_decoder(self.decoder, allow_mismatch=self.decoding.allow_mismatch)
-        check_context(self.model.model_for(self.decoder), [(1, "0")], self.sampling.max_new_tokens)
+        check_context(self.model.model_for(self.decoder), [(1, "0")], self.sampling.max_new_tokens, self.decoder)
 
 
 def load_setup(options: Namespace) -> Setup:

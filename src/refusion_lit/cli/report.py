@@ -22,11 +22,25 @@ def run(args: list[str]) -> int:
     parser.add_argument(
         "--format", type=str, default="html", help="html, markdown, latex, csv, pdf, png, several as html,csv, or all"
     )
+    parser.add_argument(
+        "--project", type=str | None, default=None, metavar="MODEL@DEVICE",
+        help="predict speeds for a model and a device from the counted calls, e.g. Qwen3-8B@H100; several with commas",
+    )  # fmt: skip
     options = parser.parse(args)
 
+    from refusion_lit.reports.projection import projection_tables
     from refusion_lit.reports.write import FORMATS, write_report
+    from refusion_lit.utils.files import write_atomically
 
+    tables = None
+    if options.project is not None:
+        tables = projection_tables(options.runs, options.project, options.baseline)
     formats = list(FORMATS) if options.format == "all" else list(filter(None, options.format.split(",")))
-    for path in write_report(options.runs, options.output, baseline=options.baseline, formats=formats):
+    paths = write_report(options.runs, options.output, baseline=options.baseline, formats=formats)
+    if tables is not None:
+        sys.stdout.write(f"{tables}\n")
+        paths.append(paths[-1].with_name("projection.md"))
+        write_atomically(paths[-1], tables)
+    for path in paths:
         sys.stdout.write(f"wrote {path}\n")
     return 0

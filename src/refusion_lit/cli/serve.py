@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 from refusion_lit.cli.model_options import (
     ModelParser,
@@ -16,6 +17,7 @@ from refusion_lit.cli.model_options import (
     build_options,
     load_setup,
 )
+from refusion_lit.data.tool_calls import FORMATS
 from refusion_lit.serving import Limits
 from refusion_lit.utils.require import require
 
@@ -32,6 +34,8 @@ def build_parser() -> ModelParser:
     parser.add_argument("--port", type=int, default=8000, help="port to bind; 0 for any free one")
     parser.add_argument("--name", type=str | None, default=None, help="name in the API; by default the directory's")
     parser.add_argument("--log_prompts", type=bool, default=False, help="write prompts and answers into the log")
+    formats = "how the model writes calls of tools; auto: as its chat template does"
+    parser.add_argument("--tool_format", type=Literal["auto", *FORMATS], default="auto", help=formats)
     parser.add_class_arguments(Limits)
     add_model_options(parser, max_new_tokens=256, with_seed=False)
     add_decoding_options(parser, "batch_size", "max_tokens_per_forward", "share_prefixes", "allow_mismatch")
@@ -67,7 +71,7 @@ def run(args: list[str]) -> int:
     setup = load_setup(options)
     setup.check()
     worker = Worker(setup.model, setup.decoder, setup.sampling, setup.decoding, limits)
-    service = Service(worker, options.name or Path(options.ckpt_path).resolve().name)
+    service = Service(worker, options.name or Path(options.ckpt_path).resolve().name, options.tool_format)
     sys.stderr.write(f"serving {service.name} with {type(setup.decoder).__name__}\n")
     server = Server(build_app(service, key=key), service, options.host, options.port)
     gc.freeze()  # at exit, collecting the libraries' objects takes a second

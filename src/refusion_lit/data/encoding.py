@@ -281,6 +281,13 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
     return [*prompt_prefix(tokenizer), *encode_text(tokenizer, text)]
 
 
+def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
+    """Return the parts of a text, and whether a part is the name of an added token, special or not."""
+    names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
+    parts = re.split(f"({'|'.join(map(re.escape, names))})" if names else "(?!)", text)
+    return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
+
+
 class _Guard:
     """Marks names of special tokens in users' text, so that they differ from a template's names after rendering.
 

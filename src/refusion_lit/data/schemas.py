@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Context, Decimal
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,12 +23,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.encoding import split_added_tokens
 from refusion_lit.data.schema_templates import TemplateCompiler
+from refusion_lit.data.tool_calls import ToolFormat
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.types import Constraint, ConstraintState, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import OptionError, is_number, require
 
-_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SEPARATORS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf"\\',  # others would hide the name of a property
+}
+"""Options of llguidance."""
 _ENDS = b'}]",:'
 _LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _BYTE_ORDERS = (_ENDS + b"@./0123456789-_+ " + _LETTERS, *[_ENDS + _LETTERS + b"9876543210@./-_+ "] * 2)
@@ -69,8 +77,6 @@ class Schemas:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._grammars: _GrammarCompiler | None = None
-        self._templates: TemplateCompiler | None = None
 
     def constrain(
         self, prompts: Sequence[Prompt], schema: object, decoder: Decoder, sampling: SamplingParams
@@ -87,18 +93,71 @@ class Schemas:
             ValueError: If the schema is wrong or cannot be guaranteed, the length limit is too low, or llguidance is
                 needed and not installed.
         """
+        _refuse_stop_strings(sampling)
+        strict_schema = self._tighten(schema)
+        if not decoder.is_left_to_right:
+            return _fill(prompts, *self._template_compiler.compile(schema))
+        return self._follow(prompts, self._grammar_compiler.compile(strict_schema), sampling)
+
+    def constrain_calls(
+        self,
+        prompts: Sequence[Prompt],
+        functions: Mapping[str, object],
+        tool_format: ToolFormat,
+        decoder: Decoder,
+        sampling: SamplingParams,
+        *,
+        is_parallel: bool = False,
+    ) -> list[Prompt]:
+        """Return prompts whose responses are calls of functions.
+
+        Args:
+            prompts: The prompts.
+            functions: Schemas of the arguments by the function's name.
+            tool_format: How the model writes calls.
+            decoder: Samples from left to right, or keeps given text in place.
+            sampling: Length limit and sampling options; stop strings are refused.
+            is_parallel: Whether a response may have several calls. Decoders in any order make one call.
+
+        Raises:
+            ValueError: As for :meth:`constrain`; an error about a function's schema names the function.
+        """
+        _refuse_stop_strings(sampling)
+        grammars: dict[str, object] = {}
+        for name, schema in functions.items():
+            try:
+                strict_schema = self._tighten(schema)
+                if decoder.is_left_to_right:
+                    self._grammar_compiler.compile(strict_schema)  # checks the function's schema alone
+                grammars[name] = strict_schema
+            except OptionError as error:
+                if error.option != _OPTION:
+                    raise
+                raise OptionError(error.rename(f"{_OPTION}: {name}"), _OPTION) from error
+        if not decoder.is_left_to_right:
+            return _fill(prompts, *self._template_compiler.compile_call(functions, tool_format))
+        grammar = self._grammar_compiler.compile_calls(grammars, tool_format, is_parallel=is_parallel)
+        return self._follow(prompts, grammar, sampling)
+
+    @cached_property
+    def _grammar_compiler(self) -> _GrammarCompiler:
+        return _GrammarCompiler(self._tokenizer, self._special)
+
+    @cached_property
+    def _template_compiler(self) -> TemplateCompiler:
+        return TemplateCompiler(self._tokenizer, self._special.vocab_size)
+
+    def _tighten(self, schema: object) -> Any:  # noqa: ANN401 - any JSON value
+        """Return a strict schema that implies the given schema."""
         require(isinstance(schema, Mapping | bool), _OPTION, "an object or a boolean", schema, "write a JSON schema")
         try:
-            strict_schema = _make_strict(schema)
+            return _make_strict(schema)
         except RecursionError as error:
             raise OptionError(f"{_OPTION}: this schema is nested too deeply; simplify it.", _OPTION) from error
-        require(not sampling.stop, _OPTION, "no stop strings, which cut a text", sampling.stop, "leave them out")
-        if not decoder.is_left_to_right:
-            self._templates = self._templates or TemplateCompiler(self._tokenizer, self._special.vocab_size)
-            given, constraint = self._templates.compile(schema)
-            return [replace(prompt, given=given, constraint=constraint) for prompt in prompts]
-        self._grammars = self._grammars or _GrammarCompiler(self._tokenizer, self._special)
-        begin = partial(_GrammarState, self._grammars, self._grammars.compile(strict_schema))
+
+    def _follow(self, prompts: Sequence[Prompt], grammar: str, sampling: SamplingParams) -> list[Prompt]:
+        """Return prompts whose responses follow a grammar."""
+        begin = partial(_GrammarState, self._grammar_compiler, grammar)
         completion = begin(_MAX_COMPLETION).find_completion(_MAX_COMPLETION)
         fix = "simplify the schema, or bound its values"
         expected = f"an answer of at most {_MAX_COMPLETION} tokens"
@@ -108,6 +167,15 @@ class Schemas:
         require(num_tokens <= sampling.max_new_tokens, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")
         constraint = Constraint(begin=begin, left_to_right=True)
         return [replace(prompt, constraint=constraint) for prompt in prompts]
+
+
+def _refuse_stop_strings(sampling: SamplingParams) -> None:
+    require(not sampling.stop, _OPTION, "no stop strings, which cut a text", sampling.stop, "leave them out")
+
+
+def _fill(prompts: Sequence[Prompt], given: tuple[int | None, ...], constraint: Constraint) -> list[Prompt]:
+    """Return prompts whose responses fill a template."""
+    return [replace(prompt, given=given, constraint=constraint) for prompt in prompts]
 
 
 def _make_strict(schema: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -185,6 +253,7 @@ class _GrammarCompiler:
     Attributes:
         eos_token_ids: EOS tokens.
         vocab_size: Number of ids.
+        hub_tokenizer: The tokenizer.
         tokenizer: The tokenizer as llguidance wraps it.
         byte_tokens: Tokens of single bytes, in each order of ``_BYTE_ORDERS``.
         quotes: The token of a double quote, or nothing.
@@ -200,6 +269,7 @@ class _GrammarCompiler:
             raise OptionError(message, _OPTION) from error
         self.eos_token_ids = list(special.eos_token_ids)
         self.vocab_size = special.vocab_size
+        self.hub_tokenizer = tokenizer
         try:
             self.tokenizer = wrap(tokenizer, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
         except ValueError as error:
@@ -230,17 +300,40 @@ class _GrammarCompiler:
         if product >= 2**32:
             message = f"{_OPTION}: multipleOf: expected smaller or fewer numbers, got {multiples}; lower or drop some."
             raise OptionError(message, _OPTION)
-        grammar = ""
         try:
-            options = _SEPARATORS | {"json_allowed_escapes": 'nrbtf"\\'}  # others would hide the name of a property
-            grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=options))
+            grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_SEPARATORS))
             reason = self.make_matcher(grammar).get_error()
         except ValueError as error:
-            reason = str(error)
+            grammar, reason = "", str(error)
         if reason:
             message = f"{_OPTION}: this schema cannot be kept: {' '.join(reason.split())[:300]}; simplify it."
             raise OptionError(message, _OPTION)
         return grammar
+
+    def compile_calls(self, schemas: Mapping[str, object], tool_format: ToolFormat, *, is_parallel: bool) -> str:
+        """Return the grammar of calls.
+
+        Args:
+            schemas: Strict schemas of the arguments by the function's name, which :meth:`compile` has taken.
+            tool_format: How the model writes calls.
+            is_parallel: Whether there may be several calls.
+        """
+        before, after = self._quote(tool_format.before_name), self._quote(tool_format.after_arguments)
+        more = f"({self._quote(tool_format.between)} call)*" if is_parallel and tool_format.between else ""
+        rules = [f"start: {self._quote(tool_format.begin)} call {more} {self._quote(tool_format.end)}"]
+        rules.append("call: " + " | ".join(f"call{i}" for i in range(len(schemas))))
+        for i, (name, schema) in enumerate(schemas.items()):
+            options = {**({} if schema is True else schema), "x-guidance": _SEPARATORS}  # type: ignore[dict-item]
+            rules.append(f"call{i}: {before} {self._quote(name + tool_format.after_name)} arguments{i} {after}")
+            rules.append(f"arguments{i}: %json {json.dumps(options)}")
+        return str(self._library.LLMatcher.grammar_from_lark("\n".join(rules)))
+
+    def _quote(self, text: str) -> str:
+        """Return a text in a grammar; names of added tokens become tokens, as llguidance does not spell them."""
+        parts = split_added_tokens(self.hub_tokenizer, text)
+        ids: Any = self.hub_tokenizer.convert_tokens_to_ids([part for part, is_name in parts if is_name])
+        numbers = iter(ids)
+        return " ".join(f"<[{next(numbers)}]>" if is_name else json.dumps(part) for part, is_name in parts)
 
     def make_matcher(self, grammar: str) -> Any:  # noqa: ANN401 - llguidance is not typed
         """Return a matcher at the beginning of a text."""

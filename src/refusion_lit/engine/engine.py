@@ -173,6 +173,8 @@ class Engine:
         self.running: list[PromptSequence] = []
         self.sampler = Sampler(model, all_probabilities=self.trace)
         self.run_body = model.runner()
+        self.run_canvas = model.canvas_runner()
+        self.run_drafter = model.draft_runner()
         self.device = model.device
         self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
 
@@ -268,16 +270,20 @@ class Engine:
     def _schedule(self) -> list[list[PromptSequence]]:
         """Return the groups to serve next; a group's prompts share a call of the model.
 
-        Requests for further drafts need no call and come first, then forwards within the budget.
+        Requests for further drafts need no call and come first, then a drafter's forwards, so that the model verifies
+        many prompts' drafts together, then forwards within the budget.
         """
         drafting = [sequence for sequence in self.running if isinstance(sequence.request, MoreDrafts)]
         if drafting:
             return [drafting]
         chosen = [sequence for sequence in self.running if sequence.request is not None]
+        chosen = [sequence for sequence in chosen if sequence.forward.by_drafter] or chosen
         if self.options.max_tokens_per_forward is not None:
             chosen = fit_into_forward(chosen, self.options.max_tokens_per_forward)
-        groups = ([sequence for sequence in chosen if sequence.forward.cached is cached] for cached in (True, False))
-        return [group for group in groups if group]
+        groups: dict[tuple[bool, bool], list[PromptSequence]] = {}
+        for sequence in chosen:
+            groups.setdefault(sequence.forward.kind, []).append(sequence)
+        return [groups[kind] for kind in sorted(groups, reverse=True)]
 
     def _run(self, group: Sequence[PromptSequence]) -> Tensor:
         """Run a group's forwards in one call; return all prompts' hidden states, in order.
@@ -285,6 +291,7 @@ class Engine:
         For further drafts, return the last forward's hidden states.
         """
         if isinstance(group[0].request, MoreDrafts):
+            self._count_shape(group, num_positions=0, cache_length=0)
             return torch.cat([sequence.hidden for sequence in group]) if len(group) > 1 else group[0].hidden
         forwards = [sequence.forward for sequence in group]
         for sequence, forward in zip(group, forwards, strict=True):
@@ -292,9 +299,19 @@ class Engine:
                 self.cache.compact(sequence.cache_row, forward.keep.indices, forward.keep.num_leading)
         cache = self.cache if forwards[0].cached else None
         batch = Batch(forwards, [sequence.cache_row for sequence in group], self.device, cache)
-        hidden = self.run_body(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
-        self.output.num_calls += 1
-        self.output.num_positions += len(hidden)
+        first = forwards[0]
+        inputs = batch.ids, batch.positions, batch.visibility, cache
+        if first.canvas:
+            hidden = self.run_canvas(*inputs, signal=batch.signal)
+        else:
+            run = self.run_drafter if first.by_drafter else self.run_body
+            assert run is not None, "a decoder that requests a drafter's forwards requires a drafter"
+            hidden = run(*inputs)
+        hidden = hidden.flatten(0, 1)
+        if not first.by_drafter:
+            self.output.num_calls += 1
+            self.output.num_positions += len(hidden)
+            self._count_shape(group, num_positions=batch.num_tokens, cache_length=batch.num_keys)
         parts = hidden.split([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
         for sequence, part, shape, starts in zip(group, parts, batch.shapes, batch.starts, strict=True):
             sequence.record_forward(part, shape, starts)
@@ -302,6 +319,19 @@ class Engine:
             self.cached_prompts[sequence.cache_row] = sequence.prompt.token_ids
         has_twins = any(forward.twin_at is not None for forward in forwards)
         return torch.cat([sequence.hidden for sequence in group]) if has_twins else hidden
+
+    def _count_shape(self, group: Sequence[PromptSequence], *, num_positions: int, cache_length: int) -> None:
+        """Count a call's shape; the logits are those that :class:`Sampler` computes for the pending requests."""
+        if self.output.call_shapes is None:
+            return
+        num_logits = 0
+        for sequence in group:
+            assert sequence.request is not None
+            num_read = sum(len(branch.draft_at) + len(branch.score_at) for branch in sequence.branches)
+            num_logits += num_read if sequence.request.draw.guidance is None else 2 * num_read
+        self.output.call_shapes.add(
+            num_sequences=len(group), num_positions=num_positions, num_logits=num_logits, cache_length=cache_length
+        )
 
     def _postprocess(self, group: Sequence[PromptSequence], hidden: Tensor) -> None:
         """Sample from the hidden states, and let every prompt's decoder commit tokens and make its next request."""

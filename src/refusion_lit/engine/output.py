@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,8 @@ class Generation:
         num_tokens: How many tokens were generated: the tokens in ``token_ids`` that were not given.
         num_forwards: Forwards in which the prompt took part. Decoders that weigh a forward's cost (``SelfSpeculative``
             and ``infill: bonus`` of ``ReFusion``) take more or fewer forwards beside other prompts, for the same text.
+        num_drafter_forwards: Forwards of a drafter with layers of its own (DFlash); ``num_forwards`` and
+            ``num_positions`` leave them out.
         num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
             count too.
         seconds: Time from the prompt's admission to its end.
@@ -87,6 +89,7 @@ class Generation:
     finish_reason: str = "unfinished"
     num_tokens: int = 0
     num_forwards: int = 0
+    num_drafter_forwards: int = 0
     num_positions: int = 0
     seconds: float = 0.0
     round_ratios: list[float] = field(default_factory=list)
@@ -100,6 +103,63 @@ class Generation:
         return len(self.token_ids) - self.num_tokens
 
 
+class CallShapes:
+    """Counts the calls of the model by shape, in little memory.
+
+    Calls with the same numbers of sequences, positions and logits form an entry, because their cost is linear in the
+    cache length. A call that only runs the LM head has no positions.
+
+    >>> shapes = CallShapes()
+    >>> shapes.add(num_sequences=2, num_positions=2, num_logits=2, cache_length=10)
+    >>> shapes.add(num_sequences=2, num_positions=2, num_logits=2, cache_length=11)
+    >>> shapes.lines()
+    ['2 2 2 2 21']
+
+    Attributes:
+        counts: Number of calls and the sum of their cache lengths, by ``(num_sequences, num_positions, num_logits)``.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[int, int, int], tuple[int, int]] = {}
+
+    def add(self, *, num_sequences: int, num_positions: int, num_logits: int, cache_length: int) -> None:
+        """Count a call.
+
+        Args:
+            num_sequences: Prompts that take part.
+            num_positions: Positions computed by the body for all of them, without padding.
+            num_logits: Positions whose logits the LM head computes.
+            cache_length: Keys per sequence that attention reads, those of the call's own positions included; the
+                largest number of all sequences.
+        """
+        shape = (num_sequences, num_positions, num_logits)
+        num_calls, total = self.counts.get(shape, (0, 0))
+        self.counts[shape] = (num_calls + 1, total + cache_length)
+
+    def merge(self, other: CallShapes) -> None:
+        """Add the calls of another count."""
+        for shape, (more_calls, more_length) in other.counts.items():
+            num_calls, total = self.counts.get(shape, (0, 0))
+            self.counts[shape] = (num_calls + more_calls, total + more_length)
+
+    def lines(self) -> list[str]:
+        """Return entries as ``num_sequences num_positions num_logits num_calls cache_length``, sorted, for JSON."""
+        return [" ".join(map(str, (*shape, *count))) for shape, count in sorted(self.counts.items())]
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[str]) -> CallShapes:
+        """Read what :meth:`lines` returned.
+
+        Raises:
+            ValueError: If a line has other than five whole numbers.
+        """
+        shapes = cls()
+        for line in lines:
+            num_sequences, num_positions, num_logits, num_calls, cache_length = map(int, line.split())
+            shapes.counts[num_sequences, num_positions, num_logits] = (num_calls, cache_length)
+        return shapes
+
+
 @dataclass(kw_only=True)
 class DecodingOutput:
     """What :func:`~refusion_lit.decoding.decode` returns.
@@ -108,6 +168,7 @@ class DecodingOutput:
         rows: The prompts' generations, in the prompts' order.
         num_calls: Calls to the model, whatever their batch size.
         num_positions: Token positions computed, padding included.
+        call_shapes: The calls by shape, for ``refusion-lit report --project``; ``None``: not counted.
         num_shared: Prompt tokens whose KV cache entries were copied from other prompts instead of computed.
         cache_bytes: The KV cache's peak memory.
         cache_bytes_per_token: Memory per cache entry; 0 if nothing was cached.
@@ -119,6 +180,7 @@ class DecodingOutput:
     num_calls: int = 0
     num_positions: int = 0
     seconds: float = 0.0
+    call_shapes: CallShapes | None = field(default_factory=CallShapes)
     num_shared: int = 0
     cache_bytes: int = 0
     cache_bytes_per_token: float = 0.0

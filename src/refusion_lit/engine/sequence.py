@@ -77,6 +77,11 @@ class PromptSequence:
         assert isinstance(self.request, Forward)
         return self.request
 
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether the pending request makes drafts that belong to the model's last forward."""
+        return isinstance(self.request, MoreDrafts) or (self.request is not None and self.request.by_drafter)
+
     def record_forward(self, hidden: Tensor, shape: tuple[int, int], starts: Sequence[int]) -> None:
         """Take the pending forward's hidden states, and count the forward.
 
@@ -93,6 +98,9 @@ class PromptSequence:
             self.starts = [*starts, len(hidden) + forward.twin_at]
             hidden = torch.cat((hidden, self.hidden))
         self.hidden = hidden
+        if forward.by_drafter:  # its drafts belong to the round of the model's last forward
+            self.result.num_drafter_forwards += 1
+            return
         self.state.num_forwards += 1
         num_shared = self.state.num_shared if self.state.num_forwards == 1 else 0
         shape = (shape[0], shape[1] + num_shared)
@@ -110,7 +118,8 @@ class PromptSequence:
         assert self.request is not None
         draw = self.request.draw
         guide = 0 if draw.guidance is None else self.starts[1]  # the first branch, at 0, is guided
-        wants = self.logprobs is not None
+        by_drafter = isinstance(self.request, Forward) and self.request.by_drafter
+        wants = self.logprobs is not None and not by_drafter  # log-probabilities are the model's
         return [
             SamplingJob(draw, branch, first + start, self.prompt, self.state.tokens, self.constraint, guide, wants)
             for branch, start in zip(self.branches, self.starts, strict=False)

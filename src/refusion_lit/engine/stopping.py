@@ -92,6 +92,10 @@ class TextStream:
         """Return whether the whole text of the final tokens so far was sent."""
         return self._detokenize(tokens) == self._sent
 
+    def finish(self, tokens: list[int]) -> str:
+        """Return the text that is new in the whole response, of which nothing is held back."""
+        return self.rest(cut_at_stop(self._detokenize(tokens), self._stop))
+
     def rest(self, text: str) -> str:
         """Return what is new in the final text, of which nothing is held back."""
         common = commonprefix([self._sent, text])  # noqa: RUF071 - no paths

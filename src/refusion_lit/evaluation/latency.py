@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from refusion_lit.decoding import Autoregressive, Decoder, DecodingOutput
+from refusion_lit.decoding import Autoregressive, CallShapes, Decoder, DecodingOutput
 from refusion_lit.reports.intervals import Interval
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
@@ -70,6 +70,7 @@ class Timings:
     Attributes:
         num_tokens: Number of committed tokens of every batch, EOS tokens included.
         seconds: Seconds of decoding of every batch, by the wall clock.
+        call_shapes: The model's calls in all batches together.
 
     Example:
         >>> fast = Timings(num_tokens=[30, 30], seconds=[0.1, 0.2])
@@ -79,6 +80,7 @@ class Timings:
 
     num_tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    call_shapes: CallShapes = field(default_factory=CallShapes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,6 +109,7 @@ class Timings:
             "tokens_per_second": self.tokens_per_second,
             "num_tokens": self.num_tokens,
             "seconds": [round(value, 6) for value in self.seconds],
+            "call_shapes": self.call_shapes.lines(),
         }
 
 
@@ -145,6 +148,8 @@ def measure_latency(
                 if turn > 0:  # the first batch warms up
                     speeds[size][name].seconds.append(seconds)
                     speeds[size][name].num_tokens.append(sum(row.num_tokens for row in output.rows))
+                    if output.call_shapes is not None:
+                        speeds[size][name].call_shapes.merge(output.call_shapes)
                 num_done += 1
                 if progress is not None:
                     progress(num_done, num_batches)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from refusion_lit.checkpoints.models import load, pair
 from refusion_lit.data.evaluation import PromptBatch
-from refusion_lit.decoding import Decoder, DecodingOutput, GenerationCallback, check_prompts
+from refusion_lit.decoding import CallShapes, Decoder, DecodingOutput, GenerationCallback, check_prompts
 from refusion_lit.evaluation.latency import Entrant, LatencyOptions, choose_baseline, measure_latency, summarize
 from refusion_lit.evaluation.predictions import (
     PredictionsFile,
@@ -47,6 +47,7 @@ from refusion_lit.utils.files import Fingerprint, read_object, write_atomically
 from refusion_lit.utils.require import require
 
 _T = TypeVar("_T")
+_CALL_SHAPES = "call_shapes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class _DecoderState:
         done: Ids that an interrupted run has decoded.
         lines: All predictions in a test; empty in other processes and in ``predict``.
         metrics: Counts in a test, which the first process keeps; ``None`` in ``predict``.
+        call_shapes: The model's calls in a test; ``None`` after resuming a run that did not count them.
         is_warm: Whether the decoder has decoded a prompt that is not timed.
     """
 
@@ -83,6 +85,7 @@ class _DecoderState:
     done: set[str]
     lines: list[dict[str, Any]] = field(default_factory=list)
     metrics: DecodingMetrics | None = None
+    call_shapes: CallShapes | None = field(default_factory=CallShapes)
     is_warm: bool = False
 
 
@@ -249,7 +252,10 @@ class Evaluation(L.Callback):
         state = _DecoderState(decoder=decoder, fingerprint=fingerprint, file=file, done=set(done))
         if self._trainer.testing:
             state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
-            state.metrics.restore((file and file.state) or {})
+            kept = dict((file and file.state) or {})
+            lines = kept.pop(_CALL_SHAPES, [] if not kept else None)
+            state.call_shapes = None if lines is None else CallShapes.from_lines(lines)
+            state.metrics.restore(kept)
             state.lines = file.kept if file else []
         return state
 
@@ -298,6 +304,9 @@ class Evaluation(L.Callback):
             state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
             state.lines += lines
             snapshot = state.metrics.snapshot()
+            if state.call_shapes is not None and output.call_shapes is not None:
+                state.call_shapes.merge(output.call_shapes)
+                snapshot[_CALL_SHAPES] = state.call_shapes.lines()
         state.file.write(lines, snapshot)
 
     def _warn_of_missing_scores(self, lines: list[dict[str, Any]]) -> None:
@@ -341,6 +350,11 @@ class Evaluation(L.Callback):
             "decoders": {name: class_and_options(state.decoder) for name, state in self._running.items()},
             "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
             "results": self.results,
+            _CALL_SHAPES: {
+                name: state.call_shapes.lines()
+                for name, state in self._running.items()
+                if state.call_shapes is not None
+            },
             "metrics": list(self._task.metrics),
             "tested": self._task.describe_test_split(),
             "mismatches": self.mismatches,

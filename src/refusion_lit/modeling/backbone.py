@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from refusion_lit.modeling.block_drafter import BlockDrafter
 from refusion_lit.modeling.config import check_supported, freeze_frequencies, learns_positions, sliding_window
+from refusion_lit.modeling.diffusion_gemma import DiffusionGemmaBody
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
@@ -59,16 +61,16 @@ class Backbone(nn.Module, LanguageModel):
         self.config = model.config
         self.traits = traits
         self.special_tokens = special_tokens
-        self.drafter: Drafter | None = None
+        self.drafter: Drafter | BlockDrafter | None = None
         self.fused_body = fused_body
         self.batch_invariant = batch_invariant
-        self.max_positions = getattr(model.config, "max_position_embeddings", None)
+        text_config = model.config.get_text_config()
+        self.max_positions = getattr(text_config, "max_position_embeddings", None)
+        names = ("image_token_id", "boi_token_id", "eoi_token_id")
+        images = (getattr(model.config, name, None) for name in names)
+        self.image_token_ids = tuple(token for token in images if token is not None)
         self.learns_positions = learns_positions(model, get_body(model))
-        self.window = sliding_window(model.config)
-        """Tokens that sliding-window layers see. Explicit masks have no window, so that it limits the context."""
-        if self.window is not None:
-            self.max_positions = min(self.window, self.max_positions or self.window)
-            self.learns_positions = True
+        self.window = sliding_window(text_config)
         self.packed = PackedWeights()
         self.new_token_ids: tuple[int, ...] = ()
         """Tokens whose rows loading has added to pretrained weights, such as a mask token."""
@@ -95,7 +97,26 @@ class Backbone(nn.Module, LanguageModel):
         """Return a faster :meth:`hidden_states` for one decode; modules may be replaced between two decodes."""
         fused = self.make_fused_body()
         general = partial(library_states, self.body, self.special_tokens.draft_token_ids, window=self.window)
-        return general if fused is None else dispatch_inference(fused, general)
+        run = general if fused is None else dispatch_inference(fused, general)
+        if isinstance(self.drafter, BlockDrafter):
+            return self.drafter.storing_context(run, self.config.num_hidden_layers)
+        return run
+
+    def draft_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]] | None:
+        """Return the forward of a block drafter; ``None`` without one."""
+        if not isinstance(self.drafter, BlockDrafter):
+            return None
+        embedding = self.model.get_input_embeddings()
+        first_mask = self.special_tokens.draft_token_ids[0]
+        return self.drafter.draft_runner(embedding, first_mask, self.config.num_hidden_layers)
+
+    def canvas_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:  # noqa: D102
+        body = self.body
+        return body.canvas_states if isinstance(body, DiffusionGemmaBody) else super().canvas_runner()
+
+    def soft_embeddings(self, probabilities: Float[Tensor, "token vocab"]) -> Float[Tensor, "token hidden"] | None:  # noqa: D102
+        body = self.body
+        return body.soft_embeddings(probabilities) if isinstance(body, DiffusionGemmaBody) else None
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return a faster :meth:`logits` for one decode."""
@@ -123,7 +144,10 @@ class Backbone(nn.Module, LanguageModel):
         return super()._apply(*args, **kwargs)
 
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
-        return KVCache(self.config.num_hidden_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
+        num_layers = self.config.get_text_config().num_hidden_layers
+        if isinstance(self.drafter, BlockDrafter):
+            num_layers += self.drafter.num_layers
+        return KVCache(num_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
 
     def forward(
         self,
@@ -131,27 +155,40 @@ class Backbone(nn.Module, LanguageModel):
         position_ids: Int[Tensor, "batch token"],
         attention_mask: AttentionMask | None = None,
         num_drafts: int = 0,
+        num_canvas: int = 0,
+        is_conditioned: Bool[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Return hidden states from transformers' forward, with gradients, for training.
 
         DDP and FSDP intercept ``forward`` only, so training enters here. Arguments are described in
         :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens of every row are draft masks, see
-        :func:`~refusion_lit.modeling.drafter.draft_states`.
+        :func:`~refusion_lit.modeling.drafter.draft_states` and
+        :meth:`~refusion_lit.modeling.block_drafter.BlockDrafter.training_states`. The last ``num_canvas`` tokens are a
+        canvas, see :meth:`~refusion_lit.modeling.diffusion_gemma.DiffusionGemmaBody.train_states`.
         """
         if torch.is_grad_enabled():
             # A training step follows, and fused optimizers change weights without raising torch's version counter.
             self.packed = PackedWeights()
         known = self.special_tokens.draft_token_ids
+        text = input_ids.shape[1] - num_drafts
+        if isinstance(self.drafter, BlockDrafter) and num_drafts:
+            return self.drafter.training_states(self.body, input_ids, position_ids, text)
         if num_drafts:
-            text = input_ids.shape[1] - num_drafts
+            assert not isinstance(self.drafter, BlockDrafter)
             return draft_states(self.body, self.drafter, input_ids, position_ids, attention_mask, text, known[0])
-        return library_states(self.body, known, input_ids, position_ids, attention_mask, window=self.window)
+        body = self.body
+        if num_canvas and isinstance(body, DiffusionGemmaBody):
+            assert isinstance(attention_mask, Tensor)
+            assert is_conditioned is not None
+            return body.train_states(self.head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
+        return library_states(body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:
         """Return a fused backbone with the current weights; ``None`` if transformers' forward decodes."""
         if not (self.fused_body and is_known(self.body)):
             return None
-        return FusedBody(self.body, self.drafter, self.packed, batch_invariant=self.batch_invariant)
+        drafter = self.drafter if isinstance(self.drafter, Drafter) else None
+        return FusedBody(self.body, drafter, self.packed, batch_invariant=self.batch_invariant)
 
 
 def get_body(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it

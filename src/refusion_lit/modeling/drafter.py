@@ -23,6 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from refusion_lit.modeling.block_drafter import (
+    BlockDrafter,
+    BlockDrafterOptions,
+    check_block_drafter,
+    check_vocabulary,
+    is_block_drafter,
+    load_block_drafter,
+)
 from refusion_lit.modeling.library import library_mask
 from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.modeling.weights import weights_digest
@@ -72,7 +80,7 @@ class DrafterOrigin:
         base: Directory or hub id of the model; ``None`` if its weights were initialised at random.
     """
 
-    options: DrafterOptions
+    options: DrafterOptions | BlockDrafterOptions
     base: str | None = None
 
     @classmethod
@@ -82,7 +90,14 @@ class DrafterOrigin:
         Raises:
             KeyError, TypeError, ValueError: If it is something else.
         """
-        return cls(options=DrafterOptions(**values["options"]), base=values["base"])
+        options = values["options"]
+        kind = BlockDrafterOptions if "block_size" in options else DrafterOptions
+        return cls(options=kind(**options), base=values["base"])
+
+    @classmethod
+    def of(cls, drafter: Drafter | BlockDrafter) -> DrafterOrigin:
+        """Return the origin of a drafter."""
+        return cls(options=drafter.options, base=drafter.base)
 
 
 class Drafter(nn.Module):
@@ -96,7 +111,8 @@ class Drafter(nn.Module):
         base: Directory or hub id of the model, ``None`` if its weights are random.
 
     Attributes:
-        origin: Options and base.
+        options: Sizes.
+        base: As in the arguments.
         masks: The masks' embeddings [mask, hidden].
         down: Matrices [rank, input] by the layer's name in the body, with dashes for dots.
         up: Likewise [output, rank].
@@ -105,7 +121,8 @@ class Drafter(nn.Module):
 
     def __init__(self, body: nn.Module, options: DrafterOptions, base: str | None = None) -> None:
         super().__init__()
-        self.origin = DrafterOrigin(options=options, base=base)
+        self.options = options
+        self.base = base
         self.scale = options.alpha / options.rank
         embedding: Any = body.get_input_embeddings()  # type: ignore[operator] - a transformers model
         mean = embedding.weight.detach().float().mean(0)
@@ -116,6 +133,11 @@ class Drafter(nn.Module):
             down = torch.empty(options.rank, linear.in_features, device=linear.weight.device)
             self.down[name] = nn.Parameter(nn.init.kaiming_uniform_(down, a=5**0.5))
             self.up[name] = nn.Parameter(torch.zeros(linear.out_features, options.rank, device=linear.weight.device))
+
+    @property
+    def num_masks(self) -> int:
+        """Number of masks."""
+        return self.options.num_masks
 
     @contextmanager
     def applied(self, body: nn.Module) -> Iterator[None]:
@@ -177,8 +199,24 @@ def draft_states(
     return torch.cat((text.last_hidden_state, drafts.last_hidden_state), 1)
 
 
-def load_drafter(body: nn.Module, directory: str | Path) -> Drafter:
-    """Load what :func:`~refusion_lit.modeling.saving.save_drafter` wrote.
+def check_draft(directory: str | Path, target: Any, vocabulary: Mapping[str, int]) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse an assistant's directory that does not fit a model, before weights are read.
+
+    Args:
+        directory: Directory of a drafter.
+        target: The model's config.
+        vocabulary: Ids of the model's tokenizer by token.
+
+    Raises:
+        ValueError: Naming what does not fit.
+    """
+    if is_block_drafter(directory):
+        check_block_drafter(directory, target)
+        check_vocabulary(directory, vocabulary)
+
+
+def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDrafter:
+    """Load what :func:`~refusion_lit.modeling.saving.save_drafter` wrote, or an assistant of transformers.
 
     Args:
         body: The body of the model that it was trained for.
@@ -188,6 +226,8 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter:
         ValueError: If the files are missing or damaged, or the model is another one.
     """
     path = Path(directory)
+    if is_block_drafter(path):
+        return load_block_drafter(body, path)
     try:
         values = json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8"))
         origin = DrafterOrigin.from_dict(values)
@@ -208,6 +248,7 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter:
             f"draft: expected the model of {path} ({origin.base}; weights {digest}; see its README), got weights "
             f"{found}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
         )
+    assert isinstance(origin.options, DrafterOptions)
     drafter = Drafter(body, origin.options, origin.base)
     expected = {name: weight.shape for name, weight in drafter.state_dict().items()}
     fix = "export the drafter again"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
+from refusion_lit.modeling.block_drafter import BlockDrafter, BlockDrafterOptions
 from refusion_lit.modeling.config import new_config, read_traits
-from refusion_lit.modeling.drafter import Drafter, DrafterOptions, load_drafter
+from refusion_lit.modeling.drafter import Drafter, DrafterOptions, check_draft, load_drafter
 from refusion_lit.modeling.fused.body import is_known
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.source import ModelSource
@@ -52,7 +53,8 @@ class BackboneConfig:
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora: Train low-rank adapters instead of all weights.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
-        draft: Directory of a drafter to train further, for example on other texts, instead of a new ``drafter``.
+        block_drafter: Freeze the model and train a block drafter for it (DFlash), with the objective ``BlockDraft``.
+        draft: Directory of a drafter to train further, for example on other texts, instead of a new drafter.
         trust_remote_code: Allow the source to run its Python code on this machine.
 
     >>> import refusion_lit
@@ -76,6 +78,7 @@ class BackboneConfig:
     gradient_checkpointing: bool = False
     lora: LoraOptions | None = None
     drafter: DrafterOptions | None = None
+    block_drafter: BlockDrafterOptions | None = None
     draft: str | None = None
     trust_remote_code: bool = False
 
@@ -92,10 +95,10 @@ class BackboneConfig:
         if self.attention is not None or self.block_size is not None:
             # Refuses a block size without blocks, and blocks without a size.
             ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
-        trained = [name for name in ("lora", "drafter", "draft") if getattr(self, name) is not None]
-        expected = "one of lora, drafter (a new one) and draft (an exported one)"
+        trained = [name for name in ("lora", "drafter", "block_drafter", "draft") if getattr(self, name) is not None]
+        expected = "one of lora, drafter or block_drafter (new ones) and draft (an exported one)"
         require(len(trained) <= 1, "backbone", expected, " and ".join(trained), "train one of them")
-        fits = not self.gradient_checkpointing or trained not in (["drafter"], ["draft"])
+        fits = not self.gradient_checkpointing or trained in ([], ["lora"])
         fix = "set it to false: the frozen model's forward keeps no gradients"
         require(fits, "backbone.gradient_checkpointing", "false with a drafter", self.gradient_checkpointing, fix)
 
@@ -136,7 +139,13 @@ class BackboneConfig:
         if source is None and self.source is not None:
             source = self.open_source()
         config = new_config(self.config, tokenizer) if source is None else source.config
+        shares = config.model_type == "diffusion_gemma"
+        fix = "train all weights"
+        expected = "null for a model whose encoder and decoder share weights"
+        require(self.lora is None or not shares, "backbone.lora", expected, self.lora, fix)
         name = decoding_dtype(config, default_device()) if self.dtype == "auto" else self.dtype
+        if self.draft is not None:
+            check_draft(self.draft, config, tokenizer.get_vocab())
         dtype, attention = getattr(torch, name), self.attn_implementation
         traits = _choose_traits(self, config, tokenizer)
         with torch.random.fork_rng(devices=(), enabled=seed is not None):
@@ -151,7 +160,7 @@ class BackboneConfig:
                 _enable_checkpointing(model)
             if self.lora is not None:
                 model = add_adapters(model, self.lora)
-            drafter = _make_drafter(self, model)
+            drafter = _make_drafter(self, model, tokenizer, new_token_ids)
         decoding = {"fused_body": self.fused_body, "batch_invariant": self.batch_invariant}
         backbone = Backbone(model, traits, read_special_tokens(tokenizer), **decoding)
         if source is not None:
@@ -184,31 +193,47 @@ def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTo
     return traits
 
 
-def _make_drafter(options: BackboneConfig, model: PreTrainedModel) -> Drafter | None:
+def _make_drafter(
+    options: BackboneConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new_token_ids: Sequence[int]
+) -> Drafter | BlockDrafter | None:
     """Return the drafter to train, and freeze the model; ``None`` if the options name no drafter."""
     if options.draft is not None:
         drafter = load_drafter(get_body(model.requires_grad_(False)), options.draft)
-        drafter.origin = replace(drafter.origin, base=options.source)
+        drafter.base = options.source
         return drafter
+    if options.block_drafter is not None:
+        special = read_special_tokens(tokenizer)
+        mask = special.mask_token_id
+        # The model's own files lack the row of a new mask token, and other programs read those.
+        mask = special.pad_token_id if mask is None or mask in new_token_ids else mask
+        config = options.block_drafter.assistant_config(model.config, mask)
+        block_drafter = BlockDrafter(config, options.source)
+        like = next(model.requires_grad_(False).parameters())
+        return block_drafter.to(like.device)
     if options.drafter is None:
         return None
     return Drafter(get_body(model.requires_grad_(False)), options.drafter, options.source)
 
 
-def attach(backbone: Backbone, drafter: Drafter) -> None:
+def attach(backbone: Backbone, drafter: Drafter | BlockDrafter) -> None:
     """Give a backbone a drafter, whose masks get the ids after the embedding's last row.
 
     Raises:
-        ValueError: If the model decodes with transformers' forward, which cannot apply the adapters to masks only.
+        ValueError: If the model decodes with transformers' forward, which cannot apply adapters to masks only, or, with
+            a block drafter, cannot compute positions beyond its context, where the last block may end.
     """
+    is_block = isinstance(drafter, BlockDrafter)
+    fits = not (is_block and backbone.learns_positions)
+    got = f"{type(backbone.body).__name__} with learnt positions or a sliding window"
+    require(fits, "drafter", "a model with rotary positions and full attention", got, "leave the drafter out")
     has_gate = backbone.fused_body and is_known(backbone.body)
     expected = "a Llama, Qwen2 or Qwen3 model decoded with fused_body: true"
     got = f"{type(backbone.body).__name__}, fused_body: {backbone.fused_body}"
-    require(has_gate, "drafter", expected, got, "change these options, or leave the drafter out")
+    require(has_gate or is_block, "drafter", expected, got, "change these options, or leave the drafter out")
     first = backbone.model.get_input_embeddings().weight.shape[0]
-    masks = tuple(range(first, first + drafter.origin.options.num_masks))
+    masks = tuple(range(first, first + drafter.num_masks))
     backbone.drafter = drafter
-    backbone.special_tokens = replace(backbone.special_tokens, draft_token_ids=masks)
+    backbone.special_tokens = replace(backbone.special_tokens, draft_token_ids=masks, drafts_block=is_block)
 
 
 def default_device() -> str:

@@ -21,8 +21,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
+from refusion_lit.modeling.block_drafter import FOLDER, BlockDrafter, save_block_drafter
 from refusion_lit.modeling.chat_template import get_chat_options
-from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter
+from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter, DrafterOrigin
 from refusion_lit.modeling.lora import adapts_embedding, merged, quiet_peft
 from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.modeling.weights import weights_digest
@@ -32,7 +33,7 @@ from refusion_lit.utils.require import require
 
 PROMPT_TEMPLATE = "prompt_template"
 HAS_DRAFTER = "has_drafter"
-"""Entry of ``refusion_lit`` in the config of a directory with a drafter."""
+"""Entry of ``refusion_lit`` in the config of a directory with a drafter: true, or the folder of a block drafter."""
 _PACKAGE = Path(__file__).parents[1]
 PROGRAM_OPTIONS = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
 """Options of :class:`~refusion_lit.decoding.ReFusion` that a hybrid model's program knows."""
@@ -70,7 +71,11 @@ def save_model(
     stored = getattr(model.config, "refusion_lit", None) or {}
     model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), PROMPT_TEMPLATE: prompt_template}
     model.config.refusion_lit.pop(HAS_DRAFTER, None)
-    if drafter is not None:
+    if isinstance(drafter, BlockDrafter):
+        model.config.refusion_lit[HAS_DRAFTER] = FOLDER
+        (path / FOLDER).mkdir(parents=True)
+        save_block_drafter(drafter, get_body(model), path / FOLDER)
+    elif drafter is not None:
         model.config.refusion_lit[HAS_DRAFTER] = True
         path.mkdir(parents=True, exist_ok=True)
         save_drafter(drafter, get_body(model), path, **vocabulary_options(backbone.special_tokens))
@@ -108,7 +113,8 @@ def save_drafter(
         vocab_size: The tokenizer's highest id plus 1; the model may have more rows.
         unused_token_ids: Ids below it that belong to no token.
     """
-    values = {"format": FORMAT, **asdict(drafter.origin), "base_weights": weights_digest(body.get_submodule("layers"))}
+    digest = weights_digest(body.get_submodule("layers"))
+    values = {"format": FORMAT, **asdict(DrafterOrigin.of(drafter)), "base_weights": digest}
     values["vocab_size"] = vocab_size
     if unused_token_ids:
         values["unused_token_ids"] = [*unused_token_ids]

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.defaults import default_decoder
+from refusion_lit.modeling.block_drafter import BlockDrafterOptions
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.lora import Adapters
@@ -39,6 +40,7 @@ def model_card(
     prompt: str = PLAIN_PROMPT,
     decoder: Decoder | None = None,
     has_drafter: bool = False,
+    has_block_drafter: bool = False,
     published: CheckpointFormat | None = None,
     mask_token_id: int | None = None,
 ) -> str:
@@ -56,6 +58,7 @@ def model_card(
         decoder: The decoder that the directory names. By default the decoder for the model's traits, with the options
             that were tested.
         has_drafter: Whether the directory holds a drafter, too.
+        has_block_drafter: Whether that is a block drafter.
         published: The published format that the directory has, if it is not transformers'.
         mask_token_id: The mask token, which some engines expect to be a certain one.
 
@@ -93,6 +96,7 @@ def model_card(
         prompt=prompt,
         max_new_tokens=next((_lookup(test, "sampling", "max_new_tokens") for test in tests), None) or 64,
         has_drafter=has_drafter,
+        has_block_drafter=has_block_drafter,
         is_autoregressive=published is None
         and (has_drafter or (traits.attention == "causal" and "next_token" in (traits.predictions or ()))),
         has_own_decoder=published is None and has_own_decoder(traits),
@@ -134,13 +138,15 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -
         prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the model's tokenizer.
     """
     base = origin.base or "MODEL"
+    is_block = isinstance(origin.options, BlockDrafterOptions)
     data = ModelCardData(
         library_name="refusion-lit",
         pipeline_tag="text-generation",
         tags=["speculative-decoding"],
         base_model=_public(origin.base),
     )
-    return _render("drafter_card.md.jinja", data, name, base=base, options=origin.options, prompt=prompt)
+    values = {"base": base, "options": origin.options, "is_block": is_block, "prompt": prompt}
+    return _render("drafter_card.md.jinja", data, name, **values)
 
 
 def _render(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401

@@ -21,7 +21,16 @@ RESULTS = "results.json"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
-_MAPPINGS = ("latency_results", "sampling", "fingerprints", "config", "decoders", "mismatches", "environment")
+_MAPPINGS = (
+    "latency_results",
+    "call_shapes",
+    "sampling",
+    "fingerprints",
+    "config",
+    "decoders",
+    "mismatches",
+    "environment",
+)
 """Fields in ``results.json`` that hold mappings, which may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 _NUM_KEPT = 100
@@ -164,6 +173,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
         "hardware": {
             "machine": platform.machine(),
             "processor": _processor(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # one name covers processors of other speeds
             "system": platform.system(),
             "num_cpus": os.cpu_count(),
             "num_threads": torch.get_num_threads(),

@@ -8,19 +8,27 @@ from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from refusion_lit.decoding import TokenLogprob
 from refusion_lit.text_model import TextModel
 from refusion_lit.utils.require import require
 
-_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "tools": []}
+_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
 _SWITCHES = ("echo", "store")
 """Fields that clients always send. ``_NEUTRAL`` fields have no effect with these values, ``_SWITCHES`` if false."""
 _REASONS = {
     "max_completion_tokens": "max_tokens is given, too",
-    "tools": "this server calls no tools; use response_format for JSON",
 }
 
 _Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -177,14 +185,112 @@ class Message(_Strict):
         return turn | {name: value for name, value in others.items() if value is not None}
 
 
+class Function(_Strict):
+    """A function that a response may call; ``strict`` has no effect, as calls keep the parameters' schema if forced."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def check_parameters(self) -> Function:
+        """Refuse parameters that are no object."""
+        if self.parameters and self.parameters.get("type", "object") != "object":
+            raise ValueError("parameters must have the type object")
+        return self
+
+    def to_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the arguments; without ``additionalProperties``, there are no further arguments."""
+        schema: dict[str, Any] = {"type": "object", "properties": {}, **(self.parameters or {})}
+        return schema if schema.keys() & _APPLICATORS else {"additionalProperties": False, **schema}
+
+
+_APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties"}
+"""Keywords beside which ``additionalProperties`` could forbid properties that they name."""
+
+
+class Tool(_Strict):
+    """A tool that a response may call; tools are functions."""
+
+    type: Literal["function"]
+    function: Function
+
+    _given: dict[str, Any] = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:  # noqa: ANN401 - any JSON
+        """Keep the fields in the client's order, in which chat templates write them."""
+        tool = handler(values)
+        tool._given = values
+        return tool
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates read it."""
+        function = self._given["function"]
+        kept = {name: value for name, value in function.items() if name != "strict" and value is not None}
+        return self._given | {"function": kept}
+
+
+class FunctionName(_Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(_Strict):
+    """Whether a response calls tools: as the model likes, never, always, or a certain function."""
+
+    type: Literal["auto", "none", "required", "function"]
+    function: FunctionName | None = None
+
+    @model_validator(mode="after")
+    def check_function(self) -> ToolChoice:
+        """Refuse a choice of a function without name, and a name with another choice."""
+        if (self.type == "function") != (self.function is not None):
+            raise ValueError("a name belongs to the type function, and to no other type")
+        return self
+
+
+_Choice = Annotated[ToolChoice, BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)]
+
+
 class ChatRequest(BaseRequest):
     """Body of ``/v1/chat/completions``."""
 
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] = Field(default=[], max_length=128)
+    tool_choice: _Choice = ToolChoice(type="auto")
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        """The functions that the response may call, by name.
+
+        Raises:
+            ValueError: If two functions have the same name, the choice of a tool names no function, or the response
+                must be JSON, too.
+        """
+        functions = {tool.function.name: tool.function for tool in self.tools}
+        names = [tool.function.name for tool in self.tools]
+        require(len(functions) == len(names), "tools", "functions of different names", names, "rename some")
+        chosen = self.tool_choice.function
+        name = "tool_choice.function.name"
+        is_known = chosen is None or chosen.name in functions
+        require(is_known, name, f"one of {', '.join(names) or 'no tools'}", chosen and chosen.name, "name one of them")
+        has_tools = bool(names) or self.tool_choice.type != "required"
+        require(has_tools, "tool_choice", "auto or none without tools", "required", "give tools")
+        if self.tool_choice.type == "none":
+            return {}
+        is_text = self.response_format.type == "text" or not functions
+        fix = "set tool_choice to none"
+        require(is_text, "response_format", "text while tools may be called", self.response_format.type, fix)
+        return functions if chosen is None else {chosen.name: functions[chosen.name]}
 
     @property
     def num_top_logprobs(self) -> int | None:

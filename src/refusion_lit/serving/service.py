@@ -7,7 +7,7 @@ import copy
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,11 +19,13 @@ from starlette.exceptions import HTTPException
 
 from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.data.schemas import Schemas
+from refusion_lit.data.tool_calls import CallPiece, CallReader, ToolFormat, find_format
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.stopping import TextStream
 from refusion_lit.serving.protocol import (
     ChatRequest,
     CompletionRequest,
+    Function,
     LogprobEntries,
     chat_logprobs,
     completion_logprobs,
@@ -36,6 +38,23 @@ from refusion_lit.utils.require import OptionError, require
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
 """Names of options in the API, by their names in the engine."""
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """Which tools a response may call.
+
+    Attributes:
+        functions: The functions by name.
+        tool_format: How the model writes calls.
+        are_forced: Whether the response consists of calls.
+        are_parallel: Whether such a response may have several calls.
+    """
+
+    functions: dict[str, Function]
+    tool_format: ToolFormat
+    are_forced: bool
+    are_parallel: bool
 
 
 @dataclass
@@ -77,18 +96,31 @@ class ServedRequest:
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.body.model}
         return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
 
-    def make_choice(self, job: Job, text: str, entries: LogprobEntries, model: TextModel) -> dict[str, Any]:
+    def make_choice(
+        self, job: Job, pieces: Sequence[str | CallPiece], entries: LogprobEntries, model: TextModel
+    ) -> dict[str, Any]:
         """Return a choice, or a chunk's part of it; the first part of a choice has the role.
 
         Args:
             job: The choice's job.
-            text: Its text.
+            pieces: Its text, and the calls of tools in it.
             entries: Tokens with their log-probabilities.
             model: Gives the tokens' text.
         """
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if not isinstance(piece, str):
+                calls[piece.index] = _extend_call(calls.get(piece.index), piece)
+        has_calls = job.reader is not None and job.reader.num_calls > 0
         reason = job.result and ("stop" if job.result.finish_reason in ("eos", "stop") else "length")
-        message = {"content": text} if job.has_begun else {"role": "assistant", "content": text}
+        reason = "tool_calls" if has_calls and reason == "stop" else reason
+        message: dict[str, Any] = {} if job.has_begun else {"role": "assistant"}
         job.has_begun = True
+        message["content"] = None if calls and not text else text
+        if calls:
+            numbered = [{"index": index, **call} for index, call in calls.items()]
+            message["tool_calls"] = numbered if self.body.stream else [*calls.values()]
         content = {"delta" if self.body.stream else "message": message} if self.body.is_chat else {"text": text}
         logprobs = None
         if job.num_top_logprobs is not None:
@@ -98,20 +130,35 @@ class ServedRequest:
         return {"index": self.jobs.index(job), **content, "logprobs": logprobs, "finish_reason": reason}
 
 
+def _extend_call(call: dict[str, Any] | None, piece: CallPiece) -> dict[str, Any]:
+    """Return a call in OpenAI's form with a further piece."""
+    if call is None and piece.name is None:
+        return {"function": {"arguments": piece.arguments}}
+    if call is None:
+        # Templates of Mistral take ids of nine letters and digits only.
+        head = {"id": secrets.token_hex(5)[:9], "type": "function"}
+        return head | {"function": {"name": piece.name, "arguments": piece.arguments}}
+    function = call["function"]
+    return call | {"function": function | {"arguments": function["arguments"] + piece.arguments}}
+
+
 class Service:
     """Answers requests.
 
     Args:
         worker: Runs the jobs.
         name: The model's name.
+        tool_format: How the model writes calls of tools: a key of :data:`~refusion_lit.data.tool_calls.FORMATS`, or
+            ``auto`` for the chat template's format.
 
     Attributes:
         registry: Prometheus metrics: requests, tokens, forward passes and times.
     """
 
-    def __init__(self, worker: Worker, name: str) -> None:
+    def __init__(self, worker: Worker, name: str, tool_format: str = "auto") -> None:
         self.worker = worker
         self.name = name
+        self.tool_format = find_format(worker.model.tokenizer.chat_template, tool_format)
         # Tokenizers are not thread-safe: the worker's thread, requests and the compilation of schemas need a copy.
         self.model = copy.copy(worker.model)
         self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
@@ -179,23 +226,26 @@ class Service:
         if not worker.is_ready:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._sampling(body)
-        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body)]
-        schema = body.response_format.to_schema()
-        if schema is not None:
-            # In a thread, because compiling a schema may take long and must not block other requests.
-            prompts = await asyncio.to_thread(self.schemas.constrain, prompts, schema, worker.decoder, sampling)
+        calls = self._plan_calls(body)
+        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body, has_tools=calls is not None)]
+        # In a thread, because compiling a schema may take long and must not block other requests.
+        prompts = await asyncio.to_thread(self._constrain, prompts, body, calls, sampling)
         longest = max(len(prompt.token_ids) + prompt.num_uncounted for prompt in prompts)
         most = worker.limits.max_prompt_tokens
         require(longest <= most, "prompt", f"at most {most} tokens, including a schema's", longest, "shorten it")
         self._check_context(longest, sampling)
         check_prompts(worker.checked_model, worker.decoder, prompts, sampling)
         notify = partial(asyncio.get_running_loop().call_soon_threadsafe, served.events.put_nowait)
+        # Names of special tokens that begin calls are kept as text, as stop strings are.
+        kept = (
+            sampling.stop if calls is None else (*sampling.stop, calls.tool_format.begin + calls.tool_format.after_name)
+        )
         served.jobs = [
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, notify=notify,
                 deadline=served.started + worker.limits.max_seconds,
                 wants_rounds=body.stream_options.include_decode, num_top_logprobs=body.num_top_logprobs,
-                stream=TextStream(
-                    partial(worker.model.detokenize, after=prompt.token_ids, stop=sampling.stop), sampling))
+                reader=calls and CallReader(calls.tool_format, calls.functions, is_constrained=calls.are_forced),
+                stream=TextStream(partial(worker.model.detokenize, after=prompt.token_ids, stop=kept), sampling))
             for prompt in prompts
             for number in range(body.n)  # keys the noise of a choice
         ]  # fmt: skip
@@ -203,12 +253,59 @@ class Service:
         log.debug("%s asked: %r", served.id, body)
         return served
 
+    def _plan_calls(self, body: ChatRequest | CompletionRequest) -> ToolCalls | None:
+        """Return which tools a response may call; ``None``: no tools.
+
+        Raises:
+            ValueError: If the choice is wrong, or the model's chat template renders no tools.
+        """
+        if not isinstance(body, ChatRequest) or not body.functions:
+            return None
+        expected = "none, as the model's chat template has no known format of calls"
+        fix = "set --tool_format if the template renders tools, or use response_format"
+        require(self.tool_format is not None, "tools", expected, [*body.functions], fix)
+        assert self.tool_format is not None
+        kind = body.tool_choice.type
+        return ToolCalls(
+            functions=body.functions,
+            tool_format=self.tool_format,
+            are_forced=kind in ("required", "function"),
+            are_parallel=kind == "required" and body.parallel_tool_calls,
+        )
+
+    def _constrain(
+        self,
+        prompts: list[Prompt],
+        body: ChatRequest | CompletionRequest,
+        calls: ToolCalls | None,
+        sampling: SamplingParams,
+    ) -> list[Prompt]:
+        """Return prompts whose responses keep a request's schema, or are calls of its tools.
+
+        Raises:
+            ValueError: If a schema cannot be kept.
+        """
+        options: dict[str, Any] = {"decoder": self.worker.decoder, "sampling": sampling}
+        schema = body.response_format.to_schema()
+        if schema is not None:
+            return self.schemas.constrain(prompts, schema, **options)
+        if calls is None or not calls.are_forced:
+            return prompts
+        schemas = {name: function.to_schema() for name, function in calls.functions.items()}
+        options["is_parallel"] = calls.are_parallel
+        try:
+            return self.schemas.constrain_calls(prompts, schemas, calls.tool_format, **options)
+        except OptionError as error:
+            name = "tools" if error.option == "json_schema" else error.option
+            raise OptionError(error.rename(name), name) from error
+
     def _check_context(self, longest: int, sampling: SamplingParams) -> None:
         """Refuse prompts that leave no room for the answer in the model's context.
 
         The engine checks the same, but its message names the engine's options.
         """
-        context = self.worker.checked_model.max_positions
+        in_text_order = self.worker.decoder.keeps_text_order
+        context = self.worker.checked_model.context(in_text_order=in_text_order)
         if context is None or sampling.max_new_tokens >= context:
             return  # too many answer tokens for any prompt: the engine's check raises the error
         room = context - sampling.max_new_tokens
@@ -228,14 +325,15 @@ class Service:
         self.worker.decoder.check(sampling)
         return sampling
 
-    def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+    def _encode(self, body: ChatRequest | CompletionRequest, *, has_tools: bool) -> list[list[int]]:
         """Return the prompts' tokens; names of special tokens in texts stay text."""
         if isinstance(body, ChatRequest):
             turns = [message.to_turn() for message in body.messages]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
             expected = "one message of the user, as this model has no chat template"
             require(fits, "messages", expected, len(turns), "use /v1/completions")
-            return [self.model.encode(body.messages[-1].text, turns, chat_options=body.chat_template_kwargs)]
+            tools = [tool.to_template() for tool in body.tools] if has_tools else []
+            return [self.model.encode(body.messages[-1].text, turns, tools, body.chat_template_kwargs)]
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
         return [encode_plain_prompt(self.model.tokenizer, text) for text in body.prompt]
@@ -277,12 +375,12 @@ class Service:
 
     async def _collect(self, served: ServedRequest) -> dict[str, Any]:
         """Return an answer's body."""
+        pieces: dict[int, list[str | CallPiece]] = {id(job): [] for job in served.jobs}
         entries: dict[int, list[Any]] = {id(job): [] for job in served.jobs}
         async for job, update in self._events(served):
+            pieces[id(job)] += _read(job, update)
             entries[id(job)] += update.logprobs
-        choices = [
-            served.make_choice(job, job.result.text, entries[id(job)], self.model) for job in served.jobs if job.result
-        ]
+        choices = [served.make_choice(job, pieces[id(job)], entries[id(job)], self.model) for job in served.jobs]
         return served.make_answer(*choices, usage=served.usage)
 
     async def _stream(self, served: ServedRequest) -> AsyncIterator[str]:
@@ -290,7 +388,10 @@ class Service:
         size = getattr(self.worker.decoder, "slot_size", None) or 1
         try:
             async for job, update in self._events(served):
-                choice = served.make_choice(job, update.text, update.logprobs, self.model)
+                pieces = _read(job, update)
+                if not (pieces or update.rounds or update.logprobs or update.generation):
+                    continue  # the text may be the beginning of a call
+                choice = served.make_choice(job, pieces, update.logprobs, self.model)
                 more = {"decode": {"slot_size": size, "rounds": update.rounds}} if job.wants_rounds else {}
                 yield _format_event(served.make_answer(choice, **more))
         except HTTPException as error:
@@ -299,6 +400,13 @@ class Service:
         if served.body.stream_options.include_usage:
             yield _format_event(served.make_answer(usage=served.usage))
         yield "data: [DONE]\n\n"
+
+
+def _read(job: Job, update: Update) -> list[str | CallPiece]:
+    """Return the text and the pieces of calls in an update."""
+    if job.reader is None:
+        return [update.text]
+    return job.reader.read(update.text, is_last=update.generation is not None)
 
 
 def _format_event(body: dict[str, Any]) -> str:

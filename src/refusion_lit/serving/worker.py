@@ -19,10 +19,10 @@ import torch
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
+from refusion_lit.data.tool_calls import CallReader
 from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.output import TraceRound
-from refusion_lit.engine.requests import MoreDrafts
+from refusion_lit.engine.output import DecodingOutput, TraceRound
 from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.devices import is_out_of_memory
 from refusion_lit.modeling.interface import LanguageModel
@@ -68,6 +68,7 @@ class Job:
         num_rounds: Number of forward passes that updates have described.
         num_sent: Number of tokens whose log-probabilities were sent.
         num_characters: Number of characters of the tokens whose log-probabilities were sent. Set by the service.
+        reader: Splits the text into text and calls of tools, if the response may call tools. Used by the service.
         has_begun: Whether the client has received a part of the response. Set by the service.
         result: The response, once the service has received it.
     """
@@ -82,6 +83,7 @@ class Job:
     num_rounds: int = 0
     num_sent: int = 0
     num_characters: int = 0
+    reader: CallReader | None = None
     has_begun: bool = False
     result: Generation | None = None
 
@@ -107,6 +109,8 @@ class CheckedModel(LanguageModel):
         self.special_tokens = model.special_tokens
         self.max_positions = model.max_positions
         self.learns_positions = model.learns_positions
+        self.window = model.window
+        self.image_token_ids = model.image_token_ids
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +125,18 @@ class CheckedModel(LanguageModel):
     def runner(self) -> Callable[..., Tensor]:
         """Return the model's body."""
         return self._model.runner()
+
+    def canvas_runner(self) -> Callable[..., Tensor]:
+        """Return the model's body for canvases."""
+        return self._model.canvas_runner()
+
+    def soft_embeddings(self, probabilities: Tensor) -> Tensor | None:
+        """Return the model's soft embeddings."""
+        return self._model.soft_embeddings(probabilities)
+
+    def draft_runner(self) -> Callable[..., Tensor] | None:
+        """Return the forward of the model's drafter."""
+        return self._model.draft_runner()
 
     def head_runner(self) -> Callable[..., Tensor]:
         """Return the model's head with a check of the logits.
@@ -240,7 +256,10 @@ class Worker:
 
     def _make_engine(self) -> None:
         rows = self.options.batch_size
-        self.engine = Engine(self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize)
+        output = DecodingOutput(call_shapes=None)  # a server never ends, and counts would take more and more memory
+        self.engine = Engine(
+            self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize, output=output
+        )
 
     def _admit(self) -> bool:
         """Wait for jobs, drop jobs after their deadline, and start jobs. Return whether to continue."""
@@ -271,7 +290,7 @@ class Worker:
                 tokens = state.final_prefix() if has_committed else []
                 text = job.stream.piece(tokens) if has_committed else ""
                 # The drafts of the last forward pass may not be complete.
-                trace = sequence.result.trace[: -1 if isinstance(sequence.request, MoreDrafts) else None]
+                trace = sequence.result.trace[: -1 if sequence.awaits_drafts else None]
                 rounds = self._rounds(job, trace)
                 if text or rounds:
                     is_due = sequence.logprobs is not None and text and job.stream.is_complete(tokens)
@@ -284,7 +303,7 @@ class Worker:
             job = self.active.pop(number)
             rounds = self._rounds(job, generation.trace)
             entries = job.take_logprobs(generation.token_ids, generation.logprobs)
-            job.notify((job, Update(job.stream.rest(generation.text), rounds, generation, entries)))
+            job.notify((job, Update(job.stream.finish(generation.token_ids), rounds, generation, entries)))
 
     def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
         """Return the tokens that new forward passes drafted, verified and committed, by place in the response."""

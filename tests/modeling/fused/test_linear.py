@@ -47,56 +47,13 @@ def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) 
     torch.testing.assert_close(found.double(), F.linear(x.double(), one.double()), atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 320), (1, 1, 320), (320,)])
 @torch.no_grad()
-def test_a_padded_product_of_one_token_equals_the_plain_product(
-    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, *, has_bias: bool
-) -> None:
-    needs(dtype)
-    weights, biases = [weight(dtype)], [torch.linspace(-1, 1, 300).to(dtype) if has_bias else None]
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    outputs = []
-    for is_padded in (False, True):
-        monkeypatch.setattr(linear, "pads_one_token", lambda *_, is_padded=is_padded: is_padded)
-        outputs.append(Linear(weights, biases, PackedWeights())(x))
-    plain, padded = outputs
-    assert padded.shape == plain.shape == (*shape[:-1], 300)
-    torch.testing.assert_close(padded, plain, atol=1e-4 if dtype == torch.float32 else 0.5, rtol=0)
-
-
-@pytest.mark.parametrize("is_padded_faster", [True, False])
-@torch.no_grad()
-def test_the_faster_product_of_one_token_is_measured_once_per_shape(
-    monkeypatch: pytest.MonkeyPatch, *, is_padded_faster: bool
-) -> None:
+def test_a_product_of_one_token_keeps_its_shape(shape: tuple[int, ...]) -> None:
     needs(torch.float32)
-    clock, num_products = 0.0, {1: 0, 4: 0}
-
-    def product(x: Tensor, *_: object) -> Tensor:
-        nonlocal clock
-        clock += 1.0 if (len(x) > 1) == is_padded_faster else 2.0
-        num_products[len(x)] += 1
-        return torch.zeros(len(x), 300)
-
-    monkeypatch.setattr(linear, "_is_padding_faster", {})
-    monkeypatch.setattr(linear, "_packed_product", product)
-    monkeypatch.setattr(linear.time, "perf_counter", lambda: clock)
-    x, packed = torch.ones(1, 320), PackedWeights()
-    layers = [Linear([weight(torch.float32)], packed=packed) for _ in range(2)]
-    layers[0](x)
-    num_products.update({1: 0, 4: 0})
-    for layer in layers:
-        layer(x)
-    assert num_products == ({1: 0, 4: 2} if is_padded_faster else {1: 2, 4: 0})
-
-
-@torch.no_grad()
-def test_products_that_are_batch_invariant_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_padding_faster", {})
-    Linear([weight(torch.float32)], packed=PackedWeights(), batch_invariant=True)(torch.ones(1, 320))
-    assert not linear._is_padding_faster
+    one, x = weight(torch.float32), torch.linspace(-1, 1, 320).view(shape)
+    found = Linear([one], packed=PackedWeights())(x)
+    torch.testing.assert_close(found, F.linear(x, one), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("has_copies", [True, False])

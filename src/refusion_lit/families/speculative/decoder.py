@@ -8,6 +8,7 @@ same, token for token. Rejection sampling is optional: it accepts more drafts, b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
@@ -16,7 +17,7 @@ from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance, text_between, up_to_eos
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
-from refusion_lit.types import ModelTraits
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
 Layout = Literal["two_forwards", "single_forward"]
@@ -64,9 +65,10 @@ class SpeculativeState(RowState):
 class SelfSpeculative(Decoder):
     """Self-speculative decoder: a forward accepts drafts that equal the sequential decoder's text, and adds a token.
 
-    On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft`) the text is the same as with
-    :class:`Autoregressive`. On hybrid models, with ``slot_size``, it is the text of decoding slots left to right: a
-    slot's first token is read at its mask, other tokens at the token before them.
+    On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft`, or DFlash's,
+    :class:`~refusion_lit.objectives.BlockDraft`) the text is the same as with :class:`Autoregressive`. On hybrid
+    models, with ``slot_size``, it is the text of decoding slots left to right: a slot's first token is read at its
+    mask, other tokens at the token before them.
 
     A forward feeds the pending token, the drafts after it, and groups of masks. A group drafts the tokens that follow
     if a certain number of drafts is accepted. The texts are equal in exact arithmetic. In floating point, forwards of
@@ -74,13 +76,13 @@ class SelfSpeculative(Decoder):
 
     Attributes:
         num_drafts: Maximum number of drafts verified by a forward; ``None``: the drafter's number of masks, or
-            ``slot_size``.
+            ``slot_size``. A block drafter takes larger numbers than its own, too.
         slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
         layout: ``two_forwards``: draft and verify in turn. ``single_forward``: masks after every possible acceptance,
             so that all forwards verify and draft, which computes more positions. ``None``: the layout with less time
             per token, given ``forward_cost`` and the recent acceptance rate, or no drafts if few are accepted or many
             rows share the cost; see :func:`cheapest`. Changes forwards, and the text only with
-            ``coupling: rejection``.
+            ``coupling: rejection``. A block drafter always drafts and verifies in turn.
         forward_cost: Fixed cost of a forward, in positions: a / b in a cost a + b * positions. ``None``: 0.32 (with a
             drafter) or 0.6 (with ``slot_size``) times 32 on CPUs (10 to 108 were measured) or 256 on accelerators
             (assumed).
@@ -126,11 +128,20 @@ class SelfSpeculative(Decoder):
         fix = "Set slot_size to the model's, one of the slot_sizes in its training with the objective Hybrid."
         return fix if fits else super().mismatch_fix(traits)
 
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        """Create a prompt's state; refuse a layout that a block drafter lacks."""
+        fits = self.layout != "single_forward" or not self._drafts_block(special_tokens)
+        expected = "two_forwards with a block drafter, which drafts after verification"
+        require(fits, "layout", expected, self.layout, "leave it out")
+        return super().begin(prompt, sampling, special_tokens)
+
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
         """Run a forward: verify the drafts, commit the exact drafts and the token after them, draft the next tokens.
 
         Where drafting does not pay, a step is a step of :class:`Autoregressive`, at the same cost.
         """
+        if self._drafts_block(state.special_tokens):
+            return self._block_round(state)
         if self.slot_size is None and not state.drafts and not self._num_masks(state, 0, 0):
             state.acceptance.count(1)
             return _NEXT_TOKEN.step(state)
@@ -158,17 +169,54 @@ class SelfSpeculative(Decoder):
         readings = yield Forward(phase=phase, branches=(main, *groups.values()), draw=draw, packed=True)
         read = dict(zip(groups, readings[1:], strict=True))
         exact = self._exact(place, len(drafts), readings[0], read)
-        accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
+        accepted = _commit(state, drafts, exact)
         state.acceptance.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
-        final = up_to_eos(state, exact[: accepted + 1])
-        state.num_cached = start + place + accepted
-        state.finished = state.first_eos(final) is not None or place + len(final) == len(state.tokens)
-        state.commit(range(place, place + len(final)), final)
         state.drafts = []
         if groups and not state.finished:
             drafted = yield from self._drafts(groups, read, accepted, replace(draw, proposes=self._rejects(state)))
             state.drafts = drafted.tokens
             state.proposals = drafted.proposals
+
+    def _drafts_block(self, special_tokens: SpecialTokens) -> bool:
+        return self.slot_size is None and self.num_drafts != 0 and special_tokens.drafts_block
+
+    def _block_round(self, state: SpeculativeState) -> Steps[None]:
+        """Verify a block's drafts in a forward; then let the drafter draft the next block, if there is room for it.
+
+        As in transformers, a block is whole near the length limit, too, and all of it is verified.
+        """
+        cached = state.num_cached
+        text = text_between(state, cached, state.prompt_length + state.num_committed)
+        tokens = [*text, *state.drafts]
+        anchors = range(len(text) - 1, len(tokens))
+        main = Branch(
+            tokens=tokens,
+            positions=range(cached, cached + len(tokens)),
+            visible=((0, cached),),
+            write_at=cached,
+            shift=1,
+            draft_at=anchors,
+            proposals=dict(zip(anchors, state.proposals, strict=False)),
+        )
+        draw = Draw(sampling=state.sampling, with_probability=False)
+        [reading] = yield Forward(phase="verify" if state.drafts else "next_token", branches=(main,), draw=draw)
+        _commit(state, state.drafts, reading.tokens)
+        state.drafts, state.proposals = [], []
+        if state.finished or state.num_committed + 1 == len(state.tokens):
+            return
+        length = len(state.special_tokens.draft_token_ids) if self.num_drafts is None else self.num_drafts
+        anchor = state.num_cached
+        block = Branch(
+            tokens=[state.tokens[state.num_committed - 1], *state.special_tokens.draft_token_ids[:1] * length],
+            positions=range(anchor, anchor + 1 + length),
+            order=[0] * (1 + length),
+            visible=((0, anchor),),
+            write_at=anchor,
+            draft_at=range(1, 1 + length),
+        )
+        draw = replace(draw, proposes=self._rejects(state))
+        [drafted] = yield Forward(phase="draft", branches=(block,), draw=draw, by_drafter=True)
+        state.drafts, state.proposals = drafted.tokens, drafted.proposals
 
     def _rejects(self, state: SpeculativeState) -> bool:
         return self.coupling == "rejection" and state.sampling.temperature > 0
@@ -238,6 +286,23 @@ class SelfSpeculative(Decoder):
         wanted = [range(offset, length) if j == accepted else () for j in groups]
         readings = yield MoreDrafts(draft_at=((), *wanted), draw=draw)
         return readings[1 + list(groups).index(accepted)]
+
+
+def _commit(state: SpeculativeState, drafts: Sequence[int], exact: Sequence[int]) -> int:
+    """Commit the accepted drafts and the token after them; return how many drafts are accepted.
+
+    Args:
+        state: The prompt's state.
+        drafts: Drafts of the tokens after the committed tokens.
+        exact: The sequential decoder's tokens in their places, and the token after them.
+    """
+    place = state.num_committed
+    accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
+    final = up_to_eos(state, exact[: min(accepted + 1, len(state.tokens) - place)])
+    state.num_cached = state.prompt_length + place + accepted
+    state.finished = state.first_eos(final) is not None or place + len(final) == len(state.tokens)
+    state.commit(range(place, place + len(final)), final)
+    return accepted
 
 
 @lru_cache(maxsize=1024)

@@ -53,12 +53,14 @@ class GatedDraft(Objective):
         """Append groups of masks to the text; see :meth:`Objective.corrupt`.
 
         Raises:
-            ValueError: If the model has no drafter.
+            ValueError: If the model has no drafter of adapters.
         """
         del mask_ratio  # nothing is masked
         masks = special_tokens.draft_token_ids
         fix = "set model.backbone.drafter, or train with another objective"
-        require(bool(masks), "objective", "a model with a drafter for GatedDraft", "a model without", fix)
+        expected = "a model with a drafter of adapters for GatedDraft"
+        got = "a block drafter" if special_tokens.drafts_block else "a model without"
+        require(bool(masks) and not special_tokens.drafts_block, "objective", expected, got, fix)
         ids = batch.input_ids
         device = ids.device
         length = ids.shape[1]

@@ -123,8 +123,11 @@ class FusedBody:
         position_ids: Int[Tensor, "batch token"],
         attention_mask: AttentionMask | None,
         cache: KVCache | None = None,
+        outputs: dict[int, Tensor] | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`.
+
+        ``outputs`` is described in :func:`~refusion_lit.modeling.library.library_states`.
 
         Returns:
             Hidden states; zeros for padding, which the cache was not prepared to store.
@@ -133,11 +136,15 @@ class FusedBody:
         rows = Rows(input_ids.shape, None if cache is None else cache.source_index)
         rotation = self._rotation(rows.select_real(position_ids.flatten()))
         attention = plan_attention(rows, attention_mask, cache, self._embedding, batch_invariant=self._batch_invariant)
-        hidden = self._run(rows.select_real(input_ids.flatten()), rotation, attention)
+        hidden = self._run(rows.select_real(input_ids.flatten()), rotation, attention, outputs or {})
         return rows.pad(hidden)
 
     def _run(
-        self, ids: Int[Tensor, " token"], rotation: tuple[Tensor, Tensor], attention: RowAttention
+        self,
+        ids: Int[Tensor, " token"],
+        rotation: tuple[Tensor, Tensor],
+        attention: RowAttention,
+        outputs: dict[int, Tensor],
     ) -> Float[Tensor, "token hidden"]:
         """Run the layers over all rows' tokens, concatenated, so that all rows share matrix products.
 
@@ -145,6 +152,7 @@ class FusedBody:
             ids: The tokens.
             rotation: Result of :meth:`_angles` for the tokens' positions.
             attention: Attention in the forward pass.
+            outputs: Receives the outputs of the layers that are its keys.
         """
         drafts = self._drafts
         masks = None if drafts is None else drafts.gate(ids)
@@ -167,7 +175,12 @@ class FusedBody:
             layer.down.add_to(hidden, gated)
             if masks is not None:
                 masks.add(number, "down", gated, hidden)
-        return self._norm(hidden)
+            if number in outputs:
+                outputs[number] = hidden.clone()  # the next layer adds to it in place
+        hidden = self._norm(hidden)
+        if len(self._layers) - 1 in outputs:
+            outputs[len(self._layers) - 1] = hidden
+        return hidden
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines [token, 1, dim] for positions [token]."""

@@ -9,7 +9,6 @@ of oneDNN costs as much as a small product (``benchmarks/kernels.py``).
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,18 +27,6 @@ _MOST_BYTES = 4 << 30
 
 NUM_ROWS = 8
 """Rows per product with batch invariance."""
-
-
-NUM_PADDED_ROWS = 4
-"""Number of rows in the padded product of a single token."""
-
-_MOST_PADDED_TIME = 0.9
-"""Products of a single token are padded if this takes at most this share of the plain product's time."""
-
-_MEASURED_SECONDS = 2e-3
-
-_is_padding_faster: dict[tuple[Any, ...], bool] = {}
-"""Whether products of a single token are padded, by the weights' shape and type and torch's number of threads."""
 
 
 class PackedWeights:
@@ -95,7 +82,7 @@ class Linear:
         batch_invariant: Multiply a fixed number of tokens at a time, so that no result depends on other tokens.
     """
 
-    __slots__ = ("_batch_invariant", "_copy", "_packed", "_pads", "_small", "_transposed", "bias", "biases", "weights")
+    __slots__ = ("_batch_invariant", "_copy", "_packed", "_small", "_transposed", "bias", "biases", "weights")
 
     def __init__(
         self,
@@ -115,7 +102,6 @@ class Linear:
         self._batch_invariant = batch_invariant
         self._packed = packed if packed is not None and packed.supports(weights) else None
         self._copy: Tensor | None = None
-        self._pads: bool | None = None
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
         """Return y."""
@@ -129,11 +115,7 @@ class Linear:
         if self._copy is None:
             outputs = [F.linear(x, *layer) for layer in zip(self.weights, self.biases, strict=True)]
             return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-        if x.numel() != x.shape[-1]:
-            return _packed_product(x, self._copy, self.bias)
-        if self._pads is None:
-            self._pads = pads_one_token(x, self._copy, self.bias)
-        return (_padded_product if self._pads else _packed_product)(x, self._copy, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._copy, self.bias, "none", [], "")
 
     def add_to(self, hidden: Float[Tensor, "token output"], x: Float[Tensor, "token input"]) -> None:
         """Add y to hidden states in place, for layers without biases.
@@ -144,44 +126,6 @@ class Linear:
             hidden.addmm_(x, self._transposed)
         else:
             hidden.add_(self(x))
-
-
-def _packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def _padded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply a single token as ``NUM_PADDED_ROWS`` equal rows."""
-    rows = x.reshape(1, -1).expand(NUM_PADDED_ROWS, -1)
-    return _packed_product(rows, weight, bias)[0].view(*x.shape[:-1], -1)
-
-
-def pads_one_token(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether products of a single token are faster when padded to ``NUM_PADDED_ROWS`` rows.
-
-    On some processors, oneDNN multiplies four rows in less time than a single row. The first call per weight shape,
-    type and number of threads measures both products. Later calls repeat the decision, so that a process always rounds
-    alike.
-
-    Args:
-        x: Input with a single token.
-        weight: Packed weights.
-        bias: The layer's bias.
-    """
-    key = (weight.shape, weight.dtype, bias is None, torch.get_num_threads())
-    if key not in _is_padding_faster:
-        best = {product: float("inf") for product in (_packed_product, _padded_product)}
-        started = time.perf_counter()
-        num_rounds = 0
-        while num_rounds < 3 or time.perf_counter() - started < _MEASURED_SECONDS:
-            for product in best:
-                before = time.perf_counter()
-                product(x, weight, bias)
-                best[product] = min(best[product], time.perf_counter() - before)
-            num_rounds += 1
-        is_faster = best[_padded_product] < _MOST_PADDED_TIME * best[_packed_product]
-        _is_padding_faster.setdefault(key, is_faster)  # a second thread takes the first thread's decision
-    return _is_padding_faster[key]
 
 
 def multiply_in_blocks(

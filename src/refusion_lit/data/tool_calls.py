@@ -1,0 +1,282 @@
+"""Tool calls in responses: how models write them, and how they are read while a response grows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from refusion_lit.utils.require import require_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    The text of calls is ``begin``, the calls with ``between`` in between, and ``end``. The text of a call is
+    ``before_name``, the name, ``after_name``, the arguments as JSON, and ``after_arguments``.
+
+    Attributes:
+        marker: Text that begins calls within a response. If it is empty, a response with calls consists of calls alone.
+        closing: Text that ends a call which begins with the marker.
+        begin: Text before the calls.
+        between: Text between two calls; ``None`` if a response has one call at most.
+        end: Text after the calls.
+        before_name: Text before the name.
+        after_name: Text between name and arguments.
+        after_arguments: Text after the arguments.
+    """
+
+    marker: str = ""
+    closing: str = ""
+    begin: str = ""
+    between: str | None = None
+    end: str = ""
+    before_name: str = '{"name": "'
+    after_name: str = '", "arguments": '
+    after_arguments: str = "}"
+
+
+FORMATS = {
+    "hermes": ToolFormat(
+        marker="<tool_call>",
+        closing="</tool_call>",
+        begin="<tool_call>\n",
+        between="\n</tool_call>\n<tool_call>\n",
+        end="\n</tool_call>",
+    ),
+    "llama": ToolFormat(after_name='", "parameters": '),
+    "mistral": ToolFormat(marker="[TOOL_CALLS]", begin="[TOOL_CALLS][", between=", ", end="]"),
+    "mistral_args": ToolFormat(
+        marker="[TOOL_CALLS]",
+        begin="[TOOL_CALLS]",
+        between="[TOOL_CALLS]",
+        before_name="",
+        after_name="[ARGS]",
+        after_arguments="",
+    ),
+}
+"""Formats by name: Hermes and Qwen, Llama 3, Mistral with a list of calls, and newer Mistral with ``[ARGS]``."""
+
+
+def find_format(chat_template: object, name: str = "auto") -> ToolFormat | None:
+    """Return the format in which a chat template's model writes calls; ``None`` if the template has no known format.
+
+    Args:
+        chat_template: The template, or templates by name, as tokenizers have them.
+        name: A key of ``FORMATS``; with ``auto``, the template's text decides.
+
+    Raises:
+        ValueError: If the name is unknown.
+
+    >>> find_format("{{ tools }}<tool_call>{{ call | tojson }}</tool_call>").closing
+    '</tool_call>'
+    """
+    require_choice("tool_format", name, ["auto", *FORMATS])
+    text = "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
+    if not re.search(r"\btools\b", text):
+        return None  # the model would not see the tools
+    if name == "auto" and "[TOOL_CALLS]" in text:
+        name = "mistral_args" if "[ARGS]" in text else "mistral"
+    elif name == "auto" and "<tool_call>" in text and not re.search("<function=|<arg_key>", text):
+        name = "hermes"
+    elif name == "auto" and re.search(r'"name\\?": ', text) and re.search(r'"parameters\\?": ', text):
+        name = "llama"
+    if name == "mistral" and "[TOOL_CALLS] [" in text:  # older templates
+        return replace(FORMATS[name], begin="[TOOL_CALLS] [")
+    return FORMATS.get(name)
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A part of a call.
+
+    Attributes:
+        index: Number of the call in the response.
+        name: The function's name in the first piece of a call, ``None`` in further pieces.
+        arguments: A part of the arguments' JSON text.
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+class CallReader:
+    """Splits a growing response into text and calls.
+
+    What only looks like a call remains text: JSON that does not parse, an unknown name, arguments that are no object.
+    White space before and after calls is dropped, other text is not.
+
+    Args:
+        tool_format: How the model writes calls.
+        names: Names of the functions.
+        is_constrained: Whether the response consists of calls by construction. Arguments then come piece by piece;
+            otherwise, a call comes as a whole, because it may turn out to be text.
+
+    >>> reader = CallReader(FORMATS["hermes"], ["add"])
+    >>> for text in ("Sum: <tool", '_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', " <tool_call> none"):
+    ...     reader.read(text)
+    ['Sum:']
+    [CallPiece(index=0, name='add', arguments='{"a": 1}')]
+    [' <tool_call>', ' none']
+    """
+
+    def __init__(self, tool_format: ToolFormat, names: Iterable[str], *, is_constrained: bool = False) -> None:
+        self._format = tool_format
+        self._names = {*names}
+        self._rest = ""
+        self._has_text = False
+        self.num_calls = 0
+        self._next = self._next_constrained if is_constrained else self._next_free
+        self._arguments: str | None = None  # of the call that is being read
+        text = tool_format
+        opening = f"{_loosen(text.begin)}|{_loosen(text.after_arguments + (text.between or text.end))}"
+        name = "|".join(sorted(map(re.escape, self._names), key=len, reverse=True))
+        after = _loosen(text.after_name)
+        self._head = re.compile(rf"\s*(?:{opening})\s*{_loosen(text.before_name)}({name}){after}")
+
+    def read(self, text: str, *, is_last: bool = False) -> list[str | CallPiece]:
+        """Return the text and the pieces of calls that are new; at the end of the response, nothing is held back."""
+        self._rest += text
+        pieces: list[str | CallPiece] = []
+        while (new := self._next(is_last)) is not None:
+            pieces += new
+        return pieces
+
+    def _next_constrained(self, is_last: bool) -> list[str | CallPiece] | None:
+        """Return the next pieces of a response that consists of calls; ``None`` if there are none yet."""
+        if self._arguments is None:
+            head = self._head.match(self._rest)
+            if head is None:
+                rest, self._rest = self._rest, "" if is_last else self._rest
+                return [rest] if is_last and rest and not self.num_calls else None
+            self._rest = self._rest[head.end() :]
+            self._arguments = ""
+            self.num_calls += 1
+            return [CallPiece(self.num_calls - 1, head[1], "")]
+        if not (self._rest if self._arguments else self._rest.strip()):
+            return None
+        before = self._arguments
+        whole = (before + self._rest).lstrip()
+        try:
+            end = json.JSONDecoder().raw_decode(whole)[1]
+        except ValueError:
+            end, self._arguments = len(whole), whole
+        else:
+            self._arguments = None
+        self._rest = whole[end:]
+        return [CallPiece(self.num_calls - 1, None, whole[len(before) : end])]
+
+    def _next_free(self, is_last: bool) -> list[str | CallPiece] | None:
+        """Return the next text or calls of a response that may have both; ``None`` if there are none yet."""
+        start = self._find_start(is_last)
+        text = self._rest[:start].rstrip()
+        if not text and start == len(self._rest):
+            if not is_last or not self._rest:
+                return None
+            text, self._rest = self._rest, ""
+            return [] if self.num_calls else [text]
+        if not text:
+            try:
+                found = self._parse(start, is_last)
+            except (ValueError, RecursionError):
+                text = self._rest[: start + len(self._format.marker)] if self._format.marker else self._rest
+            else:
+                if found is None:
+                    return None
+                calls, end = found
+                self._rest = self._rest[end:]
+                self.num_calls += len(calls)
+                first = self.num_calls - len(calls)
+                return [CallPiece(first + i, name, arguments) for i, (name, arguments) in enumerate(calls)]
+        self._has_text = True
+        self._rest = self._rest[len(text) :]
+        return [text]
+
+    def _find_start(self, is_last: bool) -> int:
+        """Return where calls may begin, or the end of the text."""
+        marker, text = self._format.marker, self._rest
+        if not marker:
+            start = len(text) - len(text.lstrip())
+            return start if text[start : start + 1] == "{" and not self._has_text else len(text)
+        start = text.find(marker)
+        if start >= 0:
+            return start
+        held = (n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n]))
+        return len(text) - (0 if is_last else next(held, 0))
+
+    def _parse(self, start: int, is_last: bool) -> tuple[list[tuple[str, str]], int] | None:
+        """Return the calls that begin at a place, and where they end; ``None`` if the text is not complete.
+
+        Raises:
+            ValueError: If there are no calls.
+        """
+        text, marker, closing = self._rest, self._format.marker, self._format.closing
+        place = start + len(marker)
+        if len(text) < place:
+            return None  # a part of the marker
+        try:
+            values, end = self._decode(place)
+        except json.JSONDecodeError as error:
+            # The closing text may stand within a string of the arguments.
+            closed = text.find(closing, place) if closing else -1
+            has_ended = is_last or ("Unterminated" not in error.msg and error.pos <= closed)
+            if has_ended or not re.match(r"\s*([\[{]|\Z)" if self._format.before_name else "", text[place:]):
+                raise
+            return None
+        calls = [self._check(value) for value in values]
+        rest = text[end:].lstrip()
+        if rest.startswith(closing) and closing:
+            return calls, len(text) - len(rest) + len(closing)
+        if marker and not closing:
+            return calls, end
+        if (rest and (is_last or not closing)) or not closing.startswith(rest):
+            raise ValueError("text follows the call")
+        return (calls, len(text)) if is_last else None
+
+    def _decode(self, place: int) -> tuple[list[Any], int]:
+        """Return the JSON values of calls that begin at a place, and where they end."""
+        decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+        values: list[Any] = []
+        while True:
+            place += len(self._rest[place:]) - len(self._rest[place:].lstrip())
+            name = None
+            if not self._format.before_name:
+                name, _, _ = self._rest[place:].partition(self._format.after_name)
+                place += len(name + self._format.after_name)
+            value, place = decoder.raw_decode(self._rest, place)
+            if name is not None:
+                return [{"name": name.strip(), "arguments": value}], place
+            values += value if isinstance(value, list) else [value]
+            following = re.match(r"\s*;", self._rest[place:])
+            if following is None:
+                return values, place
+            place += following.end()
+
+    def _check(self, value: Any) -> tuple[str, str]:  # noqa: ANN401 - any JSON value
+        """Return name and arguments of a call.
+
+        Raises:
+            ValueError: If the value is no call of a known function with an object as arguments.
+        """
+        name = value.get("name") if isinstance(value, dict) else None
+        arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+        if name not in self._names or not isinstance(arguments, dict):
+            raise ValueError("no call of a known function")
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()  # raises an error for lone surrogates
+        return name, text
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _loosen(text: str) -> str:
+    """Return a pattern of a text that allows white space between words and around brackets."""
+    return r"\s*".join(map(re.escape, re.findall(r"[{}\[\]]|[^\s{}\[\]]+", text)))

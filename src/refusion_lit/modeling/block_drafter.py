@@ -1,0 +1,404 @@
+"""Block drafter (DFlash): a small network that drafts a block of tokens from hidden states of a frozen model.
+
+The network is transformers' assistant ``muse_glimmer_assistant``, so that its directories load here and there. Its keys
+and values come from hidden states of the model's layers; its queries are the last token and a block of masks. The
+context's keys and values therefore depend on one token each. They are stored in the model's own KV cache as further
+layers, at the index of the token, so that everything that moves, copies or overwrites entries applies to both.
+
+Source: DFlash, arXiv 2602.06036.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.models.muse_glimmer_assistant.configuration_muse_glimmer_assistant import MuseGlimmerAssistantConfig
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
+    MuseGlimmerAssistantModel,
+    rotate_half,
+)
+
+from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.library import LibraryCache
+from refusion_lit.modeling.visibility import AttentionMask, as_mask
+from refusion_lit.modeling.weights import stored_shapes, weights_digest
+from refusion_lit.utils.errors import error_reason
+from refusion_lit.utils.require import check_options, require
+
+MODEL_TYPE = MuseGlimmerAssistantConfig.model_type
+FOLDER = "drafter"
+"""Folder of a block drafter in the directory of its model."""
+ENTRY = "refusion_lit"
+"""Key of the assistant's config for what transformers does not know: the name and digest of the model."""
+_CONFIG = "config.json"
+_OPTIONS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "rope_parameters", "max_position_embeddings", "sliding_window", "layer_types", "hidden_act",
+    "bos_token_id", "eos_token_id", "pad_token_id", "block_size", "mask_token_id", "target_layer_ids",
+)  # fmt: skip
+"""Options of the assistant's config that say what the network computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDrafterOptions:
+    """Options of a new block drafter. Its widths, heads and rotary embeddings are the model's.
+
+    Attributes:
+        block_size: Tokens of a block, at least 2: the last token and the masks after it.
+        num_layers: Layers of the drafter, at least 1.
+        target_layer_ids: Layers of the model, from 0, whose outputs the drafter reads. ``None``: as many as the drafter
+            has layers, evenly from the second to the third from the end.
+        config: Options of transformers' ``MuseGlimmerAssistantConfig`` in place of the derived options.
+    """
+
+    ranges = {"block_size": 2, "num_layers": 1}
+    block_size: int = 16
+    num_layers: int = 5
+    target_layer_ids: tuple[int, ...] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_options(self, "backbone.block_drafter.")
+        if self.target_layer_ids is not None:
+            object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+
+    def assistant_config(self, target: Any, mask_token_id: int) -> MuseGlimmerAssistantConfig:  # noqa: ANN401 - one class per architecture
+        """Return the assistant's config for a model.
+
+        Args:
+            target: The model's config.
+            mask_token_id: Token whose embedding stands for a mask.
+        """
+        rope = getattr(target, "rope_parameters", None) or {}
+        eos = target.eos_token_id
+        derived = {
+            "hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": target.num_attention_heads,
+            "num_key_value_heads": getattr(target, "num_key_value_heads", None) or target.num_attention_heads,
+            "head_dim": getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+            "max_position_embeddings": getattr(target, "max_position_embeddings", None) or 131072,
+            "layer_types": ["full_attention"] * self.num_layers,
+            "bos_token_id": target.bos_token_id,
+            "eos_token_id": eos[0] if isinstance(eos, list) else eos,
+            "pad_token_id": target.pad_token_id,
+            "block_size": self.block_size,
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids or _spread(self.num_layers, target.num_hidden_layers)),
+        }
+        unknown = next((name for name in self.config if name not in _OPTIONS), None)
+        expected = f"options among {', '.join(_OPTIONS)}"
+        require(unknown is None, "backbone.block_drafter.config", expected, unknown, "leave it out")
+        return MuseGlimmerAssistantConfig(**{**derived, **self.config})
+
+
+def _spread(number: int, num_layers: int) -> list[int]:
+    """Return layers of a model, evenly from the second to the third from the end."""
+    first = min(1, num_layers - 1)
+    last = max(num_layers - 3, first)
+    return sorted({round(first + i * (last - first) / max(number - 1, 1)) for i in range(number)})
+
+
+class BlockDrafter(nn.Module):
+    """Transformers' assistant network with the KV cache of the model that it drafts for.
+
+    Args:
+        config: The assistant's config; the caller has checked that it fits the model.
+        base: Directory or hub id of the model; ``None`` if its weights are random.
+
+    Attributes:
+        network: The network of transformers.
+        base: As in the arguments.
+    """
+
+    def __init__(self, config: MuseGlimmerAssistantConfig, base: str | None = None) -> None:
+        super().__init__()
+        config._attn_implementation = "sdpa"
+        self.network = MuseGlimmerAssistantModel(config)
+        self.base = base
+
+    @property
+    def options(self) -> BlockDrafterOptions:
+        """Options that build the same network for any model."""
+        config = self.network.config
+        values = {name: getattr(config, name) for name in _OPTIONS}
+        sizes = {"block_size": config.block_size, "num_layers": config.num_hidden_layers}
+        return BlockDrafterOptions(target_layer_ids=self.target_layer_ids, config=values, **sizes)
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Layers of the model that the network reads."""
+        return tuple(self.network.config.target_layer_ids or ())
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the network, and of the KV cache that it needs."""
+        return self.network.config.num_hidden_layers
+
+    @property
+    def num_masks(self) -> int:
+        """Masks of a block."""
+        return self.network.config.block_size - 1
+
+    def storing_context(
+        self, run: Callable[..., Tensor], first_layer: int
+    ) -> Callable[..., Float[Tensor, "batch token hidden"]]:
+        """Return a model's forward that also stores the drafter's keys and values of its tokens.
+
+        Args:
+            run: The model's forward; takes a dict as its last argument and fills in the layers' outputs.
+            first_layer: Number of the drafter's first layer in the cache.
+        """
+        layers = self.target_layer_ids
+
+        def states(ids: Tensor, positions: Tensor, mask: AttentionMask | None, cache: KVCache | None = None) -> Tensor:
+            if cache is None:
+                return run(ids, positions, mask)
+            outputs: dict[int, Tensor] = dict.fromkeys(layers, ids)
+            hidden = run(ids, positions, mask, cache, outputs)
+            flat = positions.flatten()
+            flat = flat if cache.source_index is None else flat[cache.source_index]
+            self._store(torch.cat([outputs[layer] for layer in layers], -1), flat, cache, first_layer)
+            return hidden
+
+        return states
+
+    def _store(
+        self, features: Float[Tensor, "token width"], positions: Int[Tensor, " token"], cache: KVCache, first_layer: int
+    ) -> None:
+        """Write the keys and values of text into the cache, where its forward wrote the model's."""
+        network = self.network
+        context = network.encoder(features.to(network.dtype))
+        cos, sin = (angles[0, :, None] for angles in network.rotary_emb(context[None], positions[None]))
+        for number, layer in enumerate(network.layers):
+            attention: Any = layer.self_attn
+            shape = (len(context), -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(shape))
+            keys = keys * cos + rotate_half(keys) * sin
+            cache.store(first_layer + number, keys, attention.v_proj(context).view(shape))
+
+    def draft_runner(
+        self, embedding: nn.Module, first_mask: int, first_layer: int
+    ) -> Callable[..., Float[Tensor, "batch token hidden"]]:
+        """Return the network's forward over blocks, with the arguments of :meth:`LanguageModel.hidden_states`.
+
+        An index of the cache must be the position of its token, because sliding layers measure distances by it.
+
+        Args:
+            embedding: The model's embedding.
+            first_mask: Ids from here on are masks.
+            first_layer: Number of the network's first layer in the cache.
+        """
+        network = self.network
+        width = len(self.target_layer_ids) * network.config.hidden_size
+
+        def states(ids: Tensor, positions: Tensor, mask: AttentionMask, cache: KVCache) -> Tensor:
+            embedded = embedding(ids.masked_fill(ids >= first_mask, network.config.mask_token_id)).to(network.dtype)
+            visible = as_mask(mask, ids.device)
+            keys = torch.arange(visible.shape[-1], device=ids.device)
+            output = network(
+                noise_embeds=embedded,
+                context_hidden_states=embedded.new_empty(len(ids), 0, width),
+                position_ids=positions,
+                attention_mask=self._masks(visible, positions, keys.expand(len(ids), -1)),
+                past_key_values=LibraryCache(cache, first_layer),
+            )
+            return output.last_hidden_state
+
+        return states
+
+    def _masks(
+        self,
+        visible: Bool[Tensor, "batch token key"],
+        positions: Int[Tensor, "batch token"],
+        key_positions: Int[Tensor, "batch key"],
+    ) -> dict[str, Tensor]:
+        """Return the masks of full and of sliding layers: a query sees keys at most ``sliding_window`` places away."""
+        is_near = (positions[:, :, None] - key_positions[:, None]).abs() <= self.network.config.sliding_window
+        sliding = visible & is_near
+        sliding = sliding.where(sliding.any(-1, keepdim=True), visible)  # padding, which would see nothing
+        return {"full_attention": visible[:, None], "sliding_attention": sliding[:, None]}
+
+    def training_states(
+        self,
+        body: Any,  # noqa: ANN401 - a transformers model
+        input_ids: Int[Tensor, "batch token"],
+        position_ids: Int[Tensor, "batch token"],
+        length: int,
+    ) -> Float[Tensor, "batch token hidden"]:
+        """Return hidden states of text without gradients, and of the masks after it with the network's gradients.
+
+        Args:
+            body: The model's body.
+            input_ids: The text, then the masks of blocks, block by block.
+            position_ids: Position of each token. A block's anchor is the text's token before its first mask.
+            length: Number of tokens of the text.
+        """
+        network = self.network
+        layers = self.target_layer_ids
+        with torch.no_grad():
+            text = body(
+                input_ids=input_ids[:, :length],
+                position_ids=position_ids[:, :length],
+                attention_mask=torch.ones_like(input_ids[:, :length]),
+                use_cache=False,
+                output_hidden_states=True,
+            )
+            features = torch.cat([text.hidden_states[layer + 1] for layer in layers], -1).to(network.dtype)
+        batch = len(input_ids)
+        firsts = position_ids[:, length :: self.num_masks]
+        anchors = (firsts - 1).clamp(0, length - 1)
+        blocks = anchors[..., None] + torch.arange(self.num_masks + 1, device=input_ids.device)
+        positions = torch.cat((position_ids[:, :length], blocks.flatten(1)), 1)
+        number = torch.arange(anchors.shape[1], device=input_ids.device).repeat_interleave(self.num_masks + 1)
+        # A block sees the text before its anchor, and the whole block.
+        before = position_ids[:, None, :length] < anchors.repeat_interleave(self.num_masks + 1, 1)[..., None]
+        same = (number[:, None] == number).expand(batch, -1, -1)
+        ids = torch.full_like(blocks, network.config.mask_token_id)
+        ids[..., 0] = input_ids[:, :length].gather(1, anchors)
+        output = network(
+            noise_embeds=body.get_input_embeddings()(ids.flatten(1)).to(network.dtype),
+            context_hidden_states=features,
+            position_ids=positions,
+            attention_mask=self._masks(torch.cat((before, same), -1), positions[:, length:], positions),
+        )
+        hidden = output.last_hidden_state.unflatten(1, blocks.shape[1:])[:, :, 1:].flatten(1, 2)
+        return torch.cat((text.last_hidden_state, hidden.to(text.last_hidden_state.dtype)), 1)
+
+
+def is_block_drafter(directory: str | Path) -> bool:
+    """Whether a directory is a drafter in transformers' assistant layout."""
+    try:
+        values = json.loads((Path(directory) / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and values.get("model_type") == MODEL_TYPE
+
+
+def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssistantConfig:  # noqa: ANN401 - one class per architecture
+    """Return the config of an assistant's directory; refuse a directory that does not fit a model.
+
+    Only configs and the headers of the weights are read.
+
+    Args:
+        directory: A directory in transformers' assistant layout.
+        target: The model's config.
+
+    Raises:
+        ValueError: If the files are damaged, tensors are missing, or the drafter is another model's.
+    """
+    folder = Path(directory)
+    try:
+        config = MuseGlimmerAssistantConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            wanted = {name: tuple(weight.shape) for name, weight in BlockDrafter(config).network.named_parameters()}
+    except Exception as error:  # transformers' configs and models raise errors of their own
+        expected = "options of an assistant that fit together"
+        raise _refused(folder / _CONFIG, expected, error_reason(error), "fetch the file again") from error
+    name = f"{target.model_type}, the model"
+    size, num_layers, num_ids = target.hidden_size, target.num_hidden_layers, target.vocab_size
+    fix = "give the drafter of this model"
+    if config.hidden_size != size:
+        raise _refused(folder, f"a drafter of hidden size {size} for {name}", f"hidden size {config.hidden_size}", fix)
+    layers = config.target_layer_ids
+    if not layers or not all(0 <= layer < num_layers for layer in layers):
+        expected = f"a drafter that reads layers 0 to {num_layers - 1} of {name}"
+        raise _refused(folder, expected, f"target_layer_ids {layers}", fix)
+    if not 0 <= config.mask_token_id < num_ids:
+        expected = f"a drafter of the vocabulary of {num_ids} tokens of {name}"
+        raise _refused(folder, expected, f"mask_token_id {config.mask_token_id}", fix)
+    if config.block_size < 2:
+        raise _refused(folder, "blocks of at least 2 tokens", f"block_size {config.block_size}", "correct config.json")
+    shapes = stored_shapes(folder)
+    if not shapes:
+        raise _refused(folder, "safetensors files with weights", "none that can be read", "fetch it again")
+    for weight in sorted({*wanted, *shapes}):
+        if shapes.get(weight) != wanted.get(weight):
+            expected = f"weights as config.json says, with {weight} of shape {wanted.get(weight)}"
+            raise _refused(folder, expected, f"{shapes.get(weight)}", "fetch it again")
+    return config
+
+
+def _refused(place: Path, expected: str, got: str, fix: str) -> ValueError:
+    return ValueError(f"draft: expected {expected}, got {got} in {place}; {fix}.")
+
+
+def check_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> None:
+    """Refuse a drafter whose directory has a tokenizer with other ids than the model's.
+
+    Args:
+        directory: The drafter's directory.
+        vocabulary: Ids of the model's tokenizer by token.
+
+    Raises:
+        ValueError: Naming a token that has another id.
+    """
+    file = Path(directory) / "tokenizer.json"
+    if not file.is_file():
+        return
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        tokens = values["model"]["vocab"]
+        ids = dict(tokens) if isinstance(tokens, dict) else {token: number for number, (token, _) in enumerate(tokens)}
+        ids |= {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise _refused(file, "a tokenizer", error_reason(error), "fetch it again") from error
+    other = next((token for token, number in ids.items() if vocabulary.get(token, number) != number), None)
+    if other is not None:
+        expected = f"a drafter with the model's vocabulary, in which {other!r} has id {vocabulary[other]}"
+        raise _refused(file, expected, f"id {ids[other]}", "give the drafter of this model")
+
+
+def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtype | None = None) -> BlockDrafter:
+    """Load a directory in transformers' assistant layout.
+
+    Args:
+        body: The body of the model that it drafts for.
+        directory: The directory.
+        dtype: Type of the weights; by default the body's.
+
+    Raises:
+        ValueError: As :func:`check_block_drafter`, or if the drafter says that it was trained for other weights.
+    """
+    config = check_block_drafter(directory, body.config)
+    entry = getattr(config, ENTRY, None) or {}
+    digest = entry.get("base_weights") if isinstance(entry, dict) else None
+    is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
+    if digest is not None and not is_rounded_twice and digest != weights_digest(body.get_submodule("layers")):
+        expected = f"the model of the drafter ({entry.get('base')}; weights {digest})"
+        raise _refused(Path(directory), expected, "a model with other weights", "load that model, or train a drafter")
+    try:
+        weights: dict[str, Tensor] = {}
+        for file in sorted(Path(directory).glob("*.safetensors")):
+            weights |= load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise _refused(Path(directory), "weights", error_reason(error), "fetch it again") from error
+    drafter = BlockDrafter(config, entry.get("base") if isinstance(entry, dict) else None)
+    drafter.network.load_state_dict(weights)
+    like = next(body.parameters())
+    return drafter.to(like.device, like.dtype if dtype is None else dtype)
+
+
+def save_block_drafter(drafter: BlockDrafter, body: nn.Module, directory: Path) -> None:
+    """Write a drafter in transformers' assistant layout, with the name and the digest of its model.
+
+    Args:
+        drafter: The drafter.
+        body: The body of its model.
+        directory: An existing directory.
+    """
+    config = drafter.network.config
+    setattr(config, ENTRY, {"base": drafter.base, "base_weights": weights_digest(body.get_submodule("layers"))})
+    config.architectures = [type(drafter.network).__name__]
+    drafter.network.save_pretrained(directory)
