@@ -23,6 +23,7 @@ from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
 from refusion_lit.families.nemotron import CausalBlockDiffusion, LinearSpeculation
 from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.families.uniform_diffusion import UniformDiffusion
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.families.zarya import FirstHitting
 from refusion_lit.plugins import find_class
@@ -61,6 +62,7 @@ __all__ = [
     "TokenEditing",
     "TokenLogprob",
     "TraceRound",
+    "UniformDiffusion",
     "WeDLM",
     "check_context",
     "check_model",

@@ -10,6 +10,7 @@ from refusion_lit.families.llada.objective import Masked
 from refusion_lit.families.nemotron import CausalBlockMasked
 from refusion_lit.families.speculative.block_objective import BlockDraft
 from refusion_lit.families.speculative.objective import GatedDraft
+from refusion_lit.families.uniform_diffusion import UniformBlock
 from refusion_lit.families.wedlm import DualStream
 from refusion_lit.families.zarya import Zarya
 from refusion_lit.learning.objective import Objective
@@ -30,6 +31,7 @@ __all__ = [
     "MaskWindows",
     "Masked",
     "Objective",
+    "UniformBlock",
     "Zarya",
 ]
 

@@ -34,6 +34,7 @@ from refusion_lit.decoding import (
     RecomputeKV,
     ReFusion,
     TokenEditing,
+    UniformDiffusion,
     WeDLM,
     decode,
 )
@@ -487,6 +488,13 @@ def set_forwards(decoder: SetDiffusion, case: Case) -> int:
     return ceil(case.length / (decoder.window_size if is_sure else min(decoder.quota, decoder.window_size)))
 
 
+def uniform_forwards(decoder: UniformDiffusion, case: Case) -> int | None:
+    """Count a forward for the text and all steps of each canvas, if no canvas is ever confident."""
+    if decoder.confidence_threshold > 0:
+        return None
+    return -(-case.length // decoder.canvas_length) * (1 + decoder.num_steps)
+
+
 def apd_forwards(decoder: APD, case: Case) -> int:
     """Count two forwards for each window, whose drafts are all right; one for a window of one mask."""
     starts = range(0, case.length, decoder.max_lookahead or case.budget)
@@ -526,6 +534,7 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     APD: apd_forwards,
     SetDiffusion: set_forwards,
     TokenEditing: editing_forwards,
+    UniformDiffusion: uniform_forwards,
 }
 
 # Options as values.

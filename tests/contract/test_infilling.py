@@ -27,6 +27,7 @@ from refusion_lit.decoding import (
     ReFusion,
     SelfSpeculative,
     TokenEditing,
+    UniformDiffusion,
     WeDLM,
     decode,
 )
@@ -48,7 +49,7 @@ from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, O
 KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,
          SlotSearch, TokenEditing, WeDLM}  # fmt: skip
 REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, IntrospectiveStrided, CausalBlockDiffusion,
-           LinearSpeculation}  # fmt: skip
+           LinearSpeculation, UniformDiffusion}  # fmt: skip
 
 
 def filling(size: int, spans: dict[int, Span]) -> Constraint:

@@ -16,6 +16,7 @@ MINIMA = {
     ("_BlockOfMasks", "end_think_token_id"): 0,
     ("SelfSpeculative", "num_drafts"): 0,
     ("TokenEditing", "max_post_steps"): 0,
+    ("UniformDiffusion", "stability_threshold"): 0,
     ("GroupPolicy", "group_size"): 2,
     ("SoftTail", "tail"): 1.0,
 }

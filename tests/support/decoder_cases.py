@@ -32,6 +32,7 @@ from refusion_lit.decoding import (
     RowState,
     SelfSpeculative,
     TokenEditing,
+    UniformDiffusion,
     WeDLM,
 )
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
@@ -97,6 +98,10 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     TokenEditing: [
         {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
         {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1},
+    ],
+    UniformDiffusion: [
+        {"canvas_length": 5, "num_steps": 3, "entropy_bound": 0.5},
+        {"canvas_length": 8, "num_steps": 4, "confidence_threshold": 0.0},
     ],
     WeDLM: [
         {"window_size": 3, "entropy_threshold": 0.8},
