@@ -4,10 +4,10 @@ usage: python -m benchmarks.projection [--repeats 3] [--threads 1] [--num_tokens
 
 About ten minutes of a quiet machine. The model has SmolLM2-135M's dimensions and random weights; a replayed schedule
 decides what is accepted (benchmarks/replay.py). Decoders run in turns at batch sizes 1, 4 and 16; seconds are processor
-time of this process if it has one thread. Three constants are
-fitted on ``Autoregressive`` alone, also with a long prompt: bandwidth, operations per second, cost per launch. They
-predict all other decoders. A second part needs no clock: what the published settings of ReFusion, LLaDA and Qwen3-8B
-would give on named GPUs, beside the speeds that the ReFusion paper's table has.
+time of this process if it has one thread. Three constants are fitted on ``Autoregressive`` alone, also with a long
+prompt: bandwidth, operations per second, cost per launch. They predict all other decoders. A second part needs no
+clock: what the published settings of ReFusion, LLaDA and Qwen3-8B would give on named GPUs, beside the speeds in the
+ReFusion paper's table.
 
 Writes ``benchmarks/results/projection.json``, which ``nox -s figures`` (``python -m docs.figures``) shows on
 docs/projection.md in the tables ``projection`` and ``projection paper``.

@@ -115,6 +115,40 @@ def strides() -> None:
     picture("introspective_strided.svg", 800, 318, "Three forwards of IntrospectiveStrided", parts)
 
 
+def causal_blocks() -> None:
+    """Draw forwards of CausalBlockDiffusion with blocks of four."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    parts = [
+        row(10, "1  feed the prompt, causal", [prompt]),
+        row(62, "2  its token begins the block", [prompt, ("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6"])]),
+        row(114, "3  feed the block, both directions", [("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6"])]),
+        row(166, "4  fill; feed until it is full", [("known", ["a@3"]), ("mask", ["M@4"]), ("draft", ["c@5", "d@6"])]),
+        row(218, "5  feed the full block, causal", [("known", ["a@3", "b@4", "c@5", "d@6"])]),
+        row(270, "6  its token begins the next", [("known", ["e@7"]), ("mask", ["M@8", "M@9", "M@10"])]),
+        text(8, 326, "Small numbers: position in the text. Rows 1, 3, 4 and 5 are forwards over the cached text. In "
+                     "rows 3 and 4 all", 12),
+        text(8, 342, "tokens of the block see each other. Grey: prompt. Dashed: mask. Yellow: filled. Green: "
+                     "known.", 12),
+    ]  # fmt: skip
+    picture("causal_block_diffusion.svg", 700, 354, "Four forwards of CausalBlockDiffusion", parts)
+
+
+def linear_speculation() -> None:
+    """Draw a round of LinearSpeculation with blocks of five."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    parts = [
+        row(10, "1  feed masks, both directions", [("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6", "M@7"])]),
+        row(62, "2  feed the drafts, causal", [("known", ["a@3"]), ("draft", ["b@4", "c@5"]),
+                                               ("rejected", ["x@6", "y@7"])]),
+        row(114, "3  keep what is right, add one", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6"])]),
+        text(8, 170, "Small numbers: position in the text. Rows 1 and 2 are forwards over the cached text. In row 2 a "
+                     "position predicts", 12),
+        text(8, 186, "the token after it: c is right, x is not, and d is the token in its place.", 12),
+        text(8, 202, "Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: final.", 12),
+    ]  # fmt: skip
+    picture("linear_speculation.svg", 700, 214, "A round of LinearSpeculation", parts)
+
+
 def pipeline() -> None:
     """Draw three forwards of D2F with blocks of three masks."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -413,6 +447,8 @@ PICTURES = (
     groups,
     blocks,
     strides,
+    causal_blocks,
+    linear_speculation,
     pipeline,
     editing,
     sets,

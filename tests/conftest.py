@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from support.shape_checks import check_shapes, num_calls
 check_shapes()
 
 pytest_plugins = ["support.batches"]  # fixtures that make training batches
+
+# Collecting garbage as often as by default takes a fifth of the tests' time, since the libraries hold many objects.
+gc.set_threshold(20_000, 20, 20)
 
 # Started in a shell's background, Python ignores Ctrl-C, and so do the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -162,6 +162,7 @@ _PUBLISHED = {
     "Dream": "published/dream_generate", "Fast-dLLM on Dream": "published/fast_dllm_v1_dream",
     "Fast-dLLM v2": "published/fast_dllm_v2_generate", "SDAR": "published_2026/sdar_generate",
     "WeDLM 8B, engine": "published_2026/wedlm_engine", "WeDLM 7B, engine": "published_2026/wedlm_qwen2_engine",
+    "Nemotron-Labs-Diffusion": "published_2026/nld_generate",
     "I-DLM": "published_2026/idlm_generate", "I-DLM in NeMo AutoModel": "published_2026/idlm_nemo_generate",
     "SDAR-MoE": "published_2026/sdar_moe_generate", "LLaDA2.0": "published_2026/llada2_generate",
     "LLaDA2.1": "published_2026/llada21_generate", "LLaDA2.1, rough model": "published_2026/llada21_editing",

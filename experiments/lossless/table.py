@@ -100,6 +100,9 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
         result[name] = {
             "tokens_per_forward": round(sum(tokens[name]) / sum(forwards[name]), 3),
             "tokens_per_second": round(sum(tokens[name]) / sum(seconds[name]), 2),
+            "num_tokens": tokens[name],  # per prompt, so that intervals can be computed again
+            "num_forwards": forwards[name],
+            "seconds": [round(value, 4) for value in seconds[name]],
         }
         for title, other in (("autoregressive", REFERENCE), ("generate", LIBRARY)):
             data = (tokens[name], seconds[name], tokens[other], seconds[other])

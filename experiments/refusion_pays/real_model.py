@@ -99,6 +99,9 @@ def compared(
             "tokens_per_forward": round(num_tokens / sum(row.num_forwards for row in found), 3),
             "positions_per_token": round(sum(row.num_positions for row in found) / num_tokens, 2),
             "tokens_per_second": round(num_tokens / sum(seconds[name]), 2),
+            "num_tokens": [row.num_tokens for row in found],  # per prompt, so that intervals can be computed again
+            "num_forwards": [row.num_forwards for row in found],
+            "seconds": [round(value, 4) for value in seconds[name]],
             "ended": sum(row.finish_reason == "eos" for row in found),
             "identical": sum(row.token_ids == own.token_ids for row, own in zip(found, reference, strict=True)),
             "common_prefix": round(sum(prefixes) / len(prefixes), 1),

@@ -21,7 +21,9 @@ from refusion_lit.families.defaults import default_decoder, named_decoder, regis
 from refusion_lit.families.idlm import IntrospectiveStrided
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
+from refusion_lit.families.nemotron import CausalBlockDiffusion, LinearSpeculation
 from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.families.uniform_diffusion import UniformDiffusion
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.families.zarya import FirstHitting
 from refusion_lit.plugins import find_class
@@ -33,6 +35,7 @@ __all__ = [
     "BlockDiffusion",
     "Branch",
     "CallShapes",
+    "CausalBlockDiffusion",
     "Decoder",
     "DecodingOutput",
     "Draw",
@@ -45,6 +48,7 @@ __all__ = [
     "IntrospectiveStrided",
     "KeptCache",
     "LLaDA",
+    "LinearSpeculation",
     "ModelMismatchError",
     "ModelRequirements",
     "MoreDrafts",
@@ -58,6 +62,7 @@ __all__ = [
     "TokenEditing",
     "TokenLogprob",
     "TraceRound",
+    "UniformDiffusion",
     "WeDLM",
     "check_context",
     "check_model",

@@ -7,8 +7,10 @@ from refusion_lit.families.block_diffusion.objective import BlockMasked
 from refusion_lit.families.block_diffusion.token_editing import EditableBlockMasked
 from refusion_lit.families.idlm import Introspective
 from refusion_lit.families.llada.objective import Masked
+from refusion_lit.families.nemotron import CausalBlockMasked
 from refusion_lit.families.speculative.block_objective import BlockDraft
 from refusion_lit.families.speculative.objective import GatedDraft
+from refusion_lit.families.uniform_diffusion import UniformBlock
 from refusion_lit.families.wedlm import DualStream
 from refusion_lit.families.zarya import Zarya
 from refusion_lit.learning.objective import Objective
@@ -20,6 +22,7 @@ __all__ = [
     "Autoregressive",
     "BlockDraft",
     "BlockMasked",
+    "CausalBlockMasked",
     "DualStream",
     "EditableBlockMasked",
     "GatedDraft",
@@ -28,6 +31,7 @@ __all__ = [
     "MaskWindows",
     "Masked",
     "Objective",
+    "UniformBlock",
     "Zarya",
 ]
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 AttentionKind = Literal["causal", "bidirectional", "block_causal"]
-Prediction = Literal["mask", "mask_shifted", "isolated_mask", "visible", "next_token_in_slot", "next_token", "verifier"]
+Prediction = Literal[
+    "mask", "mask_shifted", "isolated_mask", "block_mask", "visible", "next_token_in_slot", "next_token", "verifier"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class SpecialTokens:
         vocab_size: The tokenizer's highest id plus 1. Decoders never produce ids from here on.
         draft_token_ids: A drafter's mask ids, nearest token first. They lie beyond all embedding rows and never
             appear in a text.
+        draws_padding: Whether padding is a token that the model predicts, as in DiffusionGemma's canvases.
         unused_token_ids: Ids below ``vocab_size`` that belong to no token of the tokenizer.
         drafts_block: Whether the drafter drafts a block in forwards of its own (DFlash), so that its masks see one
             another, and predict their own positions.
@@ -38,13 +41,15 @@ class SpecialTokens:
     pad_token_id: int
     vocab_size: int
     draft_token_ids: tuple[int, ...] = ()
+    draws_padding: bool = False
     unused_token_ids: tuple[int, ...] = ()
     drafts_block: bool = False
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids below ``vocab_size`` that a decoder never produces: mask, padding unless it ends a response, and gaps."""
-        banned = {self.mask_token_id, self.pad_token_id, *self.unused_token_ids} - {None, *self.eos_token_ids}
+        """Ids below ``vocab_size`` that a decoder never produces: mask, gaps, and padding unless it is predicted."""
+        allowed = {None, *self.eos_token_ids} | ({self.pad_token_id} if self.draws_padding else set())
+        banned = {self.mask_token_id, self.pad_token_id, *self.unused_token_ids} - allowed
         return tuple(sorted(token for token in banned if token is not None))
 
 
@@ -65,7 +70,9 @@ class ModelTraits:
         predictions: What the logits mean. ``mask``: a mask predicts its own position;
             ``mask_shifted``: the position before a mask predicts the mask;
             ``isolated_mask``: a mask that sees no other mask predicts its own position;
-            ``visible``: a clean token predicts what belongs at its own position;
+            ``block_mask``: a mask in a block that sees all of itself, after causal text, predicts its own position;
+            ``visible``: a token that is no mask predicts what belongs at its own position (with ``causal``: the tokens
+            of a canvas, which see the whole canvas);
             ``next_token_in_slot``: a clean token predicts the next token of its slot;
             ``next_token``: a clean token predicts the next token everywhere;
             ``verifier``: a second model, which predicts the next token, runs the forwards with a cache.

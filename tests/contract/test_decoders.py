@@ -23,15 +23,18 @@ from refusion_lit.contrib import APD, CARD, D2F, SetDiffusion
 from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,
+    CausalBlockDiffusion,
     Decoder,
     DecodingOutput,
     FastDLLM,
     FirstHitting,
     IntrospectiveStrided,
+    LinearSpeculation,
     LLaDA,
     RecomputeKV,
     ReFusion,
     TokenEditing,
+    UniformDiffusion,
     WeDLM,
     decode,
 )
@@ -224,6 +227,10 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
     size: int,
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
+    if isinstance(decoder, CausalBlockDiffusion | LinearSpeculation):
+        decoder = replace(decoder, max_thinking_tokens=None, end_think_token_id=None)  # which would write another text
+        # The oracle would take the mask's id at the end of a prompt for a mask.
+        drawn_prompts = [replace(prompt, token_ids=(*prompt.token_ids, 3)) for prompt in drawn_prompts]
     text = oracle_text(end)
     # Never equal, so that rounding decides nothing: what stands further left is a little more certain.
     model = OracleModel(
@@ -481,10 +488,35 @@ def set_forwards(decoder: SetDiffusion, case: Case) -> int:
     return ceil(case.length / (decoder.window_size if is_sure else min(decoder.quota, decoder.window_size)))
 
 
+def uniform_forwards(decoder: UniformDiffusion, case: Case) -> int | None:
+    """Count a forward for the text and all steps of each canvas, if no canvas is ever confident."""
+    if decoder.confidence_threshold > 0:
+        return None
+    return -(-case.length // decoder.canvas_length) * (1 + decoder.num_steps)
+
+
 def apd_forwards(decoder: APD, case: Case) -> int:
     """Count two forwards for each window, whose drafts are all right; one for a window of one mask."""
     starts = range(0, case.length, decoder.max_lookahead or case.budget)
     return sum(1 if case.budget - start == 1 or decoder.max_lookahead == 1 else 2 for start in starts)
+
+
+def causal_block_forwards(decoder: CausalBlockDiffusion, case: Case) -> int:
+    """Count, for each block, the forward before it and those that fill its masks, all at once if sure enough."""
+    threshold = decoder.threshold
+    is_sure = threshold is not None and case.certainty >= threshold
+    num = 0
+    for place in range(0, case.length, decoder.block_size):
+        num_masks = min(decoder.block_size, case.length - place) - decoder.causal_context
+        num += 1 + (min(num_masks, 1) if is_sure else num_masks)
+    return num
+
+
+def linear_forwards(decoder: LinearSpeculation, case: Case) -> int:
+    """Count the prompt, and rounds whose drafts all hold."""
+    num_masks = decoder.block_size - 1
+    num_drafting = min(num_masks, 1) if case.certainty >= decoder.threshold else num_masks
+    return 1 + ceil((case.length - 1) / decoder.block_size) * (num_drafting + 1)
 
 
 NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
@@ -495,11 +527,14 @@ NUM_FORWARDS: dict[type[Decoder], Callable[[Any, Case], int | None]] = {
     FastDLLM: fast_dllm_forwards,
     WeDLM: wedlm_forwards,
     CARD: card_forwards,
+    CausalBlockDiffusion: causal_block_forwards,
+    LinearSpeculation: linear_forwards,
     IntrospectiveStrided: strided_forwards,
     D2F: d2f_forwards,
     APD: apd_forwards,
     SetDiffusion: set_forwards,
     TokenEditing: editing_forwards,
+    UniformDiffusion: uniform_forwards,
 }
 
 # Options as values.

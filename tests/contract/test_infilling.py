@@ -16,15 +16,18 @@ from refusion_lit.data.schema_templates import Span, TemplateState
 from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,
+    CausalBlockDiffusion,
     Decoder,
     FastDLLM,
     FirstHitting,
     IntrospectiveStrided,
+    LinearSpeculation,
     LLaDA,
     RecomputeKV,
     ReFusion,
     SelfSpeculative,
     TokenEditing,
+    UniformDiffusion,
     WeDLM,
     decode,
 )
@@ -45,7 +48,8 @@ from support.fakes import EOS, HYBRID, MASK, PAD, VOCAB, FakeModel, HashModel, O
 
 KEEPS = {BlockDiffusion, Convolutional, D2F, FastDLLM, FirstHitting, LLaDA, ReFusion, RecomputeKV, SetDiffusion,
          SlotSearch, TokenEditing, WeDLM}  # fmt: skip
-REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, IntrospectiveStrided}
+REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, IntrospectiveStrided, CausalBlockDiffusion,
+           LinearSpeculation, UniformDiffusion}  # fmt: skip
 
 
 def filling(size: int, spans: dict[int, Span]) -> Constraint:

@@ -57,10 +57,13 @@ VARIANTS: list[Objective] = [
     objectives.R2FT(min_span=2, max_span=5, max_unit=3, pad_responses_to=4),
     objectives.StaggeredSets(set_size=3, reach=5),
     objectives.StaggeredSets(set_size=40, reach=40, pad_responses_to=6),
+    objectives.UniformBlock(canvas_length=4),
+    objectives.UniformBlock(canvas_length=7, ar_weight=0.0, self_conditioning=1.0),
     objectives.SoftTail(),
     objectives.SoftTail(tail=1, decay=1.0),
     objectives.DualStream(block_size=5, ar_weight=0.5),
     objectives.DualStream(block_size=1),
+    objectives.CausalBlockMasked(block_size=4, mdm_weight=1.0),
     objectives.Introspective(block_size=4, noisy_targets="response", auto_balance=True),
     objectives.GatedDraft(stride=3, decay=0.5),
     objectives.BlockDraft(num_anchors=3, decay=0.5),
@@ -85,7 +88,7 @@ def special_tokens(objective: Objective) -> SpecialTokens:
 
 def uses_masks(objective: Objective) -> bool:
     """Return whether an objective replaces tokens by the mask; drafters have masks of their own."""
-    return bool({"mask", "mask_shifted", "isolated_mask"} & set(objective.traits.predictions or ()))
+    return bool({"mask", "mask_shifted", "isolated_mask", "block_mask"} & set(objective.traits.predictions or ()))
 
 
 def takes_ratios(objective: Objective) -> bool:
@@ -203,9 +206,9 @@ def test_prompt_is_untouched_and_text_is_complete(
         for row in find_rows(corrupted, sample, len(sizes)):
             copies: dict[int, int] = {}
             clean: dict[int, int] = {}
-            num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts
+            num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts - corrupted.num_canvas
             drafts = [i for i in real_entries(corrupted, row, length) if i >= num_text]
-            assert set(corrupted.input_ids[row, drafts].tolist()) <= set(DRAFTS)
+            assert corrupted.num_canvas or set(corrupted.input_ids[row, drafts].tolist()) <= set(DRAFTS)
             for i in real_entries(corrupted, row, length)[: -len(drafts) or None]:
                 place, token = int(corrupted.position_ids[row, i]), int(corrupted.input_ids[row, i])
                 copies[place] = copies.get(place, 0) + 1
@@ -240,7 +243,8 @@ def test_labels_say_what_the_traits_say(
     predictions = objective.traits.predictions
     assert predictions
     # Where masks predict themselves and clean tokens the next one everywhere, a second, clean copy does the latter.
-    clean_from = corrupted.input_ids.shape[1] // 2 if {"mask", "next_token"} <= set(predictions) else 0
+    predict_themselves = {"mask", "block_mask"} & set(predictions) and "next_token" in predictions
+    clean_from = corrupted.input_ids.shape[1] // 2 if predict_themselves else 0
     for sample, (prompt, response) in enumerate(sizes):
         text = dict(enumerate(batch.input_ids[sample, : prompt + response].tolist()))
         for row in find_rows(corrupted, sample, len(sizes)):
@@ -254,12 +258,15 @@ def test_labels_say_what_the_traits_say(
             for i, (place, masked) in enumerate(zip(places, is_masked, strict=True)):
                 if masked and place + 1 in text and {"mask_shifted", "next_token"} <= set(predictions):
                     optional[i] = text[place + 1]  # a mask may predict a clean token after it
-                if masked and {"mask", "isolated_mask"} & set(predictions):
+                if masked and {"mask", "isolated_mask", "block_mask"} & set(predictions):
                     expected[i] = text.get(place, EOS)
                 elif masked and "mask_shifted" in predictions and i > 0:
                     assert places[i - 1] == place - 1
                     (expected if is_masked[i - 1] else after_clean[i - 1])[i - 1] = text.get(place, EOS)
-                elif "visible" in predictions and place >= prompt:
+                elif corrupted.num_canvas and i >= len(places) - corrupted.num_canvas:
+                    assert place >= prompt
+                    expected[i] = text.get(place, EOS)
+                elif "visible" in predictions and place >= prompt and not corrupted.num_canvas:
                     optional[i] = text.get(place, EOS)
                 elif place + 1 in text and prompt <= place + 1 and "next_token" in predictions and i >= clean_from:
                     after_clean[i][i] = text[place + 1]

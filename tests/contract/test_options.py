@@ -12,8 +12,11 @@ from refusion_lit.objectives import Objective
 
 MINIMA = {
     ("IntrospectiveStrided", "num_verified"): 0,
+    ("_BlockOfMasks", "max_thinking_tokens"): 0,
+    ("_BlockOfMasks", "end_think_token_id"): 0,
     ("SelfSpeculative", "num_drafts"): 0,
     ("TokenEditing", "max_post_steps"): 0,
+    ("UniformDiffusion", "stability_threshold"): 0,
     ("GroupPolicy", "group_size"): 2,
     ("SoftTail", "tail"): 1.0,
 }

@@ -14,7 +14,7 @@ CARD = {"attention": "causal", "predictions": ["mask_shifted", "next_token"]}
 SETS = {"attention": "causal", "predictions": ["isolated_mask"]}
 D2F = {"attention": "block_causal", "block_size": 8, "predictions": ["mask"], "prompt_is_block": True}
 ENTRIES: list[tuple[dict[str, Any], str]] = [
-    (CARD, "CARD(block_size=16, threshold=0.9, max_rounds=8)"),
+    (CARD, "CARD(block_size=16, threshold=0.9, max_rounds=8"),
     (CARD | {"decoder": {"class_path": "CARD", "init_args": {"block_size": 4}}}, "CARD(block_size=4, "),
     (SETS, "SetDiffusion(window_size=16, "),
     (SETS | {"decoder": {"class_path": "SetDiffusion", "init_args": {"quota": 2}}}, "SetDiffusion(window_size=16, "),

@@ -19,7 +19,7 @@ def peers(cell: int) -> list[int]:
     return [other for other in range(25) if other // 5 == cell // 5 or other % 5 == cell % 5]
 
 
-def grids_of(text: str) -> list[str]:
+def split_grids(text: str) -> list[str]:
     cells = text.replace("/", "")
     return [cells[start : start + 25] for start in range(0, len(cells), 25)]
 
@@ -33,7 +33,7 @@ def test_two_squares_with_four_clues_each(index: int, seed: int) -> None:
     example = Latin(seed=seed).examples("train")[index]
     assert re.fullmatch(r"([1-5.]{5}/){10}", example.query)
     assert re.fullmatch(r"([1-5]{5}/){10}", example.response)
-    for asked, answered in zip(grids_of(example.query), grids_of(example.response), strict=True):
+    for asked, answered in zip(split_grids(example.query), split_grids(example.response), strict=True):
         assert 25 - asked.count(".") == 4
         assert all(a in (".", b) for a, b in zip(asked, answered, strict=True))
         for i in range(5):
@@ -44,7 +44,7 @@ def test_two_squares_with_four_clues_each(index: int, seed: int) -> None:
 def test_another_completion_is_right_and_one_against_the_clues_is_not(index: int, which: int) -> None:
     task = Latin()
     example = task.examples("train")[index]
-    others = [list(islice(completions(grid, "12345", peers), 51))[which] for grid in grids_of(example.query)]
+    others = [list(islice(completions(grid, "12345", peers), 51))[which] for grid in split_grids(example.query)]
     assert task.score(example, with_rows(others)) == 1.0
     swapped = with_rows(others).translate(str.maketrans("12345", "23451"))  # Latin, but every clue is wrong
     assert task.score(example, swapped) == 0.0

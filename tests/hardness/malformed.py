@@ -71,10 +71,10 @@ def damaged(draw: st.DrawFn, data: bytes, tokens: Sequence[bytes] = (), max_edit
     return data
 
 
-def paths_of(values: Any) -> list[tuple[Any, ...]]:
+def list_paths(values: Any) -> list[tuple[Any, ...]]:
     """Return the path of every value inside lists and objects."""
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    return [(), *((key, *path) for key, value in items for path in paths_of(value))]
+    return [(), *((key, *path) for key, value in items for path in list_paths(value))]
 
 
 class Raw(str):
@@ -97,7 +97,7 @@ def with_replaced_values(draw: st.DrawFn, values: Any, max_edits: int = 3) -> st
     """Draw JSON with a valid structure in which a few values are replaced or removed."""
     values = json.loads(json.dumps(values))
     for _ in range(draw(st.integers(0, max_edits))):
-        path = draw(st.sampled_from(paths_of(values)))
+        path = draw(st.sampled_from(list_paths(values)))
         if not path:
             continue
         holder = values

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.library import library_mask
+from refusion_lit.modeling.visibility import Span, Visibility
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.fakes import SPECIAL, VOCAB, tiny_backbone
 
@@ -224,21 +225,54 @@ def test_unknown_layer_types_are_refused() -> None:
         Backbone(library, ModelTraits(), SPECIAL)
 
 
+SLIDING = [
+    ("mistral", {}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+    ("gemma3_text", {"final_logit_softcapping": None}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "options"), SLIDING)
 @pytest.mark.parametrize("num_windows", [1.5, 4])
-def test_a_text_beyond_the_sliding_window_is_right_or_refused(num_windows: float) -> None:
-    """Without an explicit mask transformers applies the window; an explicit mask would turn it off."""
-    library = library_model("mistral", torch.float64, sliding_window=8)
-    model = Backbone(library, ModelTraits(), SPECIAL)
+def test_a_text_beyond_the_sliding_window_is_transformers_text(
+    model_type: str, options: dict[str, Any], num_windows: float
+) -> None:
+    library = library_model(model_type, torch.float64, sliding_window=8, **options)
+    model = Backbone(library, ModelTraits(predictions=("next_token",)), SPECIAL)
     length = int(8 * num_windows)
     ids, positions = draw_tokens(2, length), torch.arange(length).expand(2, length)
     with torch.no_grad():
+        expected = library(input_ids=ids).logits
         found = model.logits(model.hidden_states(ids, positions, None))
-        torch.testing.assert_close(found, library(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=rf"^context: .*8 tokens.*got {length}"):
-        model.hidden_states(ids, positions, causal(2, length))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        spans = [Span(row, 0, length, 0) for row in range(2)]
+        found = model.logits(model.hidden_states(ids, positions, Visibility(spans, (2, length), length)))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    prompts = [Prompt(token_ids=tuple(row.tolist()), id=str(i)) for i, row in enumerate(ids)]
+    prompts.append(Prompt(token_ids=(3, 4), id="short"))
+    rows = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=20), batch_size=3).rows
+    for prompt, row in zip(prompts, rows, strict=True):
+        text = [*prompt.token_ids, *row.token_ids]
+        with torch.no_grad():
+            logits = library(input_ids=torch.tensor([text])).logits[0, len(prompt.token_ids) - 1 : -1]
+        logits[:, [*SPECIAL.banned_token_ids, *range(SPECIAL.vocab_size, logits.shape[1])]] = -torch.inf
+        assert logits.argmax(-1).tolist() == row.token_ids
+    shared = [Prompt(token_ids=(3, 4, 5) * 30, id=str(i)) for i in range(3)]
+    rows = decode(model, Autoregressive(), shared, SamplingParams(max_new_tokens=9), batch_size=2)
+    assert rows.num_shared > 0
+    assert len({tuple(row.token_ids) for row in rows.rows}) == 1
+    [alone] = decode(model, Autoregressive(), shared[:1], SamplingParams(max_new_tokens=9), share_prefixes=False).rows
+    assert alone.token_ids == rows.rows[-1].token_ids
+
+
+def test_a_text_out_of_order_beyond_the_sliding_window_is_refused() -> None:
+    model = Backbone(library_model("mistral", torch.float64, sliding_window=8), ModelTraits(), SPECIAL)
+    ids, positions = draw_tokens(2, 12), torch.arange(12).expand(2, 12)
+    with pytest.raises(ValueError, match=r"^context: .*8 tokens.*got 12"):
+        model.hidden_states(ids, positions, causal(2, 12))
     prompt, sampling = Prompt(token_ids=(3, 4), id="p"), SamplingParams(max_new_tokens=7)
     with pytest.raises(ValueError, match=r"^prompt p: expected at most 1 tokens"):
-        decode(model, Autoregressive(), [prompt], sampling)
+        decode(model, ReFusion(), [prompt], sampling)
 
 
 def test_heads_that_are_not_linear_are_refused() -> None:

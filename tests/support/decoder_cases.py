@@ -21,15 +21,18 @@ import refusion_lit.refusion
 from refusion_lit.contrib import APD, CARD, D2F, Convolutional, SetDiffusion
 from refusion_lit.decoding import (
     BlockDiffusion,
+    CausalBlockDiffusion,
     Decoder,
     DecodingOutput,
     FastDLLM,
     GenerationCallback,
+    LinearSpeculation,
     LLaDA,
     ReFusion,
     RowState,
     SelfSpeculative,
     TokenEditing,
+    UniformDiffusion,
     WeDLM,
 )
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
@@ -76,6 +79,16 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"mixture_weight": 0.5, "max_lookahead": 6},
         {"mixture_weight": 0.95, "max_lookahead": None, "shifted": True},
     ],
+    CausalBlockDiffusion: [
+        {"block_size": 4, "threshold": 0.5},
+        {"block_size": 3, "threshold": None, "causal_context": False},
+        {"block_size": 5, "max_thinking_tokens": 7, "end_think_token_id": 4},
+    ],
+    LinearSpeculation: [
+        {"block_size": 4},
+        {"block_size": 5, "threshold": 0.5},
+        {"block_size": 4, "max_thinking_tokens": 6, "end_think_token_id": 4},
+    ],
     D2F: [
         {"block_size": 4, "threshold": 0.5},
         {"block_size": 3, "threshold": 0.5, "num_open_blocks": 2, "activate_threshold": 0.5},
@@ -86,6 +99,10 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
         {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1},
     ],
+    UniformDiffusion: [
+        {"canvas_length": 5, "num_steps": 3, "entropy_bound": 0.5},
+        {"canvas_length": 8, "num_steps": 4, "confidence_threshold": 0.0},
+    ],
     WeDLM: [
         {"window_size": 3, "entropy_threshold": 0.8},
         {"window_size": 6},
@@ -93,6 +110,10 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     ],
 }
 """Options to start from that are drawn too seldom; a decoder needs none of its own."""
+
+
+IDS = {"end_think_token_id": st.sampled_from([None, 3, 4])}
+"""Options that are ids of tokens; not every id may be written."""
 
 
 def option_values(hint: Any, default: Any) -> st.SearchStrategy[Any]:
@@ -133,7 +154,7 @@ def setups(draw: st.DrawFn, cls: type[Decoder]) -> tuple[Decoder, SamplingParams
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     chosen = draw(st.integers(0, 2 ** len(defaults) - 1))
     names = [name for i, name in enumerate(defaults) if chosen >> i & 1]
-    drawn = {name: draw(option_values(hints[name], defaults[name])) for name in names}
+    drawn = {name: draw(IDS[name] if name in IDS else option_values(hints[name], defaults[name])) for name in names}
     starts = next((STARTS[base] for base in cls.__mro__ if base in STARTS), [])
     options: dict[str, Any] = dict(draw(st.sampled_from([{}, *starts])))
     # One by one, then by pairs: some options are only allowed together.

@@ -96,7 +96,7 @@ class FakeModel(PlainModel):
     def is_mask(self, input_ids: Tensor) -> Tensor:
         """Return 1 at masks that predict their own position, if the model was trained for it."""
         mask, predictions = self.special_tokens.mask_token_id, self.traits.predictions
-        if mask is None or not {"mask", "isolated_mask"} & set(predictions or ("mask",)):
+        if mask is None or not {"mask", "isolated_mask", "block_mask"} & set(predictions or ("mask",)):
             return torch.zeros_like(input_ids)
         return (input_ids == mask).long()
 

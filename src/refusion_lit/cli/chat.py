@@ -149,7 +149,8 @@ class Chat:
 
     def _encode(self, question: str) -> list[int]:
         """Return a prompt with as many last turns as fit the context; print how many turns are left out."""
-        context = self.model.model_for(self.setup.decoder).max_positions
+        decoder = self.setup.decoder
+        context = self.model.model_for(decoder).context(in_text_order=decoder.keeps_text_order)
         room = self.setup.sampling.max_new_tokens
         num_turns = len(self.turns) if self.model.tokenizer.chat_template else 0
         kept = num_turns

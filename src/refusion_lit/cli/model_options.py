@@ -193,7 +193,7 @@ class Setup:
             ValueError: If the model was not trained for the decoder, or its context is too short.
         """
         self.model.check_decoder(self.decoder, allow_mismatch=self.decoding.allow_mismatch)
-        check_context(self.model.model_for(self.decoder), [(1, "0")], self.sampling.max_new_tokens)
+        check_context(self.model.model_for(self.decoder), [(1, "0")], self.sampling.max_new_tokens, self.decoder)
 
 
 def load_setup(options: Namespace) -> Setup:

@@ -127,7 +127,8 @@ class PairedModel(LanguageModel):
         predictions = masked.traits.predictions
         self.traits = replace(masked.traits, predictions=None if predictions is None else (*predictions, "verifier"))
         self.special_tokens = masked.special_tokens
-        limits = [model.max_positions for model in (masked, verifier) if model.max_positions is not None]
+        limits = [model.context(in_text_order=False) for model in (masked, verifier)]
+        limits = [limit for limit in limits if limit is not None]
         self.max_positions = min(limits, default=None)
         empty = torch.zeros(1, 1, dtype=torch.long, device=masked.device)
         with torch.no_grad():

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.source import ModelSource
-from refusion_lit.modeling.vocabulary import add_eos_tokens, ensure_mask_token, mask_is_new
+from refusion_lit.modeling.vocabulary import DRAWS_PADDING, add_eos_tokens, ensure_mask_token, mask_is_new
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
@@ -189,7 +189,10 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     fix = "set eos_token in its tokenizer_config.json"
     require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
     mask_token_id = source.values.get("mask_token_id")
-    ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
+    if published is None or published.has_mask:
+        ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
+    if published is not None and published.draws_padding:
+        tokenizer.init_kwargs[DRAWS_PADDING] = True
     is_equal = mask_token_id in (None, tokenizer.mask_token_id)
     expected = f"the mask_token_id of the config of {source.name}, which is {mask_token_id}"
     require(is_equal, "tokenizer.source", expected, tokenizer.mask_token_id, "make them equal")

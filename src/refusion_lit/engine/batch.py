@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from refusion_lit.engine.requests import Forward
@@ -42,10 +42,13 @@ class Batch:
         num_tokens: Number of tokens, without padding.
         num_keys: Keys that attention reads per row: cache entries, those of the forwards' own tokens included.
         starts: First token of every branch, by forward, among the tokens of the forward's rows, padding included.
+        signal: Soft embeddings of the tokens for self-conditioning, zeros where a branch has none; ``None`` if all
+            branches have none.
     """
 
     ids: Int[Tensor, "row token"]
     positions: Int[Tensor, "row token"]
+    signal: Float[Tensor, "row token hidden"] | None = None
 
     def __init__(
         self, forwards: Sequence[Forward], cache_rows: Sequence[int], device: torch.device, cache: KVCache | None
@@ -92,6 +95,12 @@ class Batch:
             laid_out = laid_out.new_zeros(2, shape[0] * length).index_copy_(1, sent[4], laid_out)
         self.ids, self.positions = laid_out.view(2, *shape).unbind()
         self.visibility = Visibility(spans, shape, num_keys)
+        branches = [branch for forward in forwards for branch in forward.branches]
+        for span, branch in zip(spans, branches, strict=True):
+            if branch.signal is not None:
+                if self.signal is None:
+                    self.signal = branch.signal.new_zeros(*shape, branch.signal.shape[-1])
+                self.signal[span.sequence, span.offset : span.offset + span.length] = branch.signal
         if cache is not None:
             source = sent[4] if is_padded else None
             cache.prepare(batch_cache_rows, num_keys, source, row_index=sent[3], cache_index=sent[2])

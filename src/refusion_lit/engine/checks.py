@@ -58,25 +58,31 @@ def check_model(
         if not allow_mismatch:
             raise ModelMismatchError(f"{message} {decoder.mismatch_fix(model.traits) or fix}")
         warnings.warn(message, stacklevel=2)
-    has_masks = special.mask_token_id is not None or decoder.is_left_to_right
+    has_masks = special.mask_token_id is not None or not any("mask" in name for name in needs.predictions)
     require(has_masks, "decoder", "a model with a mask token", "one without", "train it with Hybrid or Masked")
     fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
     require(bool(special.draft_token_ids) or not needs.drafter, "decoder", "a model with a drafter", "one without", fix)
     return reasons
 
 
-def check_context(model: LanguageModel, lengths: Sequence[tuple[int, str]], max_new_tokens: int) -> None:
+def check_context(
+    model: LanguageModel,
+    lengths: Sequence[tuple[int, str]],
+    max_new_tokens: int,
+    decoder: Decoder | None = None,
+) -> None:
     """Refuse prompts that leave no room for the response in the model's context.
 
     Args:
         model: The model.
         lengths: Pairs: a prompt's number of tokens, its id.
         max_new_tokens: The response's maximum length.
+        decoder: The decoder; ``None``: texts are read in one pass, causally.
 
     Raises:
         ValueError: Naming the longest prompt.
     """
-    context = model.max_positions
+    context = model.context(in_text_order=decoder is None or decoder.keeps_text_order)
     if context is None or not lengths:
         return
     expected = f"less than the model's context of {context} tokens"
@@ -103,16 +109,20 @@ def check_prompts(
     """
     for prompt in prompts:
         require(len(prompt.token_ids) > 0, f"prompt {prompt.id}", "at least one token", "none", "give it some text")
+        if model.image_token_ids:
+            images = {*prompt.token_ids} & {*model.image_token_ids}
+            fix = "leave the image out"
+            require(not images, f"prompt {prompt.id}", "text, as images are not read", f"image tokens {images}", fix)
         if prompt.num_given:
             _check_given(model, decoder, prompt, sampling)
         if prompt.constraint is not None and prompt.constraint.left_to_right:
             fix = "use Autoregressive, or SelfSpeculative on a model with a drafter"
             require(decoder.is_left_to_right, "constraint", "a decoder that draws from left to right", decoder, fix)
     lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
-    check_context(model, lengths, sampling.max_new_tokens)
+    check_context(model, lengths, sampling.max_new_tokens, decoder)
     if max_cache_tokens is not None:
         _check_cache_size(lengths, sampling.max_new_tokens, max_cache_tokens)
-    if model.learns_positions:
+    if model.learns_positions or (model.window is not None and not decoder.keeps_text_order):
         _check_canvas(model, decoder, prompts, sampling)
 
 
@@ -142,7 +152,7 @@ def _check_cache_size(lengths: Sequence[tuple[int, str]], max_new_tokens: int, m
 
 def _check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
     """Refuse blocks, slots or windows that reach beyond the last position that a model has learnt."""
-    limit = model.max_positions
+    limit = model.context(in_text_order=decoder.keeps_text_order)
     expected = f"whole blocks, slots or windows in {limit} positions, the model's context"
     fix = "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"
     for prompt in prompts:

@@ -231,6 +231,11 @@ class Decoder(ABC):
         """Whether tokens are drawn in text order without masks, and a branch feeds all text before its drafts."""
         return self.requirements().predictions == ("next_token",)
 
+    @property
+    def keeps_text_order(self) -> bool:
+        """Whether tokens stand in the KV cache in the order of the text, so that sliding windows are exact."""
+        return self.is_left_to_right
+
     def requirements(self) -> ModelRequirements:
         """Return what this decoder, with its options, needs of a model."""
         what = f"what {type(self).__name__} needs of a model"

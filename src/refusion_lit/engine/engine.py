@@ -173,6 +173,7 @@ class Engine:
         self.running: list[PromptSequence] = []
         self.sampler = Sampler(model, all_probabilities=self.trace)
         self.run_body = model.runner()
+        self.run_canvas = model.canvas_runner()
         self.run_drafter = model.draft_runner()
         self.device = model.device
         self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
@@ -279,8 +280,10 @@ class Engine:
         chosen = [sequence for sequence in chosen if sequence.forward.by_drafter] or chosen
         if self.options.max_tokens_per_forward is not None:
             chosen = fit_into_forward(chosen, self.options.max_tokens_per_forward)
-        groups = ([sequence for sequence in chosen if sequence.forward.cached is cached] for cached in (True, False))
-        return [group for group in groups if group]
+        groups: dict[tuple[bool, bool], list[PromptSequence]] = {}
+        for sequence in chosen:
+            groups.setdefault(sequence.forward.kind, []).append(sequence)
+        return [groups[kind] for kind in sorted(groups, reverse=True)]
 
     def _run(self, group: Sequence[PromptSequence]) -> Tensor:
         """Run a group's forwards in one call; return all prompts' hidden states, in order.
@@ -296,11 +299,16 @@ class Engine:
                 self.cache.compact(sequence.cache_row, forward.keep.indices, forward.keep.num_leading)
         cache = self.cache if forwards[0].cached else None
         batch = Batch(forwards, [sequence.cache_row for sequence in group], self.device, cache)
-        by_drafter = forwards[0].by_drafter
-        run = self.run_drafter if by_drafter else self.run_body
-        assert run is not None, "a decoder that requests a drafter's forwards requires a drafter"
-        hidden = run(batch.ids, batch.positions, batch.visibility, cache).flatten(0, 1)
-        if not by_drafter:
+        first = forwards[0]
+        inputs = batch.ids, batch.positions, batch.visibility, cache
+        if first.canvas:
+            hidden = self.run_canvas(*inputs, signal=batch.signal)
+        else:
+            run = self.run_drafter if first.by_drafter else self.run_body
+            assert run is not None, "a decoder that requests a drafter's forwards requires a drafter"
+            hidden = run(*inputs)
+        hidden = hidden.flatten(0, 1)
+        if not first.by_drafter:
             self.output.num_calls += 1
             self.output.num_positions += len(hidden)
             self._count_shape(group, num_positions=batch.num_tokens, cache_length=batch.num_keys)

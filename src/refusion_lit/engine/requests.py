@@ -48,6 +48,7 @@ class Branch:
         draft_at: Offsets into ``tokens``; a token is drawn from the logits at every offset.
         score_at: Pairs of an offset and a token id, whose probability under the logits at the offset is read.
         proposals: Earlier drafts by offset in ``draft_at``; rejection sampling keeps or replaces them.
+        signal: Soft embeddings of the branch's tokens for self-conditioning, from the previous step's reading.
     """
 
     tokens: Sequence[int]
@@ -59,6 +60,7 @@ class Branch:
     draft_at: Sequence[int] = ()
     score_at: Sequence[tuple[int, int]] = ()
     proposals: Mapping[int, Proposal] = field(default_factory=dict)
+    signal: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class Draw:
         raw_statistic: Compute the statistic before temperature, top-k and top-p.
         top_p_first: Apply top-p before top-k (Dream); by default top-k comes first (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
+        denoises: Whether readings also have the most probable tokens and the soft embeddings of the filtered
+            distributions, which condition the next step.
         proposes: Whether readings hand out the drafts as proposals. Their noise is independent of other draws' noise
             at the same position. Needs a temperature above 0.
     """
@@ -92,6 +96,7 @@ class Draw:
     raw_statistic: bool = False
     top_p_first: bool = False
     with_probability: bool = True
+    denoises: bool = False
     proposes: bool = False
 
 
@@ -117,6 +122,8 @@ class Forward:
         branches: The segments that are fed.
         draw: How drafts are drawn.
         cached: Whether KV cache entries are stored; if not, ``visible`` must be empty.
+        canvas: Whether the branches are canvases: tokens behind the text of which any may be wrong, and whose entries
+            the next forward overwrites. Models with a decoder of their own for canvases run it.
         packed: Whether the branches share one row of the call, one after the other. Otherwise every branch has a row.
             Changes the layout, not what a branch sees.
         keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
@@ -130,10 +137,16 @@ class Forward:
     branches: tuple[Branch, ...]
     draw: Draw
     cached: bool = True
+    canvas: bool = False
     packed: bool = False
     keep: Compaction | None = None
     by_drafter: bool = False
     twin_at: int | None = None
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """What forwards that share a call of the model have in common."""
+        return self.cached, self.canvas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +176,8 @@ class Reading:
         statistic: Their requested statistics; empty without a request.
         scores: The probabilities that ``score_at`` requests.
         proposals: The drafts with their distributions, if the draw proposes them.
+        best: The most probable tokens, if the draw denoises.
+        signal: Soft embeddings of the drafts' distributions, if the draw denoises and the model conditions itself.
         logprobs: Log-softmax of the logits at ``draft_at`` and then ``score_at`` [position, vocab]; stays on the
             model's device. ``None`` unless log-probabilities are recorded.
     """
@@ -172,6 +187,8 @@ class Reading:
     statistic: list[float] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
+    best: list[int] = field(default_factory=list)
+    signal: Tensor | None = None
     logprobs: Tensor | None = None
 
 

@@ -8,7 +8,7 @@ calls consist of; :class:`GroupSampler` serves all others. The rest of the file 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice
@@ -41,12 +41,21 @@ class GroupResults:
         values: Drafts' and given tokens' probabilities; empty if no job needs probabilities.
         statistics: The drafts' requested statistic.
         distributions: The drafts' distributions, if the group proposes drafts.
+        best: The most probable tokens, if the group denoises.
+        signals: Soft embeddings, if the group denoises and the model conditions itself.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     statistics: list[Tensor] = field(default_factory=list)
     distributions: list[Tensor] = field(default_factory=list)
+    best: list[Tensor] = field(default_factory=list)
+    signals: list[Tensor] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The results that readings get as plain numbers, in order."""
+        return [*self.tokens, *self.values, *self.statistics, *self.best]
 
 
 class Sampler:
@@ -59,6 +68,7 @@ class Sampler:
 
     def __init__(self, model: LanguageModel, *, all_probabilities: bool = False) -> None:
         self._head = model.head_runner()
+        self._soft_embeddings = model.soft_embeddings
         self._special = model.special_tokens
         self._all_probabilities = all_probabilities
         ids = self._special.banned_token_ids
@@ -74,7 +84,7 @@ class Sampler:
         if not groups:
             return
         results = [self._sample_group(hidden, group) for group in groups.values()]
-        parts = [part for result in results for part in (*result.tokens, *result.values, *result.statistics)]
+        parts = [part for result in results for part in result.numbers]
         if hidden.device.type != "cpu":  # one transfer, as their widest type: float32 holds ids below 2**24 exactly
             parts = [torch.cat(parts)]
         numbers = chain.from_iterable(part.tolist() for part in parts)
@@ -93,7 +103,7 @@ class Sampler:
         if _is_greedy(group[0]):
             sampler = GreedySampler(self._special, banned, restore=is_scored)
         else:
-            sampler = GroupSampler(group, self._special, banned)
+            sampler = GroupSampler(group, self._special, banned, self._soft_embeddings)
         results = GroupResults()
         wants_logprobs = any(job.with_logprobs for job in group)
         logprobs: list[Tensor] = []
@@ -140,6 +150,18 @@ class Sampler:
             if job.constraint is not None:
                 pairs = zip(_contexts(job), tokens, strict=True)
                 job.reading.tokens = [job.constraint.settle(*context, token) for context, token in pairs]
+        if results.best:
+            self._fill_denoised(group, results, numbers)
+
+    def _fill_denoised(self, group: Sequence[SamplingJob], results: GroupResults, numbers: Iterator[float]) -> None:
+        """Fill what only readings of denoising draws have."""
+        signals = torch.cat(results.signals) if results.signals else None
+        start = 0
+        for job in group:
+            stop = start + len(job.branch.draft_at)
+            job.reading.best = [*map(int, islice(numbers, stop - start))]
+            job.reading.signal = None if signals is None else signals[start:stop]
+            start = stop
 
     def _logit_chunks(
         self, hidden: Tensor, rows: Int[Tensor, " position"], job: SamplingJob
@@ -194,13 +216,21 @@ class GroupSampler:
         group: The jobs.
         special: The model's special ids.
         banned: Ids below the vocabulary's size that are not drawn, on the logits' device.
+        soft_embeddings: Returns mean embeddings under distributions; see :meth:`LanguageModel.soft_embeddings`.
     """
 
-    def __init__(self, group: Sequence[SamplingJob], special: SpecialTokens, banned: Int[Tensor, " id"]) -> None:
+    def __init__(
+        self,
+        group: Sequence[SamplingJob],
+        special: SpecialTokens,
+        banned: Int[Tensor, " id"],
+        soft_embeddings: Callable[[Tensor], Tensor | None],
+    ) -> None:
         draw = group[0].draw
         keys = [key for job in group for key in noise_keys(job.branch, job.draw, job.prompt.id)]
         proposals = [job.branch.proposals.get(offset) for job in group for offset in job.branch.draft_at]
         self._draw = draw
+        self._embed = soft_embeddings
         self._vocab_size = special.vocab_size
         self._banned = banned
         self._eos = to_device(sorted(special.eos_token_ids), banned.device)
@@ -238,6 +268,11 @@ class GroupSampler:
             if not draw.raw_statistic:
                 filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
             results.statistics.append(draft_statistic(draw.statistic, seen, filtered, tokens))
+        if draw.denoises:
+            results.best.append(first_argmax(allowed))
+            filtered = filter_logits(logits, draw.sampling, top_p_first=draw.top_p_first)
+            signal = self._embed(filtered.softmax(-1))
+            results.signals += [] if signal is None else [signal]
         return tokens
 
     def probabilities(self, logits: Float[Tensor, "position vocab"]) -> Float[Tensor, "position vocab"]:
@@ -254,7 +289,7 @@ class GroupSampler:
 def _is_greedy(job: SamplingJob) -> bool:
     """Whether a job is a greedy choice without guidance, extra figures, template and constraint: the fast path."""
     draw = job.draw
-    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic)
+    is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic or draw.denoises)
     is_free = job.constraint is None and None not in job.prompt.given
     return is_bare and is_free and draw.sampling.temperature == 0
 
@@ -267,7 +302,7 @@ def _group_key(job: SamplingJob) -> tuple[object, ...]:
     sampling = draw.sampling
     return (draw.forbidden, job.guide, bool(job.branch.proposals), sampling.temperature, sampling.top_p,
             sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.statistic, draw.raw_statistic,
-            draw.top_p_first, draw.proposes)  # fmt: skip
+            draw.top_p_first, draw.denoises, draw.proposes)  # fmt: skip
 
 
 def _share_logprobs(group: Sequence[SamplingJob], logprobs: Tensor, num_drafts: int) -> None:

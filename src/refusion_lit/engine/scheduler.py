@@ -109,14 +109,15 @@ def fit_into_forward(sequences: Sequence[PromptSequence], max_tokens: int) -> li
         max_tokens: Maximum number of positions in a call of the model, padding included.
     """
     chosen: set[int] = set()
-    shapes: dict[bool, tuple[int, int]] = {}
+    shapes: dict[tuple[bool, bool], tuple[int, int]] = {}
     for sequence in sorted(sequences, key=lambda sequence: (sequence.last_call, sequence.state.num_forwards)):
-        num_rows, length = shapes.get(sequence.forward.cached, (0, 0))
+        kind = sequence.forward.kind
+        num_rows, length = shapes.get(kind, (0, 0))
         more_rows, own_length = shape_of(sequence.forward)
         num_rows, length = num_rows + more_rows, max(length, own_length)
         if num_rows * length <= max_tokens or not chosen:
             chosen.add(sequence.index)
-            shapes[sequence.forward.cached] = (num_rows, length)
+            shapes[kind] = (num_rows, length)
     return [sequence for sequence in sequences if sequence.index in chosen]
 
 

@@ -89,7 +89,8 @@ class RefusionLitModel(LM):
             sampling = self._sampling(request.args[1])
             self._decoder_for(sampling).check(sampling)
             prompts.append(self._encode(request.args[0]))
-            check_context(self.model.backbone, [(len(prompts[-1]), names[index])], sampling.max_new_tokens)
+            lengths = [(len(prompts[-1]), names[index])]
+            check_context(self.model.backbone, lengths, sampling.max_new_tokens, self._decoder_for(sampling))
             groups[str(request.task_name), sampling].append(index)
         for (task, sampling), indices in groups.items():
             decoder = self._decoder_for(sampling)

@@ -13,7 +13,9 @@ from refusion_lit.families.block_diffusion.token_editing import TokenEditing
 from refusion_lit.families.idlm import IntrospectiveStrided
 from refusion_lit.families.llada.decoder import LLaDA
 from refusion_lit.families.llada.fast_dllm import FastDLLM
+from refusion_lit.families.nemotron import CausalBlockDiffusion, LinearSpeculation
 from refusion_lit.families.speculative.decoder import SelfSpeculative
+from refusion_lit.families.uniform_diffusion import UniformDiffusion
 from refusion_lit.families.wedlm import WeDLM
 from refusion_lit.plugins import load_plugins
 from refusion_lit.refusion.decoder import ReFusion
@@ -25,12 +27,15 @@ NAMEABLE: dict[str, type[Decoder]] = {
     for cls in (
         Autoregressive,
         BlockDiffusion,
+        CausalBlockDiffusion,
         FastDLLM,
         IntrospectiveStrided,
         LLaDA,
+        LinearSpeculation,
         ReFusion,
         SelfSpeculative,
         TokenEditing,
+        UniformDiffusion,
         WeDLM,
     )
 }
@@ -88,7 +93,8 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     decide:
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if masks predict nothing; :class:`WeDLM` if masks predict
-      themselves and clean tokens predict the next token everywhere;
+      themselves and clean tokens predict the next token everywhere; :class:`UniformDiffusion` if the tokens of a canvas
+      predict themselves; :class:`CausalBlockDiffusion` if masks predict themselves in a block that sees all of itself;
     - bidirectional: :class:`LLaDA`;
     - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict themselves.
 
@@ -124,11 +130,18 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
         if "visible" in (traits.predictions or ()):
             return TokenEditing(block_size=traits.block_size)
         return BlockDiffusion(block_size=traits.block_size, shifted=shifted)
-    if traits.predictions is None or "next_token_in_slot" in traits.predictions:
+    if traits.predictions is None:
         return ReFusion()
-    if "mask" in traits.predictions:
-        return WeDLM()
-    return Autoregressive()
+    return next((cls() for name, cls in _CAUSAL.items() if name in traits.predictions), Autoregressive())
+
+
+_CAUSAL: dict[str, type[Decoder]] = {
+    "next_token_in_slot": ReFusion,
+    "block_mask": CausalBlockDiffusion,
+    "mask": WeDLM,
+    "visible": UniformDiffusion,
+}
+"""Default decoders of causal models by what they predict; the first that fits."""
 
 
 def _build(named: Mapping[str, Any]) -> Decoder:

@@ -109,6 +109,9 @@ class CorruptedBatch(_Movable):
             two texts. The batch cannot be packed then.
         num_drafts: The last tokens of a row are this many draft masks, which run in a second pass with the model's
             drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
+        num_canvas: The last tokens of a row are this many tokens of a canvas, which a model with a decoder for canvases
+            computes with it, after the text.
+        is_conditioned: With a canvas: rows whose first prediction conditions a second pass of that decoder.
         draft_offsets: The masks' offsets in a slot that a decoder drafts at once, -1 at other tokens. A slot's masks
             are consecutive. ``None``: the objective trains no slots.
     """
@@ -125,6 +128,8 @@ class CorruptedBatch(_Movable):
     num_views: int = 1
     rejected: Int[Tensor, "batch token"] | None = None
     num_drafts: int = 0
+    num_canvas: int = 0
+    is_conditioned: Bool[Tensor, " batch"] | None = None
     draft_offsets: Int[Tensor, "batch token"] | None = None
 
 

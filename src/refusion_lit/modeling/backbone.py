@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from refusion_lit.modeling.block_drafter import BlockDrafter
 from refusion_lit.modeling.config import check_supported, freeze_frequencies, learns_positions, sliding_window
+from refusion_lit.modeling.diffusion_gemma import DiffusionGemmaBody
 from refusion_lit.modeling.drafter import Drafter, draft_states
 from refusion_lit.modeling.fused.attention import NUM_KEYS
 from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_known
@@ -63,13 +64,13 @@ class Backbone(nn.Module, LanguageModel):
         self.drafter: Drafter | BlockDrafter | None = None
         self.fused_body = fused_body
         self.batch_invariant = batch_invariant
-        self.max_positions = getattr(model.config, "max_position_embeddings", None)
+        text_config = model.config.get_text_config()
+        self.max_positions = getattr(text_config, "max_position_embeddings", None)
+        names = ("image_token_id", "boi_token_id", "eoi_token_id")
+        images = (getattr(model.config, name, None) for name in names)
+        self.image_token_ids = tuple(token for token in images if token is not None)
         self.learns_positions = learns_positions(model, get_body(model))
-        self.window = sliding_window(model.config)
-        """Tokens that sliding-window layers see. Explicit masks have no window, so that it limits the context."""
-        if self.window is not None:
-            self.max_positions = min(self.window, self.max_positions or self.window)
-            self.learns_positions = True
+        self.window = sliding_window(text_config)
         self.packed = PackedWeights()
         self.new_token_ids: tuple[int, ...] = ()
         """Tokens whose rows loading has added to pretrained weights, such as a mask token."""
@@ -109,6 +110,14 @@ class Backbone(nn.Module, LanguageModel):
         first_mask = self.special_tokens.draft_token_ids[0]
         return self.drafter.draft_runner(embedding, first_mask, self.config.num_hidden_layers)
 
+    def canvas_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:  # noqa: D102
+        body = self.body
+        return body.canvas_states if isinstance(body, DiffusionGemmaBody) else super().canvas_runner()
+
+    def soft_embeddings(self, probabilities: Float[Tensor, "token vocab"]) -> Float[Tensor, "token hidden"] | None:  # noqa: D102
+        body = self.body
+        return body.soft_embeddings(probabilities) if isinstance(body, DiffusionGemmaBody) else None
+
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return a faster :meth:`logits` for one decode."""
         head = self.head
@@ -135,7 +144,7 @@ class Backbone(nn.Module, LanguageModel):
         return super()._apply(*args, **kwargs)
 
     def make_cache(self, num_rows: int) -> KVCache:  # noqa: D102
-        num_layers = self.config.num_hidden_layers
+        num_layers = self.config.get_text_config().num_hidden_layers
         if isinstance(self.drafter, BlockDrafter):
             num_layers += self.drafter.num_layers
         return KVCache(num_layers, num_rows, NUM_KEYS if self.batch_invariant else CHUNK)
@@ -146,13 +155,16 @@ class Backbone(nn.Module, LanguageModel):
         position_ids: Int[Tensor, "batch token"],
         attention_mask: AttentionMask | None = None,
         num_drafts: int = 0,
+        num_canvas: int = 0,
+        is_conditioned: Bool[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch token hidden"]:
         """Return hidden states from transformers' forward, with gradients, for training.
 
         DDP and FSDP intercept ``forward`` only, so training enters here. Arguments are described in
         :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens of every row are draft masks, see
         :func:`~refusion_lit.modeling.drafter.draft_states` and
-        :meth:`~refusion_lit.modeling.block_drafter.BlockDrafter.training_states`.
+        :meth:`~refusion_lit.modeling.block_drafter.BlockDrafter.training_states`. The last ``num_canvas`` tokens are a
+        canvas, see :meth:`~refusion_lit.modeling.diffusion_gemma.DiffusionGemmaBody.train_states`.
         """
         if torch.is_grad_enabled():
             # A training step follows, and fused optimizers change weights without raising torch's version counter.
@@ -164,7 +176,12 @@ class Backbone(nn.Module, LanguageModel):
         if num_drafts:
             assert not isinstance(self.drafter, BlockDrafter)
             return draft_states(self.body, self.drafter, input_ids, position_ids, attention_mask, text, known[0])
-        return library_states(self.body, known, input_ids, position_ids, attention_mask, window=self.window)
+        body = self.body
+        if num_canvas and isinstance(body, DiffusionGemmaBody):
+            assert isinstance(attention_mask, Tensor)
+            assert is_conditioned is not None
+            return body.train_states(self.head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
+        return library_states(body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:
         """Return a fused backbone with the current weights; ``None`` if transformers' forward decodes."""

@@ -105,10 +105,14 @@ class CheckpointFormat:
         block_size: Tokens per block, for block-causal attention.
         block_size_option: Option of the config that overrides ``block_size``.
         mask_tokens: Texts of the mask token, for families whose config and tokenizer do not name it.
+        has_mask: Whether the family has a mask token; without, the tokenizer gets none.
+        draws_padding: Whether padding is a token that the model predicts.
         end_tokens: Texts of further tokens that end a response.
         slow_tokenizer: Transformers class that reads the tokenizer's files, if the published tokenizer is Python code.
         decoder: Name of the decoder class that the authors publish.
         decoder_options: Options of the decoder; loading adds the block size.
+        reads_generation_config: Whether :meth:`library_options` gets the contents of ``generation_config.json``, too,
+            under ``generation_config``.
         layout: How ``export --format`` writes a config of the format; ``None`` if it cannot.
 
     >>> import refusion_lit.decoding  # registers the formats
@@ -121,7 +125,7 @@ class CheckpointFormat:
     family: str
     model_type: str | None
     source_pattern: str | None = None
-    base: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"]
+    base: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "ministral3", "diffusion_gemma"]
     config_names: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
@@ -131,10 +135,13 @@ class CheckpointFormat:
     block_size: int | None = None
     block_size_option: str | None = None
     mask_tokens: tuple[str, ...] = ()
+    has_mask: bool = True
+    draws_padding: bool = False
     end_tokens: tuple[str, ...] = ()
     slow_tokenizer: str | None = None
     decoder: str
     decoder_options: Mapping[str, Any] = field(default_factory=dict)
+    reads_generation_config: bool = False
     layout: ExportLayout | None = None
 
     def traits(self, values: Mapping[str, Any]) -> ModelTraits:

@@ -21,13 +21,27 @@ class LanguageModel(ABC):
         traits: What the model was trained to do.
         special_tokens: Its special ids.
         max_positions: Length of its context; ``None`` if it has no limit.
+        image_token_ids: Ids that stand for images, which are not read.
+        window: Number of tokens that layers with a sliding window see, which limits the length of texts that are not
+            computed in text order; ``None`` without such layers.
         learns_positions: Whether no position beyond its context can be computed, as with learnt position embeddings.
     """
 
     traits: ModelTraits
     special_tokens: SpecialTokens
     max_positions: int | None = None
+    window: int | None = None
     learns_positions: bool = False
+    image_token_ids: tuple[int, ...] = ()
+
+    def context(self, *, in_text_order: bool) -> int | None:
+        """Return the maximum length of a text; ``None`` without a limit.
+
+        Args:
+            in_text_order: Whether tokens stand in the KV cache in the order of the text.
+        """
+        limits = (self.max_positions, None if in_text_order else self.window)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     @abstractmethod
@@ -64,6 +78,19 @@ class LanguageModel(ABC):
     @abstractmethod
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return a function like :meth:`logits` for many calls of an unchanged model."""
+
+    def canvas_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
+        """Return a function for canvases: :meth:`hidden_states` with a further argument, the ``signal``.
+
+        The signal has the :meth:`soft_embeddings` of the previous step's predictions, zeros where there are none. A
+        model without self-conditioning ignores it.
+        """
+        run = self.runner()
+        return lambda *arguments, signal=None: run(*arguments)  # noqa: ARG005
+
+    def soft_embeddings(self, probabilities: Float[Tensor, "token vocab"]) -> Float[Tensor, "token hidden"] | None:  # noqa: ARG002
+        """Return mean embeddings under distributions over all ids; ``None`` without self-conditioning."""
+        return None
 
     def draft_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]] | None:
         """Return the forward of a drafter with layers of its own, like :meth:`runner`; ``None`` without one."""

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from refusion_lit.modeling.attention import CHUNK, RangeMask, block_mask
+from refusion_lit.modeling.devices import to_device
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.visibility import AttentionMask, as_mask
+from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask, ranges_mask
 from refusion_lit.utils.require import require
 
 
@@ -33,23 +34,24 @@ def library_states(
     stores. The last layer's output is taken behind the final norm.
 
     Raises:
-        ValueError: If positions with an explicit mask reach beyond a sliding ``window``, a drafter's mask
+        ValueError: If tokens out of text order reach beyond a sliding ``window``, a drafter's mask
             (``draft_token_ids``) is among the tokens, or the attention implementation cannot take the mask.
     """
-    if window is not None and attention_mask is not None:
-        length = int(position_ids.max()) + 1
-        expected = f"at most {window} tokens, the sliding window of {type(body).__name__}"
-        require(length <= window, "context", expected, length, "shorten the text, or take a model with full attention")
     # On a GPU the host would have to wait for this check.
     if draft_token_ids and input_ids.device.type == "cpu":
         has_masks = bool((input_ids >= draft_token_ids[0]).any())
         got = f"autocast, or a {type(body).__name__} that is wrapped, hooked or sharded"
         fix = "set precision: 32-true, or export the checkpoint and decode the directory"
         require(not has_masks, "drafter", "decoding by the fused backbone", got, fix)
+    length = 0 if window is None or attention_mask is None else int(position_ids.max()) + 1
+    if window is not None and length > window:
+        mask = windowed_mask(body, attention_mask, position_ids, window)
+    else:
+        mask = library_mask(body, attention_mask, position_ids, input_ids.shape[1])
     output = body(
         input_ids=input_ids,
         position_ids=position_ids,
-        attention_mask=library_mask(body, attention_mask, position_ids, input_ids.shape[1]),
+        attention_mask=mask,
         past_key_values=None if cache is None else LibraryCache(cache),
         use_cache=cache is not None,
         **({} if outputs is None else {"output_hidden_states": True}),
@@ -98,6 +100,59 @@ def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> 
     if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * CHUNK:
         return attention.as_subclass(RangeMask)
     return as_mask(attention, device, num_keys)[:, None]
+
+
+def windowed_mask(
+    body: Any,  # noqa: ANN401 - a transformer of transformers
+    mask: AttentionMask | None,
+    position_ids: Int[Tensor, "batch token"],
+    window: int,
+) -> Any:  # noqa: ANN401 - a tensor, or one per type of layers
+    """Return the masks of a text beyond a sliding window.
+
+    Raises:
+        ValueError: If the keys may stand in another order than the text, so that the window is unknown.
+    """
+    in_order = isinstance(mask, Visibility) and all(
+        position_ids[span.sequence, span.offset : span.offset + span.length].tolist()
+        == [*range(span.first_key, span.first_key + span.length)]
+        for span in mask.spans
+    )
+    expected = f"at most {window} tokens, the sliding window of {type(body).__name__}"
+    fix = "shorten the text, or take a model with full attention"
+    require(in_order, "context", expected, int(position_ids.max()) + 1, fix)
+    assert isinstance(mask, Visibility)
+    masks = layer_masks(body, mask, position_ids, window)
+    has_types = bool(getattr(body.config.get_text_config(), "layer_types", None))
+    return masks if has_types else masks["sliding_attention"]
+
+
+def layer_masks(
+    body: Any,  # noqa: ANN401 - a transformer of transformers
+    mask: AttentionMask,
+    position_ids: Int[Tensor, "batch token"],
+    window: int,
+) -> dict[str, Any]:
+    """Return an explicit mask for layers with full attention and for layers with a sliding window.
+
+    Args:
+        body: The transformer.
+        mask: What tokens see, as spans or as ranges whose keys stand in text order.
+        position_ids: The tokens' positions. With ranges, all tokens share the window of the first token.
+        window: Number of tokens that layers with a sliding window see.
+
+    Raises:
+        ValueError: If the attention implementation cannot take the mask.
+    """
+    if isinstance(mask, Visibility):
+        num_keys, device = mask.num_keys, position_ids.device
+        whole, sliding = (ranges_mask(to_device(mask.ranges(size), device), num_keys) for size in (None, window))
+    else:
+        num_keys = int(mask[..., 1].max())
+        low = position_ids[:, :1, None] - window + 1
+        whole, sliding = mask, torch.stack((mask[..., 0].maximum(low), mask[..., 1]), -1)
+    masks = [library_mask(body, seen, position_ids, num_keys) for seen in (whole, sliding)]
+    return dict(zip(("full_attention", "sliding_attention"), masks, strict=True))
 
 
 class LibraryCache(Cache):

@@ -139,6 +139,10 @@ class BackboneConfig:
         if source is None and self.source is not None:
             source = self.open_source()
         config = new_config(self.config, tokenizer) if source is None else source.config
+        shares = config.model_type == "diffusion_gemma"
+        fix = "train all weights"
+        expected = "null for a model whose encoder and decoder share weights"
+        require(self.lora is None or not shares, "backbone.lora", expected, self.lora, fix)
         name = decoding_dtype(config, default_device()) if self.dtype == "auto" else self.dtype
         if self.draft is not None:
             check_draft(self.draft, config, tokenizer.get_vocab())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
 from refusion_lit.modeling.config import load_config
 from refusion_lit.modeling.formats import CheckpointFormat, find_format
@@ -96,12 +98,19 @@ class ModelSource:
         """
         return load_config(
             self.name,
-            self.values,
+            self._format_values,
             self.overrides,
             published=self.published,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
         )
+
+    @cached_property
+    def _format_values(self) -> Mapping[str, Any]:
+        """Contents of ``config.json``; for formats that read it, with the generation config."""
+        if self.published is None or not self.published.reads_generation_config:
+            return self.values
+        return {**self.values, "generation_config": json.loads(self.generation_config.to_json_string(use_diff=False))}
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -111,7 +120,7 @@ class ModelSource:
             ValueError: If the entry is no mapping, or a published config needs something that transformers'
                 architecture lacks.
         """
-        values = self.values if self.published is None else self.published.library_options(self.values)
+        values = self.values if self.published is None else self.published.library_options(self._format_values)
         entry = values.get("refusion_lit") or {}
         require(isinstance(entry, dict), f"refusion_lit in the config of {self.name}", "a mapping", entry, "correct it")
         return entry
@@ -135,6 +144,16 @@ class ModelSource:
     def generation_config(self) -> GenerationConfig:
         """The generation config; without a file, the config's generation options, as in transformers."""
         options: dict[str, Any] = {"revision": self.revision}
+        if self.values.get("model_type") == "diffusion_gemma":  # has a class of its own
+            try:
+                return DiffusionGemmaGenerationConfig.from_pretrained(self.name, **options)
+            except OSError:  # there is no file
+                return DiffusionGemmaGenerationConfig()
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"backbone.source: expected the settings of DiffusionGemma in {self.name}/generation_config.json, "
+                    f"got some that cannot be read ({error_reason(error)}); fetch it again."
+                ) from error
         try:
             return GenerationConfig.from_pretrained(self.name, **options)
         except (OSError, ValueError, TypeError):  # TypeError: the file holds no JSON object

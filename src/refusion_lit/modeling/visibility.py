@@ -70,8 +70,13 @@ class Visibility:
     shape: tuple[int, int]
     num_keys: int
 
-    def ranges(self) -> Int[Tensor, "sequence token range 2"]:
-        """Return ranges of keys on the host; a token sees the union of its ranges, and unused ranges are empty."""
+    def ranges(self, window: int | None = None) -> Int[Tensor, "sequence token range 2"]:
+        """Return ranges of keys on the host; a token sees the union of its ranges, and unused ranges are empty.
+
+        Args:
+            window: Number of tokens that a layer with a sliding window sees, the token itself among them, if keys stand
+                in text order. Tokens of a span with an order share the window of the span's first token. ``None``: all.
+        """
         num_ranges = 1 + max(len(span.context) for span in self.spans)
         ranges = np.zeros((*self.shape, num_ranges, 2), dtype=np.int64)
         for span in self.spans:
@@ -81,6 +86,9 @@ class Visibility:
             tokens[:, 0, 0] = span.first_key
             tokens[:, 0, 1] = span.first_key + span.visible_stops()
             tokens[:, 1 : 1 + len(span.context)] = np.reshape(span.context, (-1, 2))
+            if window is not None:
+                low = span.first_key - window + 1 + np.arange(span.length) * (span.order is None)
+                tokens[:, :, 0] = np.maximum(tokens[:, :, 0], low[:, None])
         return torch.from_numpy(ranges)
 
     def cut(self, start: int, stop: int) -> Visibility:

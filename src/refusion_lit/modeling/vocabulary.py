@@ -17,6 +17,8 @@ ADD_BOS = "add_bos"
 """Entry of ``tokenizer_config.json`` with the BOS policy, unless it is ``auto``; it is saved with the tokenizer."""
 EOS_IDS = "ends_of_sequence"
 """Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
+DRAWS_PADDING = "draws_padding"
+"""Entry of ``tokenizer_config.json`` of models that predict padding; see ``SpecialTokens.draws_padding``."""
 
 _NEW_MASK = "mask_token_is_new"
 
@@ -39,7 +41,12 @@ def read_special_tokens(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a to
     size = max(known) + 1
     unused = tuple(sorted(set(range(size)) - known)) if len(known) < size else ()
     return SpecialTokens(
-        mask_token_id=mask, eos_token_ids=ends, pad_token_id=int(pad), vocab_size=size, unused_token_ids=unused
+        mask_token_id=mask,
+        eos_token_ids=ends,
+        pad_token_id=int(pad),
+        vocab_size=size,
+        draws_padding=bool(tokenizer.init_kwargs.get(DRAWS_PADDING, False)),
+        unused_token_ids=unused,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
@@ -24,6 +25,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, WeightCo
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
+from refusion_lit.modeling.diffusion_gemma import VISION, DiffusionGemmaForBlockDiffusion
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.utils.errors import error_reason
@@ -42,7 +44,7 @@ def initialise_weights(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Return a model with random weights."""
-    return AutoModelForCausalLM.from_config(
+    return _from_config(
         config,
         dtype=dtype,
         attn_implementation=attn_implementation,
@@ -51,16 +53,24 @@ def initialise_weights(
     )
 
 
+def _from_config(config: Any, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:  # noqa: ANN401 - as transformers has it
+    if config.model_type == "diffusion_gemma":
+        return DiffusionGemmaForBlockDiffusion._from_config(config, **options)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+
+
 def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     """Load the model of a Hugging Face directory or hub id.
 
     Raises:
         ValueError: If the files are damaged, or do not hold exactly the weights that the config asks for.
     """
-    _check_stored(source)
+    shapes = _check_stored(source)
     published = source.published
     fused = None if published is None or not published.fused_weights else published
     loader: Any = AutoModelForCausalLM if fused is None else _splitting_class(source.config, fused)
+    if source.config.model_type == "diffusion_gemma":
+        loader = DiffusionGemmaForBlockDiffusion
     try:
         loaded: Any = loader.from_pretrained(
             source.name,
@@ -83,6 +93,8 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             "truncated or of another architecture than config.json says; fetch them again."
         ) from error
     model, report = loaded
+    if loader is DiffusionGemmaForBlockDiffusion and (not shapes or any(name.startswith(VISION) for name in shapes)):
+        warnings.warn(f"{source.name}: the vision tower is not loaded; the model reads text only.", stacklevel=2)
     if fused is not None:
         model.__class__ = loader.__base__  # the subclass only loads
     published_name = str
@@ -165,8 +177,10 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
     return {name: weights[0] if len(weights) == 1 else torch.cat(weights) for name, weights in ordered.items()}
 
 
-def _check_stored(source: ModelSource) -> None:
+def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
     """Compare the headers of a directory's files with the config, before memory is allocated for weights.
+
+    Returns the shapes of the stored tensors, see :func:`stored_shapes`.
 
     Raises:
         ValueError: If the config asks for far more weights than the files hold, or for another number of experts, or
@@ -174,22 +188,23 @@ def _check_stored(source: ModelSource) -> None:
     """
     _check_shard_names(Path(source.name))
     shapes = stored_shapes(Path(source.name))
-    config = source.config
-    if not shapes or getattr(config, "quantization_config", None) is not None:  # quantised weights are packed
-        return
-    num_experts = getattr(config, "num_local_experts", None)
-    numbers = [int(match[1]) for name in shapes if (match := _EXPERT.search(name))]
-    if num_experts and numbers and max(numbers) + 1 != num_experts:
+    config = source.config.get_text_config()
+    if not shapes or getattr(source.config, "quantization_config", None) is not None:  # quantised weights are packed
+        return shapes
+    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    counts = [int(match[1]) + 1 for name in shapes if (match := _EXPERT.search(name))]
+    counts += [shape[0] for name, shape in shapes.items() if name.endswith(".experts.down_proj")]
+    if num_experts and counts and max(counts) != num_experts:
         raise ValueError(
             f"backbone.source: expected weights of {num_experts} experts per layer in {source.name!r}, as its config "
-            f"says, got {max(numbers) + 1}. Take the config that they were trained with."
+            f"says, got {max(counts)}. Take the config that they were trained with."
         )
     num_layers = getattr(config, "num_hidden_layers", None) or 0
     if num_layers > len(shapes):  # building the layers would take long
         raise _too_large(source.name, f"{num_layers} layers, in a file of {len(shapes)} tensors")
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+            model = _from_config(source.config, trust_remote_code=source.trust_remote_code)
     except Exception as error:  # transformers' models raise errors of their own
         raise ValueError(
             f"backbone.source: expected options that fit together in the config of {source.name!r}, got "
@@ -203,9 +218,10 @@ def _check_stored(source: ModelSource) -> None:
         wanted = {name: tuple(weight.shape) for name, weight in published_weights(model, source.published).items()}
         for name in [name for name in wanted if shapes.get(name, wanted[name]) != wanted[name]]:
             raise _wrong_shape(source.name, name, shapes[name], wanted[name])
-        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        tied = model.all_tied_weights_keys.keys()
         if missing := sorted(wanted.keys() - shapes.keys() - tied):
             raise _missing(source, missing)
+    return shapes
 
 
 def _too_large(name: str, wanted: str) -> ValueError:

@@ -173,6 +173,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
         "hardware": {
             "machine": platform.machine(),
             "processor": _processor(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # one name covers processors of other speeds
             "system": platform.system(),
             "num_cpus": os.cpu_count(),
             "num_threads": torch.get_num_threads(),

@@ -343,7 +343,8 @@ class Service:
 
         The engine checks the same, but its message names the engine's options.
         """
-        context = self.worker.checked_model.max_positions
+        in_text_order = self.worker.decoder.keeps_text_order
+        context = self.worker.checked_model.context(in_text_order=in_text_order)
         if context is None or sampling.max_new_tokens >= context:
             return  # too many answer tokens for any prompt: the engine's check raises the error
         room = context - sampling.max_new_tokens

@@ -109,6 +109,8 @@ class CheckedModel(LanguageModel):
         self.special_tokens = model.special_tokens
         self.max_positions = model.max_positions
         self.learns_positions = model.learns_positions
+        self.window = model.window
+        self.image_token_ids = model.image_token_ids
 
     @property
     def device(self) -> torch.device:
@@ -123,6 +125,14 @@ class CheckedModel(LanguageModel):
     def runner(self) -> Callable[..., Tensor]:
         """Return the model's body."""
         return self._model.runner()
+
+    def canvas_runner(self) -> Callable[..., Tensor]:
+        """Return the model's body for canvases."""
+        return self._model.canvas_runner()
+
+    def soft_embeddings(self, probabilities: Tensor) -> Tensor | None:
+        """Return the model's soft embeddings."""
+        return self._model.soft_embeddings(probabilities)
 
     def draft_runner(self) -> Callable[..., Tensor] | None:
         """Return the forward of the model's drafter."""

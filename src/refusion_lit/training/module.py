@@ -161,8 +161,10 @@ class SlotDiffusionModule(L.LightningModule):
         """Check data and model before training, and record the objective's traits in the model."""
         data = getattr(self.trainer, "datamodule", None)
         self._check_mask(data.training_prompt().token_ids if isinstance(data, InstructionDataModule) else ())
-        if isinstance(data, InstructionDataModule) and self.model.max_positions is not None:
-            data.check_context(self.model.max_positions)
+        in_text_order = {*(self.objective.traits.predictions or ())} <= {"next_token", "visible"}
+        context = self.model.context(in_text_order=in_text_order)
+        if isinstance(data, InstructionDataModule) and context is not None:
+            data.check_context(context)
         self.step_source.start(self)
         self.model.traits = self.objective.traits
         self._warn_of_misfits()
@@ -246,7 +248,12 @@ class SlotDiffusionModule(L.LightningModule):
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
         hidden = self.model(
-            corrupted.input_ids, corrupted.position_ids, corrupted.visible, num_drafts=corrupted.num_drafts
+            corrupted.input_ids,
+            corrupted.position_ids,
+            corrupted.visible,
+            num_drafts=corrupted.num_drafts,
+            num_canvas=corrupted.num_canvas,
+            is_conditioned=corrupted.is_conditioned,
         )
         return self.objective.loss(hidden, self.model.head, corrupted)
 

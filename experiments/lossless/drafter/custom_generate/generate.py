@@ -149,6 +149,7 @@ class _Drafter:
         description = json.loads(Path(str(files[0])).read_text(encoding="utf-8"))
         options = description["options"]
         self.vocab_size = description.get("vocab_size", model.config.vocab_size)
+        self.unused_token_ids = description.get("unused_token_ids", [])
         digest = description["base_weights"]
         is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
         if digest is not None and not is_rounded and digest != weights_digest(model.get_decoder().layers):
@@ -192,7 +193,7 @@ class _Decoding:
         self.cache = DynamicCache(config=model.config)
         self.limit = limit
         self.eos = eos
-        never = {model.config.pad_token_id, getattr(model.config, "mask_token_id", None)}
+        never = {model.config.pad_token_id, getattr(model.config, "mask_token_id", None), *drafter.unused_token_ids}
         self.banned = [token for token in never - self.eos if token is not None]
 
     def run(self, streamer: Any = None) -> list[int]:

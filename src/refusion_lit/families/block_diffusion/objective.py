@@ -173,7 +173,11 @@ class BlockMasked(Objective):
 
 
 def three_part_ranges(
-    num_tokens: int, block_size: int, lengths: Int[Tensor, " batch"], *, causal: bool = False
+    num_tokens: int,
+    block_size: int,
+    lengths: Int[Tensor, " batch"],
+    *,
+    causal: bool | Literal["clean"] = False,
 ) -> Int[Tensor, "batch doubled range 2"]:
     """Return the ranges that tokens of a doubled sequence ``[noisy; clean]`` see.
 
@@ -184,7 +188,7 @@ def three_part_ranges(
         num_tokens: Number of tokens in a half.
         block_size: Tokens per block; blocks are counted from position 0 of both halves.
         lengths: Number of real tokens in a half, by row. Padding sees itself and clean tokens.
-        causal: Inside a block, let a token see only earlier tokens and itself.
+        causal: Inside a block, let a token see only earlier tokens and itself; ``clean``: in the clean half alone.
     """
     tokens = torch.arange(2 * num_tokens, device=lengths.device)
     lengths = lengths[:, None]
@@ -192,8 +196,9 @@ def three_part_ranges(
     is_noisy = tokens < num_tokens
     is_real = positions < lengths
     begin = positions // block_size * block_size
-    end = positions + 1 if causal else begin + block_size
-    clean_stop = num_tokens + torch.where(is_noisy, begin, end).minimum(lengths)
+    ends = (begin + block_size, positions + 1)
+    end = ends[causal is True]  # of what noisy tokens see of their block
+    clean_stop = num_tokens + torch.where(is_noisy, begin, ends[bool(causal)]).minimum(lengths)
     clean = torch.stack((torch.full_like(clean_stop, num_tokens), clean_stop), -1)
     # A clean token's block is in the clean range; padding also sees itself.
     start = torch.where(is_real, begin, tokens)

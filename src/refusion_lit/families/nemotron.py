@@ -1,0 +1,344 @@
+"""Nemotron-Labs-Diffusion (arXiv 2607.05722): causal text, after which a block of masks sees all of itself.
+
+The decoders ``CausalBlockDiffusion`` and ``LinearSpeculation``, the objective ``CausalBlockMasked``, and the format of
+the published checkpoints: a Ministral 3 under other names. ``Autoregressive`` is the third mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
+from refusion_lit.engine.drafting import masked_in, text_between, text_branch, up_to_eos
+from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.families.autoregressive.decoder import Autoregressive
+from refusion_lit.families.block_diffusion.objective import three_part_ranges
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
+from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
+from refusion_lit.learning.text_order import shift_left
+from refusion_lit.modeling.formats import CheckpointFormat, register
+from refusion_lit.noise import KeyedNoise
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
+from refusion_lit.utils.require import is_number, require
+
+_EPS = 1e-3
+"""Smallest mask probability in training, as in the authors' program."""
+
+_ROPE = ("llama_4_scaling_beta", "original_max_position_embeddings")
+"""Rotary options by which queries are scaled."""
+
+_NEXT_TOKEN = Autoregressive()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NemotronFormat(CheckpointFormat):
+    def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert a config; ``block_size``, the block of the training, is that of the default decoder."""
+        options = super().library_options(values)
+        rope = values.get("rope_parameters") or values.get("rope_scaling")
+        for name in _ROPE if rope is not None else ():
+            value = rope.get(name) if isinstance(rope, Mapping) else None
+            option = f"backbone.source: rope_parameters.{name}"
+            require(is_number(value, Real), option, "a number", value, "fetch config.json again")
+        if values.get("block_size") is not None:
+            options["refusion_lit"]["decoder"]["init_args"]["block_size"] = values["block_size"]
+        return options
+
+
+register(
+    _NemotronFormat(
+        name="nemotron_labs_diffusion",
+        family="Nemotron-Labs-Diffusion 3B, 8B and 14B",
+        model_type="nemotron_labs_diffusion",
+        base="ministral3",
+        required={
+            "attention_bias": (False,),
+            "dlm_paradigm": ("bidirectional", "block_diff"),
+            "mlp_bias": (False,),
+        },
+        dropped=(
+            "ar_loss_weight", "attn_implementation", "block_size", "dlm_loss_weight", "dp_varying_mask_ratio",
+            "use_cache",
+        ),
+        weight_names=(("model", "encoder"), ("lm_head", "diffusion_head")),
+        attention="causal",
+        predictions=("block_mask", "next_token"),
+        mask_tokens=("<mask>", "[MASK]", "<|mask|>"),
+        decoder="CausalBlockDiffusion",
+        decoder_options={"threshold": 0.9},
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockOfMasks(Decoder):
+    """Base of decoders that feed blocks of masks after causal text.
+
+    Attributes:
+        block_size: Tokens per block, at least 1 (``block_length``).
+        max_thinking_tokens: Length at which the response gets ``end_think_token_id`` unless it has one; ``None``: no
+            limit.
+        end_think_token_id: The token that ends the thinking; set together with ``max_thinking_tokens``.
+    """
+
+    requires = ModelRequirements(attention="causal", predictions=("block_mask", "next_token"))
+    shares = "all_but_last"
+    refuses = "the first token of a block is predicted from the text on its left"
+
+    ranges = {"block_size": 1, "max_thinking_tokens": 0, "end_think_token_id": 0}
+    block_size: int = 32
+    max_thinking_tokens: int | None = None
+    end_think_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_paired = (self.max_thinking_tokens is None) == (self.end_think_token_id is None)
+        expected = "a value if and only if max_thinking_tokens has one"
+        require(is_paired, "end_think_token_id", expected, self.end_think_token_id, "set both or neither")
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        """Create the canvas, after a check that the token that ends the thinking may be written."""
+        token = self.end_think_token_id
+        allowed = token is None or (token < special_tokens.vocab_size and token not in special_tokens.banned_token_ids)
+        expected = f"an id below {special_tokens.vocab_size} that is neither mask nor padding"
+        require(allowed, "end_think_token_id", expected, token, "take the id from the tokenizer")
+        return super().begin(prompt, sampling, special_tokens)
+
+    def _exceeds_thinking(self, tokens: Sequence[int], num_tokens: int) -> bool:
+        """Return whether a response of ``num_tokens`` is too long for one that thinks to the end of ``tokens``."""
+        limit = self.max_thinking_tokens
+        return limit is not None and num_tokens > limit and self.end_think_token_id not in tokens
+
+
+def _block_branch(state: RowState, block: Sequence[int], drawn: Sequence[int]) -> Branch:
+    """Return a block after the cached text, in which all tokens see each other; tokens are drawn at some offsets."""
+    start = state.num_cached
+    return Branch(
+        tokens=block,
+        positions=range(start, start + len(block)),
+        order=[0] * len(block),
+        visible=((0, start),),
+        write_at=start,
+        draft_at=drawn,
+    )
+
+
+def _sure_or_best(probabilities: Sequence[float], threshold: float | None) -> list[int]:
+    """Return the indices of all probabilities of at least ``threshold``, or of the highest one if there is none."""
+    sure = [] if threshold is None else [i for i, value in enumerate(probabilities) if value >= threshold]
+    return sure or most_certain(probabilities, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalBlockDiffusion(_BlockOfMasks):
+    """Fills blocks of masks after causal text; the text predicts the first token of the next block.
+
+    Blocks are counted from the start of the response. A forward feeds the block, in which all tokens see each other,
+    after the cached text. It fills the masks of at least ``threshold`` probability, or the most probable mask. When a
+    block is full, it is fed once more, with causal attention: for the cache, and for the first token of the next block.
+
+    Source: ``generate`` of Nemotron-Labs-Diffusion (arXiv 2607.05722). Deliberate differences: the last block is not
+    fed once more, which saves a forward; a block that begins with EOS is not denoised, which saves another forward;
+    responses have any length, not only whole blocks.
+
+    With ``block_size: 1``, the decoder is :class:`Autoregressive` with a thinking budget.
+
+    Attributes:
+        threshold: Fill every mask whose token has at least this probability, in [0, 1]; ``None``: a mask per forward.
+        causal_context: ``False``: the prompt and full blocks see all of themselves, and predict nothing, so that the
+            first token of a block is a mask like the others.
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/published_2026/models/nld-tiny")
+    >>> decoder = CausalBlockDiffusion(block_size=8, threshold=0.5)
+    >>> [answer] = model.generate(["1+2>"], decoder=decoder, max_new_tokens=32)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('11+22=1;', 9, 6)
+    """
+
+    ranges = {"threshold": "[0, 1]"}
+    threshold: float | None = 0.9
+    causal_context: bool = True
+
+    def num_shareable(self, prompt_length: int, num_common: int) -> int:
+        """Return all common tokens but the prompt's last; none if all of the prompt sees all of it."""
+        return super().num_shareable(prompt_length, num_common) if self.causal_context else 0
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
+        """Create a canvas of whole blocks."""
+        super().begin(prompt, sampling, special_tokens)
+        length = max_length(prompt, sampling, special_tokens)
+        return self.state(prompt, sampling, special_tokens, -(-length // self.block_size) * self.block_size)
+
+    def step(self, state: RowState) -> Steps[None]:
+        """Cache a complete block and begin the next one, or fill masks of the current block."""
+        place = state.is_masked.index(True) // self.block_size * self.block_size
+        start = state.prompt_length + place
+        if state.num_cached < start:
+            num_committed = state.num_committed
+            yield from self._begin_block(state, place)
+            if state.num_committed > num_committed:
+                return  # perhaps an EOS token, or the whole block
+        block = text_between(state, start, start + self.block_size)
+        masked = [position - start for position in masked_in(state, start, start + self.block_size)]
+        draw = Draw(sampling=state.sampling, round=state.num_forwards)
+        branch = _block_branch(state, block, masked)
+        [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
+        chosen = _sure_or_best(reading.probabilities, self.threshold)
+        state.commit([place + masked[i] for i in chosen], [reading.tokens[i] for i in chosen])
+
+    def _begin_block(self, state: RowState, place: int) -> Steps[None]:
+        """Cache the text before a block; commit the block's first token, and a due end of the thinking."""
+        start = state.prompt_length + place
+        causal = self.causal_context
+        order = None if causal else [0] * (start - state.num_cached)
+        branch = text_branch(state, state.num_cached, start, [start] if causal else [], order=order, shift=1)
+        draw = Draw(sampling=state.sampling, with_probability=False)
+        [reading] = yield Forward(phase="store" if place else "prefill", branches=(branch,), draw=draw)
+        state.num_cached = start
+        first = dict.fromkeys([place], reading.tokens[0]) if causal else {}
+        if self._exceeds_thinking(state.tokens[:place], place + self.block_size):
+            assert self.max_thinking_tokens is not None
+            assert self.end_think_token_id is not None
+            first[max(place, self.max_thinking_tokens)] = self.end_think_token_id
+        state.commit([*first], [*first.values()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpeculation(_BlockOfMasks):
+    """Drafts a block in both directions and verifies it causally; the text is that of :class:`Autoregressive`.
+
+    A round feeds the last token and ``block_size`` - 1 masks, all of which see each other. The filled block is fed
+    again with causal attention. The drafts that equal the model's next tokens are kept, and so is the token after them.
+    With a temperature, drafts and verification share noise, so that sampled text is the sequential decoder's, too.
+
+    Source: ``linear_spec_generate`` of Nemotron-Labs-Diffusion (arXiv 2607.05722). Deliberate differences: the response
+    has at most ``max_new_tokens``; the token that ends the thinking is written, once. A thinking budget makes the text
+    depend on the drafts.
+
+    Attributes:
+        threshold: 0: draft in a single forward. Above 0: in every forward keep the drafts of at least this probability,
+            or the most probable draft, until no mask is left.
+
+    >>> import refusion_lit
+    >>> model = refusion_lit.load("tests/goldens/published_2026/models/nld-tiny")
+    >>> [answer] = model.generate(["12+34,56+78>"], decoder=LinearSpeculation(block_size=8), max_new_tokens=32)
+    >>> answer.text, answer.num_tokens, answer.num_forwards
+    ('12+34=121;21+33=41;', 20, 15)
+    """
+
+    ranges = {"threshold": "[0, 1]"}
+    threshold: float = 0.0
+
+    def step(self, state: RowState) -> Steps[None]:
+        """Read the prompt, or draft and verify a block."""
+        return self._round(state) if state.committed else _NEXT_TOKEN.step(state)
+
+    def _round(self, state: RowState) -> Steps[None]:
+        place = state.num_committed
+        state.num_cached = state.prompt_length + place - 1
+        block = [state.tokens[place - 1], *[state.mask_token_id] * (self.block_size - 1)]
+        masked = [*range(1, self.block_size)]
+        while masked:
+            # The noise at a position is that of the verification.
+            draw = Draw(sampling=state.sampling, with_probability=self.threshold > 0)
+            branch = _block_branch(state, block, masked)
+            [reading] = yield Forward(phase="draft", branches=(branch,), draw=draw)
+            every = range(len(masked))
+            chosen = every if self.threshold == 0 else _sure_or_best(reading.probabilities, self.threshold)
+            for i in chosen:
+                block[masked[i]] = reading.tokens[i]
+            masked = [offset for i, offset in enumerate(masked) if i not in chosen]
+        start = state.num_cached
+        branch = Branch(
+            tokens=block,
+            positions=range(start, start + len(block)),
+            visible=((0, start),),
+            write_at=start,
+            shift=1,
+            draft_at=range(len(block)),
+        )
+        draw = Draw(sampling=state.sampling, with_probability=False)
+        [reading] = yield Forward(phase="verify", branches=(branch,), draw=draw)
+        drafts = [*block[1:], None]
+        num_right = next(i for i, draft in enumerate(drafts) if draft != reading.tokens[i])
+        added = [*up_to_eos(state, reading.tokens[: num_right + 1])]
+        text = [*state.tokens[:place], *added]
+        if state.first_eos(added) is None and self._exceeds_thinking(text, len(text)):
+            assert self.end_think_token_id is not None
+            added[-1] = self.end_think_token_id
+        added = added[: len(state.tokens) - place]
+        state.commit(range(place, place + len(added)), added)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalBlockMasked(Objective):
+    """Predicts the masks of a block from the whole block and causal text, and the next token of the clean text.
+
+    Nemotron-Labs-Diffusion (arXiv 2607.05722): a forward over ``[noisy; clean]`` with repeated position ids. A sample
+    draws t, and its response tokens are masked with probability p = 0.999 t + 0.001. A noisy token sees all of its
+    noisy block, and the clean tokens of earlier blocks; a clean token sees the clean text up to itself. Blocks are
+    counted from position 0, prompt included.
+
+    Terms: ``mdm``, the sum over masks of cross-entropy / p, and ``ar``, the sum over the clean half of the next
+    response token's cross-entropy. Both are divided by the batch's number of masks and response tokens. The loss is
+    ``mdm_weight`` * mdm + ar. Deliberate differences: the program counts the tokens of a single row in the denominator,
+    and it scales the queries of the clean half as if they came after the noisy half.
+
+    Attributes:
+        block_size: Tokens per block, at least 1.
+        mdm_weight: Weight of the masked term (``dlm_loss_weight``), at least 0.
+
+    >>> import torch
+    >>> from refusion_lit.learning.batch import ResponseBatch
+    >>> from refusion_lit.noise import KeyedNoise
+    >>> from refusion_lit.types import SpecialTokens
+    >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
+    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> noise = KeyedNoise(batch.sample_keys)
+    >>> corrupted = CausalBlockMasked(block_size=2).corrupt(batch, noise, special, mask_ratio=torch.ones(1))
+    >>> corrupted.input_ids, corrupted.labels
+    (tensor([[5, 2, 2, 2, 5, 6, 7, 8]]), tensor([[-100,    6,    7,    8,    6,    7,    8, -100]]))
+    """
+
+    trained = ModelTraits(attention="causal", predictions=("block_mask", "next_token"))
+
+    ranges = {"block_size": 1, "mdm_weight": 0.0}
+    block_size: int = 32
+    mdm_weight: float = 0.3
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The masked and the next-token term."""
+        return {"mdm": self.mdm_weight, "ar": 1.0}
+
+    def corrupt(
+        self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
+    ) -> CorruptedBatch:
+        """Mask response tokens independently and append the clean text; see :meth:`Objective.corrupt`."""
+        num_tokens = batch.input_ids.shape[1]
+        probability = mask_probability(noise, _EPS, mask_ratio)[:, None]
+        is_masked = batch.in_response & (noise.uniform("token_mask", num_tokens) < probability)
+        following = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
+        labels = torch.cat((batch.input_ids.where(is_masked, IGNORE_INDEX), following), 1)
+        weights = torch.cat(((1 / probability).where(is_masked, 0.0), (following != IGNORE_INDEX).double()), 1)
+        count = (is_masked.sum() + batch.response_lengths.sum()).float()
+        noisy = batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens))
+        return CorruptedBatch(
+            input_ids=torch.cat((noisy, batch.input_ids), 1),
+            position_ids=batch.positions.repeat(2).expand_as(labels),
+            labels=labels,
+            weights=weights.float(),
+            terms=F.pad(torch.zeros_like(following), (0, num_tokens), value=1),
+            counts=torch.stack((count, count)),
+            visible=three_part_ranges(num_tokens, self.block_size, batch.ends, causal="clean"),
+            is_masked=F.pad(is_masked, (0, num_tokens)),
+            is_real=torch.cat((batch.is_real, batch.is_real), 1),
+        )

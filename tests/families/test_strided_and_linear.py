@@ -1,0 +1,113 @@
+"""IntrospectiveStrided, CausalBlockDiffusion and LinearSpeculation; tests/goldens compares them with programs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import refusion_lit
+from refusion_lit.decoding import (
+    Autoregressive,
+    CausalBlockDiffusion,
+    Decoder,
+    IntrospectiveStrided,
+    LinearSpeculation,
+    decode,
+)
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.decoder_cases import traits_for
+from support.fakes import EOS, HashModel
+from support.published import MODELS
+
+PROMPTS = [Prompt(token_ids=ids, id=str(i)) for i, ids in enumerate([(3, 4, 5), (6,), (3, 4, 5, 7, 8)])]
+EXACT = [IntrospectiveStrided(stride=1), IntrospectiveStrided(stride=4), LinearSpeculation(block_size=1),
+         LinearSpeculation(block_size=5), LinearSpeculation(block_size=4, threshold=0.5),
+         CausalBlockDiffusion(block_size=1)]  # fmt: skip
+
+
+def texts(decoder: Decoder, traits: ModelTraits, seed: int, sampling: SamplingParams) -> list[list[int]]:
+    model = HashModel(seed, traits=traits)
+    return [row.token_ids for row in decode(model, decoder, PROMPTS, sampling, batch_size=2).rows]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("decoder", EXACT, ids=repr)
+def test_the_text_is_the_sequential_decoders_also_with_a_temperature(decoder: Decoder, temperature: float) -> None:
+    traits = traits_for(decoder)
+    for seed in range(4):
+        sampling = SamplingParams(max_new_tokens=17, temperature=temperature, seed=seed)
+        assert texts(decoder, traits, seed, sampling) == texts(Autoregressive(), traits, seed, sampling)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_short_responses(num_tokens: int) -> None:
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    for decoder in EXACT:
+        traits = traits_for(decoder)
+        assert texts(decoder, traits, 1, sampling) == texts(Autoregressive(), traits, 1, sampling)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 4, 8, 32])
+def test_block_diffusion_writes_the_end_of_thinking_at_its_place(size: int, causal: bool) -> None:
+    decoder = CausalBlockDiffusion(
+        block_size=size, threshold=None, causal_context=causal, max_thinking_tokens=6, end_think_token_id=9
+    )
+    for text in texts(decoder, traits_for(decoder), 2, SamplingParams(max_new_tokens=20)):
+        before = text[: 6 // size * size]
+        assert 9 in before or EOS in text[:6] or text[6] == 9
+
+
+def test_linear_speculation_ends_the_thinking_with_the_round_that_exceeds_it() -> None:
+    decoder = LinearSpeculation(block_size=4, max_thinking_tokens=6, end_think_token_id=9)
+    for text in texts(decoder, traits_for(decoder), 3, SamplingParams(max_new_tokens=20)):
+        assert EOS in text or 9 in text[: 6 + 4]
+
+
+@pytest.mark.parametrize("cls", [CausalBlockDiffusion, LinearSpeculation])
+@pytest.mark.parametrize("options", [{"max_thinking_tokens": 3}, {"end_think_token_id": 3}])
+def test_a_thinking_budget_needs_both_options(cls: type[Any], options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="end_think_token_id"):
+        cls(**options)
+
+
+def test_a_mask_does_not_end_the_thinking() -> None:
+    decoder = LinearSpeculation(max_thinking_tokens=3, end_think_token_id=2)
+    with pytest.raises(ValueError, match="end_think_token_id"):
+        texts(decoder, traits_for(decoder), 0, SamplingParams(max_new_tokens=8))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("nld-tiny", {"dlm_paradigm": "autoregressive"}, "dlm_paradigm"),
+        ("nld-tiny", {"mlp_bias": True}, "mlp_bias"),
+        ("nld-tiny", {"rope_parameters": {"rope_type": "yarn"}}, "llama_4_scaling_beta"),
+        ("nld-tiny", {"rope_parameters": "yarn"}, "llama_4_scaling_beta"),
+        ("nld-tiny", {"num_attention_heads": 5}, "num_attention_heads"),
+        ("nld-tiny", {"intermediate_size": 128}, "shape"),
+        ("nld-tiny", {"num_hidden_layers": 4}, "encoder.layers.3"),
+        ("idlm-tiny", {"block_size": "three"}, "idlm"),
+        ("idlm-tiny", {"num_key_value_heads": 3}, "num_attention_heads"),
+    ],
+)
+def test_a_wrong_config_is_refused_in_one_line(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = tmp_path / name
+    shutil.copytree(MODELS[name], source)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, **changes}))
+    with pytest.raises(ValueError, match=message) as refused:
+        refusion_lit.load(source)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_name_tells_idlm_from_sdar(tmp_path: Path) -> None:
+    for name, decoder in {"I-DLM-8B": "IntrospectiveStrided", "midlm": "BlockDiffusion"}.items():
+        shutil.copytree(MODELS["idlm-tiny"], tmp_path / name)
+        assert type(refusion_lit.load(tmp_path / name).default_decoder).__name__ == decoder
