@@ -266,7 +266,7 @@ class Service:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._sampling(body)
         calls = self._plan_calls(body)
-        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body, has_tools=calls is not None)]
+        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body)]
         # In a thread, because compiling a schema may take long and must not block other requests.
         prompts = await asyncio.to_thread(self._constrain, prompts, body, calls, sampling)
         longest = max(len(prompt.token_ids) + prompt.num_uncounted for prompt in prompts)
@@ -364,14 +364,14 @@ class Service:
         self.worker.decoder.check(sampling)
         return sampling
 
-    def _encode(self, body: ChatRequest | CompletionRequest, *, has_tools: bool) -> list[list[int]]:
+    def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Return the prompts' tokens; names of special tokens in texts stay text."""
         if isinstance(body, ChatRequest):
             turns = [message.to_turn() for message in body.messages]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
             expected = "one message of the user, as this model has no chat template"
             require(fits, "messages", expected, len(turns), "use /v1/completions")
-            tools = [tool.to_template() for tool in body.tools] if has_tools else []
+            tools = [tool.to_template() for tool in body.tools] if body.functions else []
             return [self.model.encode(body.messages[-1].text, turns, tools, body.chat_template_kwargs)]
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
