@@ -13,9 +13,10 @@ from refusion_lit.version import __version__
 if TYPE_CHECKING:
     from refusion_lit.checkpoints.models import load
     from refusion_lit.data.module import InstructionDataModule
-    from refusion_lit.data.tokenizers import CharacterTokenizer
+    from refusion_lit.data.tokenizers import CharacterTokenizer, PretrainedTokenizer
     from refusion_lit.engine.output import Generation
     from refusion_lit.modeling.load import BackboneConfig
+    from refusion_lit.tasks.files import InstructionFiles
     from refusion_lit.text_model import TextModel
     from refusion_lit.training.module import SlotDiffusionModule
     from refusion_lit.types import Prompt, SamplingParams
@@ -25,6 +26,8 @@ _LAZY = {
     "CharacterTokenizer": "refusion_lit.data.tokenizers",
     "Generation": "refusion_lit.engine.output",
     "InstructionDataModule": "refusion_lit.data.module",
+    "InstructionFiles": "refusion_lit.tasks.files",
+    "PretrainedTokenizer": "refusion_lit.data.tokenizers",
     "Prompt": "refusion_lit.types",
     "SamplingParams": "refusion_lit.types",
     "SlotDiffusionModule": "refusion_lit.training.module",
@@ -33,8 +36,8 @@ _LAZY = {
 }
 
 __all__ = [
-    "BackboneConfig", "CharacterTokenizer", "Generation", "InstructionDataModule", "Prompt", "SamplingParams",
-    "SlotDiffusionModule", "TextModel", "__version__", "load",
+    "BackboneConfig", "CharacterTokenizer", "Generation", "InstructionDataModule", "InstructionFiles",
+    "PretrainedTokenizer", "Prompt", "SamplingParams", "SlotDiffusionModule", "TextModel", "__version__", "load",
 ]  # fmt: skip
 
 

@@ -239,7 +239,7 @@ def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.Captu
     ("num_rows", "fraction", "fix"),
     [
         (4, 0, "validation split, got 0; add some, or raise the validation_fraction of InstructionFiles."),
-        (1, 0.999, "train split, got 0; add some, or lower the validation_fraction of InstructionFiles."),
+        (1, 0.999, "validation split, got 0; add some"),  # the only row is trained
     ],
 )
 def test_a_file_too_short_to_hold_out_of_names_what_to_set(

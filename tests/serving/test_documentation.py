@@ -68,7 +68,10 @@ def test_the_requests_from_python(
     monkeypatch.setattr(servers, "NAME", served_before(first).name)
     with serving(model) as server:
         exec(replace_address(server, first), scope)
-        assert scope["answer"].choices[0].message.content in capsys.readouterr().out
+        text = scope["answer"].choices[0].message.content
+        assert text in capsys.readouterr().out
+        exec(block("answer = client.responses"), scope)
+        assert capsys.readouterr().out.startswith(f"{text} completed ")
         scope["client"].close()
     monkeypatch.setattr(servers, "NAME", served_before(schema).name)
     letters = load(make_bytes_base(tmp_path), device="cpu")

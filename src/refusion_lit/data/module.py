@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,11 +16,12 @@ from refusion_lit.data.datasets import LazyDataset, collate_packed, pack_rows
 from refusion_lit.data.encoding import end_of_turn
 from refusion_lit.data.evaluation import PromptBatch, encode_prompts, evaluation_loader
 from refusion_lit.data.examples import EncodedExample, encode_example, load_examples
-from refusion_lit.data.tokenizers import TokenizerSource
+from refusion_lit.data.tokenizers import PretrainedTokenizer, TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.chat_template import set_chat_options
 from refusion_lit.modeling.vocabulary import AddBos, add_eos_tokens, describe_bos, set_add_bos
 from refusion_lit.tasks.base import Example, Split, Task
+from refusion_lit.tasks.files import InstructionFiles
 from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require, require_at_least, require_template
 
@@ -32,8 +33,10 @@ class InstructionDataModule(L.LightningDataModule):
     """Instruction data for training and decoding.
 
     Args:
-        task: Provides the examples and scores responses.
-        tokenizer: Provides the tokenizer. Commands with a ``ckpt_path`` use the model's tokenizer instead.
+        task: Provides the examples and scores responses. In Python also a data set of mappings (Hugging Face's, torch's
+            or a list), or a mapping of splits to data sets; see ``InstructionFiles.from_rows``.
+        tokenizer: Provides the tokenizer; in Python also a directory or hub id. Commands with a ``ckpt_path`` use the
+            model's tokenizer instead.
         batch_size: Number of training samples in a batch, per process; with ``pack_length``, number of rows.
         eval_batch_size: Number of samples in a validation batch, and of prompts in a batch of test and prediction.
         max_length: Samples with more tokens (prompt and response) are dropped and counted. In a generated split that is
@@ -51,6 +54,7 @@ class InstructionDataModule(L.LightningDataModule):
             choice is stored with the model. ``None``: the stored choice, else ``auto``.
         chat_template_kwargs: Options of the chat template, such as ``enable_thinking: false``; stored with the model.
             ``None``: the stored options, else none.
+        show_samples: Number of training samples to print when a training begins, as the model sees them.
 
     >>> from refusion_lit.data.tokenizers import CharacterTokenizer
     >>> from refusion_lit.tasks import Additions
@@ -74,6 +78,7 @@ class InstructionDataModule(L.LightningDataModule):
         max_eval_prompts: int | None = None,
         add_bos: AddBos | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        show_samples: int = 0,
     ) -> None:
         super().__init__()
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_length": max_length}
@@ -81,6 +86,7 @@ class InstructionDataModule(L.LightningDataModule):
             sizes["max_eval_prompts"] = max_eval_prompts
         for option, value in sizes.items():
             require_at_least(f"data.{option}", value, 1)
+        require_at_least("data.show_samples", show_samples, 0)
         fits = pack_length is None or pack_length >= max_length
         expected = f"at least max_length, which is {max_length}"
         fix = "raise it, lower max_length, or set it to null"
@@ -90,8 +96,8 @@ class InstructionDataModule(L.LightningDataModule):
                 "data.tokenizer: expected a value, got none; set it, or use a config that sets it, such as "
                 "`--config configs/quickstart.yaml` (test, predict and validate can take it from --ckpt_path)."
             )
-        self.task = task
-        self.tokenizer_source = tokenizer
+        self.task = _as_task(task)
+        self.tokenizer_source = _as_tokenizer_source(tokenizer)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.max_length = max_length
@@ -103,6 +109,7 @@ class InstructionDataModule(L.LightningDataModule):
         self.max_eval_prompts = max_eval_prompts
         self.add_bos: AddBos | None = add_bos
         self.chat_template_kwargs = chat_template_kwargs
+        self.show_samples = show_samples
         self._splits: dict[Split, LazyDataset | list[EncodedExample]] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
 
@@ -143,6 +150,37 @@ class InstructionDataModule(L.LightningDataModule):
             expected = f"samples of at most {max_positions} tokens, the model's context (max_position_embeddings)"
             fix = f"set it to {max_positions}, which drops longer samples, or take a model with a longer context"
             require(longest <= max_positions, "data.max_length", expected, longest, fix)
+
+    def describe(self) -> str:
+        """Return the size of the training data in a line, and ``show_samples`` samples as the model sees them."""
+        parts = []
+        splits: list[Split] = ["train"]
+        if self.trainer is None or self.trainer.limit_val_batches > 0:
+            splits.append("validation")
+        for split in splits:
+            samples = self._load_split(split)
+            name = "training" if split == "train" else split
+            if isinstance(samples, LazyDataset):
+                parts.append(f"{len(samples)} {name} samples, encoded while they are read")
+                continue
+            num_answers = sum(len(sample.response_ids) for sample in samples)
+            size = (
+                f"{sum(map(len, samples))} tokens, {num_answers} of them in responses; longest {max(map(len, samples))}"
+            )
+            parts.append(f"{len(samples)} {name} samples ({size})")
+        text = f"data: {', '.join(parts)}"
+        trainer = self.trainer
+        if trainer is not None and trainer.max_steps > 0 and self.pack_length is None:
+            per_step = self.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+            num_epochs = trainer.max_steps * per_step / len(self._load_split("train"))
+            text += f"; {trainer.max_steps} steps of {per_step} are {num_epochs:.3g} epochs"
+        if calls := getattr(self.task, "num_call_turns", {}).get("train", 0):
+            text += f"; {calls} assistant turns that call tools or have weight 0 are context only"
+        samples = self._load_split("train")
+        for sample in (samples[index] for index in range(min(self.show_samples, len(samples)))):
+            prompt, response = map(self.built_tokenizer.decode, (list(sample.prompt_ids), list(sample.response_ids)))
+            text += f"\n--- sample {sample.id}: prompt\n{prompt}\n--- response\n{response}"
+        return text
 
     def train_dataloader(self) -> TrainingLoader:
         """Return a loader of shuffled micro-batches; the batches do not depend on the number of workers."""
@@ -237,3 +275,34 @@ class InstructionDataModule(L.LightningDataModule):
         expected = f"at least one {split} sample of at most {self.max_length} tokens"
         require(len(samples) > 0, "data.max_length", expected, len(samples), "raise it")
         return samples
+
+
+def _as_task(task: Any) -> Task:  # noqa: ANN401 - Python users pass data sets of many libraries
+    """Return a task, or the task of a data set in memory.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(task, Task):
+        return task
+    if isinstance(task, Mapping) and "train" in task:
+        return InstructionFiles.from_rows(task["train"], validation=task.get("validation"), test=task.get("test"))
+    is_data_set = (hasattr(task, "__len__") and hasattr(task, "__getitem__")) or hasattr(task, "__iter__")
+    expected = "a task such as InstructionFiles(train=...), or a data set of mappings"
+    fix = "pass InstructionFiles(train=FILE), or a list of dicts"
+    require(is_data_set and not isinstance(task, str | bytes | Mapping), "data.task", expected, f"{task!r:.60}", fix)
+    return InstructionFiles.from_rows(task)
+
+
+def _as_tokenizer_source(source: Any) -> TokenizerSource:  # noqa: ANN401 - Python users pass names
+    """Return a tokenizer source; a text is a directory or hub id.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(source, str):
+        return PretrainedTokenizer(source=source)
+    expected = "a tokenizer source such as CharacterTokenizer() or PretrainedTokenizer(source=DIRECTORY or hub id)"
+    fix = "pass PretrainedTokenizer(source=...)"
+    require(isinstance(source, TokenizerSource), "data.tokenizer", expected, type(source).__name__, fix)
+    return source

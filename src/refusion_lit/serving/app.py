@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, describe_error, error_body
+from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, ResponsesRequest, describe_error, error_body
 from refusion_lit.serving.service import Service
 
 API_KEY = "REFUSION_LIT_API_KEY"
@@ -95,6 +95,10 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await service.answer(body, request)
+
+    @app.post("/v1/responses")
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        return await service.respond(body, request)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,12 +19,15 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    ValidationError,
     model_validator,
 )
 from starlette.exceptions import HTTPException
 
+from refusion_lit.data.tool_calls import CallPiece
 from refusion_lit.decoding import TokenLogprob
 from refusion_lit.text_model import TextModel
+from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 
 _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
@@ -317,6 +323,287 @@ class CompletionRequest(BaseRequest):
     def num_top_logprobs(self) -> int | None:
         """How many alternatives per token get a log-probability; ``None``: no log-probabilities at all."""
         return self.logprobs
+
+
+class ResponseText(_Strict):
+    """A part of an item's content in ``/v1/responses``, which must be text."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+def _to_parts(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+_Parts = Annotated[list[ResponseText], BeforeValidator(_to_parts)]
+
+
+class InputItem(_Strict):
+    """A turn, a call of a function, or a call's result; ``id`` and ``status`` have no effect."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: _Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: _Parts | None = None
+
+    @model_validator(mode="after")
+    def check_fields(self) -> InputItem:
+        """Refuse an item without the fields of its type."""
+        fields = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+        }
+        for name in fields[self.type]:
+            if getattr(self, name) is None:
+                raise ValueError(f"an item of type {self.type} needs {name}")
+        return self
+
+
+class ResponseTool(Function):
+    """A function that a response may call, as ``/v1/responses`` describes it."""
+
+    type: Literal["function"]
+
+
+class ResponseToolChoice(_Strict):
+    """Whether a response calls tools, as ``/v1/responses`` describes it."""
+
+    type: Literal["auto", "none", "required", "function"]
+    name: str | None = None
+
+
+class TextFormat(JsonSchema):
+    """Format of the text in ``/v1/responses``."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+    @model_validator(mode="after")
+    def check_schema(self) -> TextFormat:
+        """Refuse a schema that has no effect, and a missing schema."""
+        if ("schema_" in self.model_fields_set) != (self.type == "json_schema"):
+            raise ValueError("a schema belongs to the type json_schema, and to no other type")
+        return self
+
+
+class TextOptions(_Strict):
+    """Options of the text in ``/v1/responses``."""
+
+    format: TextFormat = TextFormat()
+
+
+class ResponsesRequest(_Strict):
+    """Body of ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
+
+    model: str
+    input: Annotated[
+        list[InputItem],
+        BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value),
+    ] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stream: bool = False
+    tools: list[ResponseTool] = Field(default=[], max_length=128)
+    tool_choice: Annotated[
+        ResponseToolChoice, BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)
+    ] = ResponseToolChoice(type="auto")
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Literal["disabled"] = "disabled"
+    metadata: dict[str, str] = {}
+    user: str | None = None  # has no effect
+
+    def to_chat(self) -> ChatRequest:
+        """Return the request as a chat.
+
+        Raises:
+            RequestValidationError: If a value is wrong.
+        """
+        sampling = self.model_dump(
+            include={"model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "parallel_tool_calls"}
+        )
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
+            for tool in self.tools
+        ]
+        choice: dict[str, Any] = {"type": self.tool_choice.type}
+        if self.tool_choice.name is not None:
+            choice["function"] = {"name": self.tool_choice.name}
+        form: dict[str, Any] = {"type": self.text.format.type}
+        if form["type"] == "json_schema":
+            form["json_schema"] = {"schema": self.text.format.schema_}
+        try:
+            return ChatRequest.model_validate(
+                {
+                    **sampling,
+                    "max_tokens": self.max_output_tokens,
+                    "stream": self.stream,
+                    "tools": tools,
+                    "tool_choice": choice,
+                    "response_format": form,
+                    "messages": self._turns(),
+                }
+            )
+        except ValidationError as error:
+            raise RequestValidationError(
+                [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+            ) from error
+
+    def _turns(self) -> list[dict[str, Any]]:
+        """Return the conversation as a chat; calls after a text of the assistant belong to its turn."""
+        turns: list[dict[str, Any]] = []
+        if self.instructions:
+            turns.append({"role": "system", "content": self.instructions})
+        for item in self.input:
+            if item.type == "message":
+                turns.append({"role": item.role, "content": _join(item.content)})
+            elif item.type == "function_call_output":
+                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
+            else:
+                if not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant", "content": None})
+                function = {"name": item.name, "arguments": item.arguments}
+                turns[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        return turns
+
+
+def _join(parts: Sequence[ResponseText] | None) -> str:
+    return "".join(part.text for part in parts or ())
+
+
+class ResponseBuilder:
+    """Builds the body and the events of a response of ``/v1/responses``.
+
+    Args:
+        body: The request.
+        response_id: The response's id.
+        sampling: The sampling options.
+
+    Attributes:
+        response: The response so far.
+    """
+
+    def __init__(self, body: ResponsesRequest, response_id: str, sampling: SamplingParams) -> None:
+        given = body.model_dump(mode="json", exclude_none=True, by_alias=True)
+        self.response: dict[str, Any] = {
+            "id": response_id, "object": "response", "created_at": int(time.time()), "status": "in_progress",
+            "error": None, "incomplete_details": None, "model": body.model, "instructions": body.instructions,
+            "output": [], "max_output_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "seed": sampling.seed, "tools": given["tools"],
+            "tool_choice": given["tool_choice"] if body.tool_choice.name else body.tool_choice.type,
+            "parallel_tool_calls": body.parallel_tool_calls, "previous_response_id": None, "store": False,
+            "text": {"format": given["text"]["format"] if body.text.format.type == "json_schema"
+                     else {"type": body.text.format.type}},
+            "truncation": "disabled", "metadata": body.metadata, "usage": None,
+        }  # fmt: skip
+        self._num_events = 0
+        self._item: dict[str, Any] | None = None  # the last item, unless it is complete
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the events before the first item."""
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, response=copy.deepcopy(self.response)) for name in names]
+
+    def add(self, piece: str | CallPiece) -> list[dict[str, Any]]:
+        """Add a piece of text or of a call; return the events."""
+        events: list[dict[str, Any]] = []
+        kind = "message" if isinstance(piece, str) else "function_call"
+        is_new = self._item is None or self._item["type"] != kind or (not isinstance(piece, str) and piece.name)
+        if is_new:
+            events += [*self._close(), *self._open(piece)]
+        assert self._item is not None
+        if isinstance(piece, str):
+            self._item["content"][0]["text"] += piece
+            events.append(self._item_event("output_text.delta", content_index=0, delta=piece, logprobs=[]))
+        elif piece.arguments:
+            self._item["arguments"] += piece.arguments
+            events.append(self._item_event("function_call_arguments.delta", delta=piece.arguments))
+        return events
+
+    def finish(self, finish_reason: str, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Complete the response; return the last events."""
+        is_cut = finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        events = [] if self.response["output"] else self.add("")
+        events += self._close(status)
+        self.response |= {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+                "forwards": usage["forwards"],
+                "tokens_per_forward": usage["tokens_per_forward"],
+            },
+        }
+        return [*events, self._event(f"response.{status}", response=self.response)]
+
+    def fail(self, message: str) -> dict[str, Any]:
+        """Return the event of a response that failed."""
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+        return self._event("response.failed", response=self.response)
+
+    def _open(self, piece: str | CallPiece) -> list[dict[str, Any]]:
+        """Begin an item with its first piece."""
+        if isinstance(piece, str):
+            self._item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "status": "in_progress",
+                          "role": "assistant", "content": []}  # fmt: skip
+        else:
+            self._item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress",
+                          "call_id": new_call_id(), "name": piece.name, "arguments": ""}  # fmt: skip
+        self.response["output"].append(self._item)
+        events = [self._item_event("output_item.added", item=copy.deepcopy(self._item))]
+        if isinstance(piece, str):
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._item["content"].append(part)
+            events.append(self._item_event("content_part.added", content_index=0, part=copy.deepcopy(part)))
+        return events
+
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """End the last item."""
+        if self._item is None:
+            return []
+        self._item["status"] = status
+        if self._item["type"] == "message":
+            [part] = self._item["content"]
+            events = [self._item_event("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+                      self._item_event("content_part.done", content_index=0, part=part)]  # fmt: skip
+        else:
+            done = {"name": self._item["name"], "arguments": self._item["arguments"]}
+            events = [self._item_event("function_call_arguments.done", **done)]
+        events.append(self._item_event("output_item.done", item=self._item))
+        self._item = None
+        return events
+
+    def _item_event(self, kind: str, /, **values: object) -> dict[str, Any]:
+        assert self._item is not None
+        names = {} if kind.startswith("output_item") else {"item_id": self._item["id"]}
+        return self._event(f"response.{kind}", output_index=len(self.response["output"]) - 1, **names, **values)
+
+    def _event(self, kind: str, /, **values: object) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **values}
+
+
+def new_call_id() -> str:
+    """Return an id of a call. Templates of Mistral take ids of nine letters and digits only."""
+    return secrets.token_hex(5)[:9]
 
 
 LogprobEntries = Sequence[tuple[int, TokenLogprob | None]]

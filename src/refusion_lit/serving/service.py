@@ -7,7 +7,7 @@ import copy
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,12 @@ from refusion_lit.serving.protocol import (
     CompletionRequest,
     Function,
     LogprobEntries,
+    ResponseBuilder,
+    ResponsesRequest,
     chat_logprobs,
     completion_logprobs,
     error_body,
+    new_call_id,
 )
 from refusion_lit.serving.worker import Job, Update, Worker, log
 from refusion_lit.text_model import TextModel
@@ -38,6 +41,16 @@ from refusion_lit.utils.require import OptionError, require
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
 """Names of options in the API, by their names in the engine."""
+_RESPONSES_NAMES = {
+    "max_new_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "json_schema": "text.format",
+    "response_format": "text.format",
+    "messages": "input",
+    "prompt": "input",
+    "tool_choice.function.name": "tool_choice.name",
+}
+"""Names of options in ``/v1/responses``, by their names in chats and in the engine."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +148,7 @@ def _extend_call(call: dict[str, Any] | None, piece: CallPiece) -> dict[str, Any
     if call is None and piece.name is None:
         return {"function": {"arguments": piece.arguments}}
     if call is None:
-        # Templates of Mistral take ids of nine letters and digits only.
-        head = {"id": secrets.token_hex(5)[:9], "type": "function"}
+        head = {"id": new_call_id(), "type": "function"}
         return head | {"function": {"name": piece.name, "arguments": piece.arguments}}
     function = call["function"]
     return call | {"function": function | {"arguments": function["arguments"] + piece.arguments}}
@@ -181,19 +193,46 @@ class Service:
         Raises:
             HTTPException: If the request is refused, or fails.
         """
+        served = await self._accept(body, request, _API_NAMES)
+        if body.stream:
+            return StreamingResponse(self._stream(served), media_type="text/event-stream")
+        return await self._wait(self._collect(served), request)
+
+    async def respond(self, body: ResponsesRequest, request: Request) -> Response:
+        """Answer a request of ``/v1/responses``.
+
+        Raises:
+            HTTPException: If the request is refused, or fails.
+        """
+        served = await self._accept(body.to_chat(), request, _RESPONSES_NAMES)
+        builder = ResponseBuilder(body, served.id.replace("chatcmpl-", "resp_"), served.jobs[0].sampling)
+        if body.stream:
+            return StreamingResponse(self._stream_response(served, builder), media_type="text/event-stream")
+        return await self._wait(self._collect_response(served, builder), request)
+
+    async def _accept(
+        self, body: ChatRequest | CompletionRequest, request: Request, names: Mapping[str, str]
+    ) -> ServedRequest:
+        """Begin a request; ``names`` has names of options in the API, by their names elsewhere.
+
+        Raises:
+            HTTPException: If the request is refused.
+        """
         try:
             served = await self._begin(body, request.state.arrived)
         except (ValueError, HTTPException) as error:
             self.requests.labels("refused").inc()
             if isinstance(error, HTTPException):
                 raise
-            name = _API_NAMES.get(error.option) if isinstance(error, OptionError) else None
+            name = names.get(error.option) if isinstance(error, OptionError) else None
             message = error.rename(name) if isinstance(error, OptionError) and name else str(error)
             raise HTTPException(400, message) from error
-        if body.stream:
-            request.state.is_stream = True
-            return StreamingResponse(self._stream(served), media_type="text/event-stream")
-        collecting = asyncio.create_task(self._collect(served))
+        request.state.is_stream = body.stream
+        return served
+
+    async def _wait(self, answer: Coroutine[Any, Any, dict[str, Any]], request: Request) -> Response:
+        """Return an answer's response, unless the client leaves before."""
+        collecting = asyncio.create_task(answer)
         while not (await asyncio.wait({collecting}, timeout=0.5))[0]:  # seconds
             if await request.is_disconnected():
                 collecting.cancel()
@@ -227,7 +266,7 @@ class Service:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._sampling(body)
         calls = self._plan_calls(body)
-        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body, has_tools=calls is not None)]
+        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body)]
         # In a thread, because compiling a schema may take long and must not block other requests.
         prompts = await asyncio.to_thread(self._constrain, prompts, body, calls, sampling)
         longest = max(len(prompt.token_ids) + prompt.num_uncounted for prompt in prompts)
@@ -325,14 +364,14 @@ class Service:
         self.worker.decoder.check(sampling)
         return sampling
 
-    def _encode(self, body: ChatRequest | CompletionRequest, *, has_tools: bool) -> list[list[int]]:
+    def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Return the prompts' tokens; names of special tokens in texts stay text."""
         if isinstance(body, ChatRequest):
             turns = [message.to_turn() for message in body.messages]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
             expected = "one message of the user, as this model has no chat template"
             require(fits, "messages", expected, len(turns), "use /v1/completions")
-            tools = [tool.to_template() for tool in body.tools] if has_tools else []
+            tools = [tool.to_template() for tool in body.tools] if body.functions else []
             return [self.model.encode(body.messages[-1].text, turns, tools, body.chat_template_kwargs)]
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
@@ -400,6 +439,33 @@ class Service:
         if served.body.stream_options.include_usage:
             yield _format_event(served.make_answer(usage=served.usage))
         yield "data: [DONE]\n\n"
+
+    async def _collect_response(self, served: ServedRequest, builder: ResponseBuilder) -> dict[str, Any]:
+        """Return the body of a response."""
+        async for _ in self._response_events(served, builder):
+            pass
+        return builder.response
+
+    async def _stream_response(self, served: ServedRequest, builder: ResponseBuilder) -> AsyncIterator[str]:
+        """Yield a response's server-sent events."""
+        try:
+            async for event in self._response_events(served, builder):
+                yield f"event: {event['type']}\n{_format_event(event)}"
+        except HTTPException as error:
+            yield f"event: response.failed\n{_format_event(builder.fail(error.detail))}"
+
+    async def _response_events(self, served: ServedRequest, builder: ResponseBuilder) -> AsyncIterator[dict[str, Any]]:
+        """Yield a response's events."""
+        for event in builder.begin():
+            yield event
+        async for job, update in self._events(served):
+            for piece in filter(None, _read(job, update)):
+                for event in builder.add(piece):
+                    yield event
+        [job] = served.jobs
+        assert job.result is not None
+        for event in builder.finish(job.result.finish_reason, served.usage):
+            yield event
 
 
 def _read(job: Job, update: Update) -> list[str | CallPiece]:

@@ -6,22 +6,38 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args
 
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.utils.errors import error_reason
-from refusion_lit.utils.require import require, require_number
-from refusion_lit.utils.rows import DataRow, read_rows
+from refusion_lit.utils.require import require, require_choice, require_number
+from refusion_lit.utils.rows import DataRow, read_rows, rows_in
 
-Preset = Literal["query_response", "question_answer", "instruction", "messages"]
+Preset = Literal[
+    "auto", "query_response", "question_answer", "instruction", "prompt_completion", "messages", "conversations"
+]
 Keep = Literal["all", "finished", "correct"]
-_FIELDS: Mapping[Preset, tuple[str, str]] = {
+_FIELDS: Mapping[str, tuple[str, ...]] = {
     "query_response": ("query", "response"),
     "question_answer": ("question", "answer"),
     "instruction": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "messages": ("messages",),
+    "conversations": ("conversations",),
 }
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool",
+    "observation": "tool",
+}  # fmt: skip
+"""Roles of chat turns by their names in ShareGPT's format."""
+_FIX_FIELDS = (
+    "add it, or set data.task.query_field and data.task.response_field, or data.task.preset (one of "
+    f"{', '.join(_FIELDS)})"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +88,11 @@ class FileTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionFiles(FileTask):
-    """Queries with responses from JSON or JSONL files (also ``.gz``), or from a hub data set.
+    """Queries with responses from JSON, JSONL, CSV (also ``.gz``) or Parquet files, or from a hub data set.
 
     The ``id`` of a row, text or an integer, is the example's id. A row without ``id`` is named by split, file and line.
+    A chat gives an example for every assistant turn; all but the last have the turn's number in their ids. In Python,
+    ``train``, ``validation`` and ``test`` may also be data sets whose items are mappings; see :meth:`from_rows`.
 
     Attributes:
         train: Training file or files; with ``dataset``, the name of its training split (default ``train``).
@@ -82,10 +100,13 @@ class InstructionFiles(FileTask):
             otherwise holds out ``validation_fraction`` of the training samples.
         test: Test and prediction files or split. ``None`` uses the data set's ``test`` split if there is one, and
             otherwise the validation samples.
-        validation_fraction: Fraction of the training samples to hold out, in [0, 1). Whether a sample is held out
-            depends only on its text.
-        preset: Field names: ``query``/``response``, ``question``/``answer``, ``instruction``/``input``/``output``, or
-            chat ``messages`` whose last assistant turn is the response.
+        validation_fraction: Fraction of the training rows to hold out, in [0, 1); at least one row unless it is 0. The
+            rows are chosen by hashes of their texts, in whatever order they come.
+        preset: Field names: ``query``/``response``, ``question``/``answer``, ``instruction``/``input``/``output``
+            (Alpaca), ``prompt``/``completion``, chat ``messages``, or ``conversations`` (ShareGPT's ``from`` and
+            ``value``). ``auto``: by the fields of a row.
+        assistant_turns: Assistant turns of a chat to train and validate on: ``all`` (an example per turn with text) or
+            ``last``. Turns that call tools or have ``weight: 0`` are context. A test prompts for the last turn.
         query_field: Name of the query's field, if it differs from the preset's.
         response_field: Name of the response's field, if it differs from the preset's.
         keep: Which answers of a model, as ``generate`` and ``predict`` write them, are training samples: ``all``,
@@ -95,6 +116,7 @@ class InstructionFiles(FileTask):
             training and validation samples that cannot be encoded.
         num_malformed: Number of skipped samples, by split, of the splits read so far.
         num_left_out: Number of samples that ``keep`` left out, by split.
+        num_call_turns: Number of assistant turns that are context because they call tools or are not text, by split.
 
     >>> import json, tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
@@ -112,33 +134,57 @@ class InstructionFiles(FileTask):
     validation: list[str] | str | None = None
     test: list[str] | str | None = None
     validation_fraction: float = 0.05
-    preset: Preset = "query_response"
+    preset: Preset = "auto"
+    assistant_turns: Literal["all", "last"] = "all"
     query_field: str | None = None
     response_field: str | None = None
     keep: Keep = "all"
     malformed: Literal["error", "skip"] = "error"
     num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     num_left_out: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _samples: dict[str, list[Example]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    num_call_turns: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _samples: dict[str, list[list[Example]]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.train is None and self.test is None and self.dataset is None:
             raise ValueError("task.train: expected files, or a hub data set in task.dataset, got neither; set one.")
-        is_used = self.preset != "messages" or self.response_field is None
-        expected = "none with preset 'messages', whose last assistant turn is the response"
+        require_choice("data.task.preset", self.preset, get_args(Preset))
+        require_choice("data.task.assistant_turns", self.assistant_turns, ("all", "last"))
+        is_chat = self.preset in ("messages", "conversations")
+        expected = f"none with preset {self.preset!r}, whose assistant turns are the responses"
         fix = "remove it (query_field names the field of the turns)"
-        require(is_used, "task.response_field", expected, self.response_field, fix)
+        require(not is_chat or self.response_field is None, "task.response_field", expected, self.response_field, fix)
         fix = "set it to 0.05, for example"
         require_number("task.validation_fraction", self.validation_fraction, "[0, 1)", fix)
 
+    @classmethod
+    def from_rows(cls, train: object, *, validation: object = None, test: object = None, **options: object) -> Self:
+        """Create a task from data sets in memory: Hugging Face's, torch's, or lists, whose items are mappings.
+
+        Args:
+            train: The training rows.
+            validation: The validation rows.
+            test: The test rows.
+            options: Further options of the class.
+
+        >>> rows = [{"prompt": "2+3", "completion": "5"}, {"prompt": "1+1", "completion": "2"}]
+        >>> task = InstructionFiles.from_rows(rows, validation_fraction=0.5)
+        >>> [len(task.examples(split)) for split in ("train", "validation")]
+        [1, 1]
+        """
+        given: dict[str, Any] = {"train": train, "validation": validation, "test": test, **options}
+        return cls(**given)
+
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of a split; each file is read once."""
-        if split == "test" and self._sources("test") is None:
+        is_test = split == "test"
+        if is_test and self._sources("test") is None:
             split = "validation"
         if split == "test" or self._sources("validation") is not None:
-            return self._read_split(split)
-        is_validation = split == "validation"
-        return [example for example in self._read_split("train") if self._is_held_out(example) == is_validation]
+            rows = self._read_split(split)
+        else:
+            rows = self._held_out if split == "validation" else self._kept_rows
+        return [example for row in rows for example in (row[-1:] if is_test else row)]
 
     def describe_test_split(self) -> str:
         """Return whether the test examples are a separate split or the validation examples."""
@@ -151,43 +197,74 @@ class InstructionFiles(FileTask):
         """Return 1 if the response equals the reference apart from surrounding white space, else 0."""
         return float(response.strip() == example.response.strip())
 
-    def _sources(self, split: Split) -> list[str] | None:
-        """Return the files (or the data set's splits) of a split; ``None`` if there are none."""
-        files = {"train": self.train, "validation": self.validation, "test": self.test}[split]
+    def _sources(self, split: Split) -> list[Any] | None:
+        """Return the files, data sets or the hub data set's splits of a split; ``None`` if there are none."""
+        files: Any = {"train": self.train, "validation": self.validation, "test": self.test}[split]
         if files is None:
             return [split] if self.dataset is not None and split in self.hub_splits else None
-        return [files] if isinstance(files, str) else files
+        are_files = isinstance(files, list) and all(isinstance(file, str) for file in files)
+        return files if are_files and files else [files]
 
-    def _is_held_out(self, example: Example) -> bool:
-        return uniform_scalar("validation", example.query, example.response) < self.validation_fraction
+    def read_source(self, source: Any) -> Iterator[DataRow]:  # noqa: ANN401 - a name, or any data set
+        """Return the rows of a file, of a split of a hub data set, or of a data set in memory.
 
-    def _read_split(self, split: Split) -> list[Example]:
+        Raises:
+            ValueError: If the source cannot be read; the message names it.
+        """
+        return super().read_source(source) if isinstance(source, str) else rows_in(source, "data.task.train")
+
+    @cached_property
+    def _is_held_out(self) -> list[bool]:
+        """Whether each training row is held out: those with the lowest hashes. Equal rows are on the same side."""
+        rows = self._read_split("train")
+        keys = [uniform_scalar("validation", row[-1].query, row[-1].response) for row in rows]
+        if self.validation_fraction == 0 or len(rows) < 2:
+            return [False] * len(rows)
+        count = min(max(1, round(self.validation_fraction * len(rows))), len(rows) - 1)
+        ordered = sorted(keys)
+        limit = ordered[count - 1]
+        if limit == ordered[-1]:  # as many equal rows as this leave nothing to train on
+            limit = max((key for key in keys if key < limit), default=-1.0)
+        return [key <= limit for key in keys]
+
+    @property
+    def _held_out(self) -> list[list[Example]]:
+        return [*compress(self._read_split("train"), self._is_held_out)]
+
+    @property
+    def _kept_rows(self) -> list[list[Example]]:
+        return [row for row, is_out in zip(self._read_split("train"), self._is_held_out, strict=True) if not is_out]
+
+    def _read_split(self, split: Split) -> list[list[Example]]:
+        """Return the examples of every row of a split."""
         if split not in self._samples:
             sources = self._sources(split)
             if sources is None:
                 raise ValueError(f"task.{split}: expected files, got none; set task.{split}.")
-            labels = _unique_labels(sources, f"task.{split}")
-            rows = ((row, labels[source]) for source in sources for row in self.read_source(source))
-            examples: list[Example] = []
+            named = zip(sources, _unique_labels(sources, f"task.{split}"), strict=True)
+            rows = ((row, label) for source, label in named for row in self.read_source(source))
+            samples: list[list[Example]] = []
             num_skipped = num_left_out = 0
             places: dict[str, str] = {}
+            self.num_call_turns[split] = 0
             for row, label in rows:
                 try:
                     if split == "train" and not self._is_kept(row):
                         num_left_out += 1
                         continue
-                    example = self._example(row, _read_id(row) or f"{split}:{label}:{row.line}")
-                    place = places.setdefault(example.id, row.location)
-                    expected = f"a unique id, not the id of {place}"
-                    fix = "make it unique, or rename the field"
-                    require(place == row.location, row.location, expected, example.id, fix)
-                    examples.append(example)
+                    examples = self._examples(row, _read_id(row) or f"{split}:{label}:{row.line}", split)
+                    for example in examples:
+                        place = places.setdefault(example.id, row.location)
+                        expected = f"a unique id, not the id of {place}"
+                        fix = "make it unique, or rename the field"
+                        require(place == row.location, row.location, expected, example.id, fix)
+                    samples.append(examples)
                 except ValueError:
                     if self.malformed == "error":
                         raise
                     num_skipped += 1
             self.num_malformed[split], self.num_left_out[split] = num_skipped, num_left_out
-            self._samples[split] = examples
+            self._samples[split] = samples
         return self._samples[split]
 
     def _is_kept(self, row: DataRow) -> bool:
@@ -203,19 +280,76 @@ class InstructionFiles(FileTask):
         require(isinstance(score, (int, float)), row.location, "a number in field 'score'", score, fix)
         return score == 1
 
-    def _example(self, row: DataRow, identity: str) -> Example:
+    def _examples(self, row: DataRow, identity: str, split: Split) -> list[Example]:
+        """Return the examples of a row: one, or one for each assistant turn of a chat."""
         values = row.require_values("fix the line, or set malformed: skip in the task")
-        if self.preset == "messages":
-            return _from_messages(row, identity, self.query_field or "messages")
-        query_field, response_field = _FIELDS[self.preset]
-        hint = "add it, or set task.preset"
-        query = row.text(self.query_field or query_field, hint)
-        response = row.text(self.response_field or response_field, hint)
-        if self.preset == "instruction" and values.get("input"):
+        preset = self._detect(values) if self.preset == "auto" else self.preset
+        if preset in ("messages", "conversations"):
+            name = self.query_field or preset
+            turns = _read_turns(row, name)
+            return self._from_turns(row, identity, name, turns, split)
+        query_field, response_field = _FIELDS[preset]
+        query_field, response_field = self.query_field or query_field, self.response_field or response_field
+        if isinstance(values.get(query_field), list) and isinstance(values.get(response_field), list):
+            first, last = _read_turns(row, query_field), _read_turns(row, response_field)
+            return self._from_turns(row, identity, response_field, [*first, *last], split, start=len(first))
+        query = row.text(query_field, _FIX_FIELDS)
+        response = row.text(response_field, _FIX_FIELDS)
+        if preset == "instruction" and values.get("input"):
             query = f"{query}\n\n{row.text('input')}"
         fix = "remove it, or set malformed: skip in the task"
         require(bool(response.strip()), row.location, "a response that is not empty", response, fix)
-        return Example(id=identity, query=query, response=response)
+        messages = _earlier_turns(row, query) if preset == "instruction" else ()
+        return [Example(id=identity, query=query, response=response, messages=messages)]
+
+    def _detect(self, values: Mapping[str, Any]) -> str:
+        """Return the preset whose fields a row has; ``query_response`` if there is none."""
+        if self.query_field is not None or self.response_field is not None:
+            return "query_response"
+        return next((name for name, names in _FIELDS.items() if {*names} <= values.keys()), "query_response")
+
+    def _from_turns(
+        self, row: DataRow, identity: str, name: str, turns: list[dict[str, Any]], split: Split, start: int = 1
+    ) -> list[Example]:
+        """Return an example for each assistant turn that can be trained, or for the last one.
+
+        Args:
+            row: The row.
+            identity: Its id, which the last example gets.
+            name: The field of the turns.
+            turns: The turns.
+            split: The split.
+            start: The first turn that may be trained.
+        """
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= max(start, 1)]
+        if not answers:
+            raise ValueError(
+                f"{row.location}: expected an assistant turn after another turn, got none; add one to {name!r}."
+            )
+        last = answers[-1]
+        if self.assistant_turns == "last":
+            answers = [last]
+        reasons = {i: _untrainable(turns[i]) for i in answers}
+        trained = [i for i in answers if not reasons[i]]
+        self.num_call_turns[split] += sum(bool(reasons[i]) for i in answers)
+        if not trained or (reasons[last] and turns[last].get("weight") != 0):
+            got, expected = reasons[last] or (None, "text")
+            where = f"{row.location}: {name}"
+            require(False, where, f"{expected} in turn {last + 1} (assistant)", got, "correct or remove the row")
+        for turn in turns[: trained[-1] + 1]:
+            row.check_unicode(name, json.dumps(turn, ensure_ascii=False))
+        tools = row.require_values().get("tools")
+        meta = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
+        return [
+            Example(
+                id=identity if i == trained[-1] else f"{identity}#turn{i + 1}",
+                query=turns[i - 1].get("content") or "",
+                response=turns[i]["content"],
+                messages=tuple(turns[:i]),
+                meta=meta,
+            )
+            for i in trained
+        ]
 
 
 def _read_id(row: DataRow) -> str | None:
@@ -224,34 +358,75 @@ def _read_id(row: DataRow) -> str | None:
     return row.check_unicode("id", str(value)) if type(value) in (str, int) else None
 
 
-def _from_messages(row: DataRow, identity: str, name: str) -> Example:
-    turns: Any = row.require_values().get(name)
-    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
-        wrong = next((turn for turn in turns if not _is_turn(turn)), turns) if isinstance(turns, list) else turns
+def _read_turns(row: DataRow, name: str) -> list[dict[str, Any]]:
+    """Return the chat turns in a field, with ``role`` and ``content``.
+
+    Raises:
+        ValueError: Naming the row, the turn and what is wrong.
+    """
+    values = row.require_values()
+    turns: Any = values.get(name)
+    if not isinstance(turns, list) or not turns:
+        names = ", ".join(map(repr, values))
         raise ValueError(
-            f"{row.location}: expected a list of turns with role and content in field {name!r}, got {wrong!r:.80}; "
-            "correct the field (content may be null beside tool_calls)."
+            f"{row.location}: expected a list of turns with role and content in field {name!r}, got {turns!r:.80} (the "
+            f"row has {names}); set data.task.query_field to the field of the turns, or data.task.preset to one of "
+            f"{', '.join(_FIELDS)}."
         )
-    last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=0)
-    if last == 0:
-        raise ValueError(
-            f"{row.location}: expected an assistant turn after another turn, got none; add one to {name!r}."
-        )
+    turns = [_rename(turn, f"{row.location}: turn {number} of {name!r}") for number, turn in enumerate(turns, start=1)]
+    for number, turn in enumerate(turns, start=1):
+        if not _is_turn(turn):
+            role = f" ({turn['role']})" if isinstance(turn, dict) and isinstance(turn.get("role"), str) else ""
+            raise ValueError(
+                f"{row.location}: expected role and text content in turn {number}{role} of {name!r}, got {turn!r:.80}; "
+                "correct the field (content may be null beside tool_calls), or set data.task.malformed: skip."
+            )
+    system = values.get("system")
+    if name == "conversations" and isinstance(system, str) and system and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": system}, *turns]
+    return turns
+
+
+def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a turn with ``role`` and ``content``, for ShareGPT's turns with ``from`` and ``value``."""
+    if not isinstance(turn, dict):
+        return turn
+    turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # columns of Parquet
+    if "from" not in turn or "role" in turn:
+        return turn
+    role = _SHAREGPT_ROLES.get(str(turn["from"]).lower())
+    known = ", ".join(_SHAREGPT_ROLES)
+    require(role is not None, where, f"one of {known} in 'from'", turn["from"], "rename it, or remove the row")
+    return {"role": role, "content": turn.get("value"), **{k: v for k, v in turn.items() if k not in ("from", "value")}}
+
+
+def _earlier_turns(row: DataRow, query: str) -> tuple[dict[str, Any], ...]:
+    """Return the turns before an answer of an Alpaca row with ``system`` or ``history``; nothing without these."""
+    values = row.require_values()
+    system, history = values.get("system"), values.get("history")
+    if not system and not history:
+        return ()
+    are_pairs = isinstance(history or [], list) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in history or []
+    )
+    require(are_pairs, f"{row.location}: history", "pairs of a query and a response", history, "correct or remove it")
+    turns = [{"role": "system", "content": row.text("system")}] if system else []
+    for before, answer in history or []:
+        turns += [{"role": "user", "content": before}, {"role": "assistant", "content": answer}]
+    return (*turns, {"role": "user", "content": query})
+
+
+def _untrainable(turn: Mapping[str, Any]) -> tuple[object, str] | None:
+    """Return what keeps an assistant turn from being trained, and what was expected; ``None`` if it can be trained."""
     for key in ("tool_calls", "reasoning_content", "function_call"):
-        expected = f"an answer without {key}: only the text of the last assistant turn is trained"
-        require(not turns[last].get(key), f"{row.location}: {name}", expected, turns[last].get(key), f"remove {key}")
-    weight = turns[last].get("weight")
-    expected = "a weight of 1 or none for the last assistant turn, which is trained"
-    require(weight in (None, 1), f"{row.location}: {name}", expected, weight, "remove the row")
-    if not (turns[last]["content"] or "").strip():
-        raise ValueError(f"{row.location}: expected text in the last assistant turn of {name!r}, got none; write it.")
-    for turn in turns[: last + 1]:
-        row.check_unicode(name, json.dumps(turn, ensure_ascii=False))
-    tools = row.require_values().get("tools")
-    meta = {"tools": tools} if tools else {}
-    before = tuple(turns[:last])
-    query, response = before[-1]["content"] or "", turns[last]["content"]
-    return Example(id=identity, query=query, response=response, messages=before, meta=meta)
+        if turn.get(key):
+            return turn[key], f"an answer without {key}, as only text is trained,"
+    if turn.get("weight") not in (None, 1):
+        return turn["weight"], "a weight of 1 or none"
+    if not (turn["content"] or "").strip():
+        return turn["content"], "text"
+    return None
 
 
 def _is_turn(turn: object) -> bool:
@@ -261,9 +436,10 @@ def _is_turn(turn: object) -> bool:
     return isinstance(turn.get("content"), str) or (turn.get("content") is None and bool(turn.get("tool_calls")))
 
 
-def _unique_labels(sources: list[str], option: str) -> dict[str, str]:
-    """Return a short label for ids by source: the file names, or the paths if file names repeat."""
-    if len(set(sources)) < len(sources):
+def _unique_labels(sources: list[Any], option: str) -> list[str]:
+    """Return a short label for ids of every source: the file names, or the paths if file names repeat."""
+    files = [source for source in sources if isinstance(source, str)]
+    if len(set(files)) < len(files):
         raise ValueError(f"{option}: expected each file once, got {sources}; remove the repetitions.")
-    names = [Path(source).name for source in sources]
-    return dict(zip(sources, names if len(set(names)) == len(names) else sources, strict=True))
+    names = [Path(source).name if isinstance(source, str) else type(source).__name__ for source in sources]
+    return names if len(set(names)) == len(names) else [str(source) for source in sources]

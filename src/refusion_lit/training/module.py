@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -91,6 +91,17 @@ class SlotDiffusionModule(L.LightningModule):
         resume: bool = False,
     ) -> None:
         super().__init__()
+        if isinstance(backbone, str):
+            backbone = BackboneConfig(source=backbone)
+        is_config = isinstance(backbone, BackboneConfig)
+        expected = "a BackboneConfig, or a directory or hub id of a model of transformers"
+        fix = "pass BackboneConfig(source=...), or BackboneConfig(config=...) for random weights"
+        require(is_config, "model.backbone", expected, type(backbone).__name__, fix)
+        is_tokenizer = tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase)
+        fix = "pass the data module's built_tokenizer, or leave it out: trainer.fit(module, data) takes that one"
+        require(is_tokenizer, "tokenizer", "a tokenizer of transformers", type(tokenizer).__name__, fix)
+        fix = "pass an instance, such as Hybrid()"
+        require(isinstance(objective, Objective), "model.objective", "an Objective", f"{objective!r:.60}", fix)
         self.backbone_config = backbone
         self.tokenizer = tokenizer
         self.objective = objective
@@ -112,6 +123,9 @@ class SlotDiffusionModule(L.LightningModule):
         """Build the backbone once the tokenizer is known, and shard it if the strategy does."""
         if self.backbone is not None:
             return
+        data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+        if self.tokenizer is None and isinstance(data, InstructionDataModule):
+            self.tokenizer = data.built_tokenizer
         if self.tokenizer is None:
             raise ValueError("tokenizer: expected one, got None; pass the data module's built_tokenizer.")
         check_vocabulary(self.tokenizer, self.backbone_config)
@@ -165,6 +179,8 @@ class SlotDiffusionModule(L.LightningModule):
         context = self.model.context(in_text_order=in_text_order)
         if isinstance(data, InstructionDataModule) and context is not None:
             data.check_context(context)
+        if isinstance(data, InstructionDataModule):
+            rank_zero_info(data.describe())
         self.step_source.start(self)
         self.model.traits = self.objective.traits
         self._warn_of_misfits()

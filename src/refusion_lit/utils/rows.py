@@ -1,8 +1,10 @@
-"""Rows of JSON and JSON Lines files, compressed or not; errors name file and line."""
+"""Rows of JSON, JSON Lines, CSV and Parquet files, and of data sets in memory; errors name file and line."""
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator, Mapping
@@ -70,7 +72,8 @@ class DataRow:
         value = values[field]
         if not isinstance(value, str):
             raise ValueError(
-                f"{self.location}: expected text in field {field!r}, got {type(value).__name__}; quote it."
+                f"{self.location}: expected text in field {field!r}, got {type(value).__name__}; "
+                f"{'fill it in, or remove the row' if value is None else 'quote it'}."
             )
         return self.check_unicode(field, value)
 
@@ -90,7 +93,7 @@ class DataRow:
 
 
 def read_rows(file: str) -> Iterator[DataRow]:
-    """Read a JSON or JSONL file (also ``.gz``).
+    """Read a JSON, JSONL or CSV file (also ``.gz``), or a Parquet file.
 
     Args:
         file: Path of the file; its suffix determines the format.
@@ -103,11 +106,17 @@ def read_rows(file: str) -> Iterator[DataRow]:
     """
     path = Path(file)
     name = path.name.removesuffix(".gz")
-    if path.is_file() and not name.endswith((".json", ".jsonl")):
-        raise ValueError(f"{file}: expected a name ending in .json, .jsonl, .json.gz or .jsonl.gz; rename it.")
-    parse = parse_json_lines if name.endswith(".jsonl") else _parse_json_list
+    if path.is_file() and not name.endswith((".json", ".jsonl", ".csv", ".parquet")):
+        raise ValueError(
+            f"{file}: expected a name ending in .json, .jsonl, .csv (also with .gz) or .parquet; rename or convert it."
+        )
+    if name.endswith(".parquet"):
+        rows = _parse_parquet(file)
+    else:
+        parse = {".jsonl": parse_json_lines, ".csv": _parse_csv}.get(Path(name).suffix, _parse_json_list)
+        rows = parse(file, read_text(path))
     is_empty = True
-    for row in parse(file, read_text(path)):
+    for row in rows:
         is_empty = False
         yield row
     if is_empty:
@@ -165,6 +174,70 @@ def _parse_json_list(file: str, text: str) -> Iterator[DataRow]:
         raise ValueError(f"{file}: expected a list of objects, got {type(values).__name__}; put it into a list.")
     for number, value in enumerate(values, start=1):
         yield _row(file, number, value)
+
+
+def _parse_csv(file: str, text: str) -> Iterator[DataRow]:
+    """Yield the rows of a CSV file whose first line names the fields."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names: list[str] = []
+    try:
+        for values in reader:
+            if not names:
+                names = values
+                if len(set(names)) < len(names):
+                    raise ValueError(f"{file}:1: expected each field once, got {names}; rename the columns.")
+            elif values:
+                error = f"expected {len(names)} fields ({', '.join(names)}), got {len(values)}"
+                row = dict(zip(names, values, strict=False)) if len(values) == len(names) else None
+                yield DataRow(file, reader.line_num, row, "" if row else error)
+    except csv.Error as error:
+        raise ValueError(f"{file}:{reader.line_num}: broken CSV ({error}); save it again.") from error
+
+
+def _parse_parquet(file: str) -> Iterator[DataRow]:
+    """Yield the rows of a Parquet file, which the package pyarrow reads."""
+    if not Path(file).is_file():
+        raise ValueError(f"{file}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"{file}: needs the package pyarrow; run pip install pyarrow.") from error
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for values in batch.to_pylist():
+                number += 1
+                yield DataRow(file, number, values)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: cannot be read as Parquet ({error}); fetch it again.") from error
+
+
+def rows_in(data: Any, option: str) -> Iterator[DataRow]:  # noqa: ANN401 - any data set
+    """Yield the rows of a data set in memory: anything with items that are mappings.
+
+    Args:
+        data: The data set: a list, or an object with ``__len__`` and ``__getitem__``, or an iterable.
+        option: What holds it, for messages.
+
+    Raises:
+        ValueError: If it is no data set, or an item is no mapping.
+    """
+    is_indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping | str)
+    is_iterable = hasattr(data, "__iter__") and not isinstance(data, Mapping | str)
+    if not is_indexed and not is_iterable:
+        raise ValueError(
+            f"{option}: expected files, or a data set of mappings, got {data!r:.80}; pass a list of dicts."
+        )
+    items = (data[index] for index in range(len(data))) if is_indexed else iter(data)
+    name = type(data).__name__
+    for number, values in enumerate(items, start=1):
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"{option}: expected mappings such as {{'query': ..., 'response': ...}} in {name}, got "
+                f"{type(values).__name__} at index {number - 1}; return dicts."
+            )
+        yield DataRow(name, number, dict(values))
 
 
 def _row(file: str, number: int, values: object) -> DataRow:

@@ -1,0 +1,131 @@
+"""``/v1/responses`` as OpenAI's client sees it: the same texts and calls as in chats, and events that assemble."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance", reason="needs llguidance: pip install --group test")
+pytest.importorskip("jsonschema", reason="needs jsonschema: pip install --group test")
+pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
+pytest.importorskip("openai", reason="needs openai: pip install --group test")
+pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
+
+import jsonschema
+import openai
+
+from refusion_lit.decoding import Autoregressive
+from support.servers import NAME, address, serving, slow, wait_for
+from support.tools import SCHEMAS, TOOLS, make_tool_model
+
+FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    model = make_tool_model(tmp_path_factory.mktemp("base"))
+    with (
+        serving(model, Autoregressive()) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def respond(client: Any, items: Any = "Rome?", **options: Any) -> Any:
+    defaults: dict[str, Any] = {"model": NAME, "input": items, "max_output_tokens": 200}
+    return client.responses.create(**defaults | options)
+
+
+def check_events(events: list[Any]) -> Any:
+    """Return the response at the end of a stream, whose deltas are its texts and arguments."""
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    response = events[-1].response
+    assert events[-1].type == f"response.{response.status}"
+    kinds = ("response.output_text.delta", "response.function_call_arguments.delta")
+    for index, item in enumerate(response.output):
+        deltas = "".join(event.delta for event in events if event.type in kinds and event.output_index == index)
+        assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+    added = [event.item.id for event in events if event.type == "response.output_item.added"]
+    done = [event.item.id for event in events if event.type == "response.output_item.done"]
+    assert added == done == [item.id for item in response.output]
+    return response
+
+
+def test_texts_are_those_of_chats(client: Any) -> None:
+    turns: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome?"}]
+    chat = client.chat.completions.create(model=NAME, messages=turns, max_tokens=9)
+    for items in ("Rome?", turns[1:], [{"role": "user", "content": [{"type": "input_text", "text": "Rome?"}]}]):
+        found = respond(client, items, instructions="Be brief.", max_output_tokens=9)
+        assert found.output_text == chat.choices[0].message.content
+        assert found.usage.input_tokens == chat.usage.prompt_tokens
+        assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    streamed = check_events([*respond(client, turns, max_output_tokens=9, stream=True)])
+    assert streamed.output_text == found.output_text
+
+
+def test_an_agent_sends_back_calls_and_results(client: Any) -> None:
+    items: list[Any] = [{"role": "user", "content": "Rome?"}]
+    for turn in range(4):
+        choice: Any = "required" if turn % 2 else {"type": "function", "name": [*SCHEMAS][turn // 2]}
+        found = respond(client, items, tools=FUNCTIONS, tool_choice=choice)
+        assert found.status == "completed"
+        streamed = check_events([*respond(client, items, tools=FUNCTIONS, tool_choice=choice, stream=True)])
+        for response in (found, streamed):
+            calls = response.output
+            assert {call.type for call in calls} == {"function_call"}
+            for call in calls:
+                jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+        assert [call.arguments for call in streamed.output] == [call.arguments for call in found.output]
+        items += found.output
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in found.output]
+    ended = respond(client, items, tools=FUNCTIONS, tool_choice="none", max_output_tokens=5)
+    assert [item.type for item in ended.output] == ["message"]
+
+
+def test_a_schema_is_kept(client: Any) -> None:
+    schema = SCHEMAS["add"] | {"additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "sum", "schema": schema}}
+    jsonschema.validate(json.loads(respond(client, text=form).output_text), schema)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [  # options, the field that is wrong
+    ({"tools": [{"type": "web_search"}]}, "tools.0"),
+    ({"store": True}, "store"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "function_call"}]}, "input.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type"),
+    ({"max_output_tokens": 5000}, "max_output_tokens"),
+    ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "h"}}, "tool_choice.name"),
+    ({"tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 5}, "max_output_tokens"),
+    ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format"),
+    ({"extra_body": {"max_tokens": 5}}, "max_tokens"),
+]
+
+
+def test_what_cannot_be_done_is_refused_by_name(client: Any) -> None:
+    for options, field in REFUSED:
+        with pytest.raises(openai.BadRequestError) as caught:
+            respond(client, **options)
+        assert str(caught.value.param).startswith(field), (options, caught.value)
+    assert respond(client, store=False, max_output_tokens=2).store is False
+
+
+def test_a_stream_that_fails_or_is_left(tmp_path: Path) -> None:
+    model = make_tool_model(tmp_path)
+    with (
+        serving(model, Autoregressive(), max_seconds=1.5, prepare=lambda worker: slow(worker, 0.1)) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+    ):
+        events = [*respond(client, stream=True)]
+        assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
+        wait_for(lambda: not server.worker.active)
+        stream = respond(client, stream=True)
+        next(stream)
+        stream.close()
+        wait_for(lambda: not server.worker.active)

@@ -1,0 +1,168 @@
+"""Data as people have it: turns of chats, usual field names, tables, and data sets in memory."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from refusion_lit.tasks import InstructionFiles
+from tasks.samples import write_jsonl
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+    {"role": "user", "content": "e"},
+]
+PAIR = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def test_every_assistant_turn_of_a_chat_is_a_response(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"id": "7", "chat": CHAT}])
+    options: dict[str, Any] = {"train": path, "preset": "messages", "query_field": "chat", "validation_fraction": 0}
+    first, last = InstructionFiles(**options).examples("train")
+    assert (list(first.messages), first.query, first.response) == (CHAT[:2], "a", "b")
+    assert (list(last.messages), last.query, last.response) == (CHAT[:4], "c", "d")
+    assert (first.id, last.id) == ("7#turn3", "7")
+    assert InstructionFiles(**options, assistant_turns="last").examples("train") == [last]
+    assert InstructionFiles(**options, test=path).examples("test") == [last], "a test prompts once for each row"
+
+
+def test_turns_that_cannot_be_trained_are_context(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    turns = [CHAT[1], call, {"role": "tool", "content": "1"}, {**CHAT[2], "weight": 0}, CHAT[3], CHAT[4], CHAT[5],
+             {**CHAT[4], "weight": 0}]  # fmt: skip
+    path = write_jsonl(tmp_path / "x.jsonl", [{"messages": turns}])
+    task = InstructionFiles(train=path, validation_fraction=0)
+    [example] = task.examples("train")
+    assert (list(example.messages), example.response) == (turns[:5], "d")
+    assert task.num_call_turns["train"] == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "num_turns"),
+    [
+        ({"query": "a", "response": "b"}, 0),
+        ({"question": "a", "answer": "b"}, 0),
+        ({"instruction": "a", "input": "", "output": "b"}, 0),
+        ({"instruction": "a", "output": "b", "system": "s", "history": [["q", "r"]]}, 4),
+        ({"prompt": "a", "completion": "b"}, 0),
+        ({"prompt": [PAIR[0]], "completion": [PAIR[1]]}, 1),
+        ({"messages": PAIR}, 1),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, 1),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"}, 2),
+        ({"conversations": PAIR, "source": "x"}, 1),
+    ],
+)
+def test_usual_fields_are_recognised(tmp_path: Path, row: dict[str, Any], num_turns: int) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [row])
+    [example] = InstructionFiles(train=path, validation_fraction=0).examples("train")
+    assert (example.query, example.response, len(example.messages)) == ("a", "b", num_turns)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [*PAIR, {"role": "user", "content": 3}]}, r"x\.jsonl:1: .*turn 3 \(user\)"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, r"x\.jsonl:1: turn 1 .*human, .*'from', got 'alien'"),
+        ({"instruction": "a", "output": "b", "history": ["q"]}, r"x\.jsonl:1: history: .*pairs"),
+        ({"query": None, "response": "b"}, r"x\.jsonl:1: .*'query', got NoneType; fill it in"),
+    ],
+)
+def test_errors_name_row_turn_and_values(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [row])
+    with pytest.raises(ValueError, match=message):
+        InstructionFiles(train=path, validation_fraction=0).examples("train")
+
+
+class Torch(Dataset[dict[str, str]]):
+    """A torch data set, which has no end of its own: ``__getitem__`` takes any index."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"prompt": f"q{index}", "completion": "r"}
+
+
+def test_csv_parquet_and_data_sets_are_read_like_json_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "completion": "r"} for i in range(3)]
+    text = "prompt,completion\r\n" + "".join(f'"q{i}","r"\r\n' for i in range(3))
+    (tmp_path / "x.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(text.encode()))
+    sources: list[Any] = [rows, Torch(), write_jsonl(tmp_path / "x.jsonl", rows)]
+    sources += [str(tmp_path / "x.csv"), str(tmp_path / "x.csv.gz")]
+    try:
+        import datasets
+    except ImportError:
+        pass
+    else:
+        hub_rows = datasets.Dataset.from_list(rows)
+        hub_rows.to_parquet(str(tmp_path / "x.parquet"))
+        sources += [hub_rows, str(tmp_path / "x.parquet")]
+    for source in sources:
+        task = InstructionFiles.from_rows(source, validation_fraction=0)
+        assert [(e.query, e.response) for e in task.examples("train")] == [(f"q{i}", "r") for i in range(3)]
+        assert len({e.id for e in task.examples("train")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"prompt,completion\na\n", r"x\.csv:2: expected 2 fields .*, got 1"),
+        ("x.csv", b"prompt,prompt\na,b\n", r"x\.csv:1: .*once"),
+        ("x.csv", b'prompt,completion\n"a,b\n', r"x\.csv:2: broken CSV"),
+        ("x.csv", b"prompt,answer\na,b\n", r"x\.csv:2: .*'prompt', 'answer'.*data\.task\.preset"),
+        ("x.csv", b"prompt,completion\n", "at least one sample"),
+        ("x.txt", b"a", r"\.csv.*\.parquet"),
+    ],
+)
+def test_broken_tables_are_named_with_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        InstructionFiles(train=str(tmp_path / name)).examples("train")
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "x.parquet").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"x\.parquet: .*Parquet"):
+        InstructionFiles(train=str(tmp_path / "x.parquet")).examples("train")
+
+
+def test_parquet_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"no")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match="pip install pyarrow"):
+        InstructionFiles(train=str(tmp_path / "x.parquet")).examples("train")
+
+
+@pytest.mark.parametrize("data", [3, {"query": "a"}, [3]])
+def test_what_is_no_data_set_is_refused(data: object) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        InstructionFiles.from_rows(data).examples("train")
+
+
+@pytest.mark.parametrize(("num_rows", "fraction", "count"), [(2, 0.05, 1), (10, 0.25, 2), (501, 0.1, 50), (9, 0.99, 8)])
+def test_the_exact_share_is_held_out(num_rows: int, fraction: float, count: int) -> None:
+    rows = [{"query": f"q{i}", "response": "r"} for i in range(num_rows)]
+    task = InstructionFiles.from_rows(rows, validation_fraction=fraction)
+    held_out = {example.query for example in task.examples("validation")}
+    assert len(held_out) == count
+    assert {example.query for example in task.examples("train")} == {row["query"] for row in rows} - held_out
+
+
+def test_a_conversation_and_its_copies_are_on_one_side() -> None:
+    rows = [{"messages": [*PAIR, {"role": "user", "content": f"q{i // 5}"}, PAIR[1]]} for i in range(40)]
+    task = InstructionFiles.from_rows(rows, validation_fraction=0.3)
+    train, validation = ({e.query for e in task.examples(split) if e.query != "a"} for split in ("train", "validation"))
+    assert not train & validation
+    assert len(train | validation) == 8
+    assert len(task.examples("validation")) == 10 * len(validation), "all copies, with both of their turns"

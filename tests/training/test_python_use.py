@@ -1,0 +1,85 @@
+"""Training from Python by public names: a pretrained model on rows in memory, and arguments of a wrong type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import nn
+from torch.utils.data import Dataset
+
+import refusion_lit
+from refusion_lit import InstructionDataModule, InstructionFiles, PretrainedTokenizer, SlotDiffusionModule
+from refusion_lit.objectives import Hybrid
+from refusion_lit.tasks import Additions
+from support.tokenizer_zoo import make_model
+
+ROWS = [{"prompt": f"Where is {name}?", "completion": "France"} for name in ("Paris", "Lyon", "Nice", "Lille")]
+
+
+class Rows(Dataset[dict[str, str]]):
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return ROWS[index]
+
+
+@pytest.mark.parametrize("make", ["task", "torch", "splits"])
+def test_a_pretrained_model_is_trained_on_rows(tmp_path: Path, make: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(make_model("qwen", tmp_path / "base", chat=True))
+    task: Any = {
+        "task": InstructionFiles.from_rows(ROWS, validation_fraction=0.25),
+        "torch": Rows(),
+        "splits": {"train": ROWS, "validation": ROWS[:1]},
+    }[make]
+    tokenizer: Any = source if make == "splits" else PretrainedTokenizer(source=source)
+    data = InstructionDataModule(task, tokenizer, batch_size=2, show_samples=1)
+    backbone: Any = source
+    module = SlotDiffusionModule(backbone, objective=Hybrid(slot_sizes=(4,)))
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        num_sanity_val_steps=0, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    [row] = module.text_model().generate(["Where is Paris?"], max_new_tokens=4)
+    assert row.num_tokens <= 4
+    num_train = 4 if make == "splits" else 3
+    summary = data.describe()
+    assert f"{num_train} training samples" in summary
+    assert "1 validation samples" in summary
+    assert f"2 steps of 2 are {4 / num_train:.3g} epochs" in summary
+    assert "<|im_start|>assistant" in summary
+    assert "France<|im_end|>" in summary
+    assert refusion_lit.load(source).generate(["Where?"], max_new_tokens=2, allow_mismatch=True)
+
+
+@pytest.mark.parametrize("task", ["rows.jsonl", 3, {"rows": []}, nn.Linear(2, 2)])
+def test_what_is_no_task_is_refused_at_once(task: Any) -> None:
+    with pytest.raises(ValueError, match=r"data\.task: .*InstructionFiles"):
+        InstructionDataModule(task, refusion_lit.CharacterTokenizer())
+
+
+def test_what_is_no_tokenizer_source_is_refused_at_once() -> None:
+    tokenizer: Any = refusion_lit.CharacterTokenizer(characters="ab").build(None)
+    with pytest.raises(ValueError, match=r"data\.tokenizer: .*PretrainedTokenizer"):
+        InstructionDataModule(Additions(num_train=8), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ({"backbone": nn.Linear(2, 2)}, "backbone"),
+        ({"backbone": None}, "backbone"),
+        ({"tokenizer": "Qwen/Qwen3-0.6B"}, "tokenizer"),
+        ({"tokenizer": refusion_lit.CharacterTokenizer()}, "tokenizer"),
+        ({"objective": Hybrid}, "objective"),
+        ({"objective": "Hybrid"}, "objective"),
+    ],
+)
+def test_wrong_types_of_a_module_are_refused_at_once(arguments: dict[str, Any], option: str) -> None:
+    given: dict[str, Any] = {"backbone": refusion_lit.BackboneConfig(source="some/model"), **arguments}
+    with pytest.raises(ValueError, match=f"{option}: expected"):
+        SlotDiffusionModule(**given)
