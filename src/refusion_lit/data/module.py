@@ -179,7 +179,7 @@ class InstructionDataModule(L.LightningDataModule):
         samples = self._load_split("train")
         for sample in (samples[index] for index in range(min(self.show_samples, len(samples)))):
             prompt, response = map(self.built_tokenizer.decode, (list(sample.prompt_ids), list(sample.response_ids)))
-            text += f"\n--- sample {sample.id}: prompt\n{prompt}\n--- response\n{response}"
+            text += f"\nsample {sample.id}: prompt {prompt!r}, response {response!r}"
         return text
 
     def train_dataloader(self) -> TrainingLoader:

@@ -180,7 +180,8 @@ class SlotDiffusionModule(L.LightningModule):
         if isinstance(data, InstructionDataModule) and context is not None:
             data.check_context(context)
         if isinstance(data, InstructionDataModule):
-            rank_zero_info(data.describe())
+            for line in data.describe().splitlines():
+                rank_zero_info(line)
         self.step_source.start(self)
         self.model.traits = self.objective.traits
         self._warn_of_misfits()
