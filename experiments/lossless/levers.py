@@ -34,8 +34,8 @@ from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import Drafter
-from refusion_lit.modeling.library import sdpa_mask
 from refusion_lit.modeling.load import attach
+from refusion_lit.modeling.transformers_forward import sdpa_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import GatedDraft
 from refusion_lit.reports.results import environment

@@ -35,18 +35,18 @@ KEYS = ["id", "prompt", "response", "response_ids", "reference", "score", "decod
 """Keys of a prediction, as ``docs/commands.md`` documents them."""
 
 
-def built(*args: str) -> Any:
-    """Return the command line of a fit that has built trainer, model and data, but runs nothing, in no directory."""
+def build_cli(*args: str) -> Any:
+    """Build trainer, model and data of ``fit`` from a command line, without a run directory and without training."""
     from refusion_lit.cli.lightning import RefusionCLI
 
-    class Built(RefusionCLI):
-        run_directory = claim = None  # those of an earlier run are the class's
+    class IdleCLI(RefusionCLI):
+        run_directory = claim = None  # the base class keeps the directory of an earlier run
 
         def _choose_directory(self, config: object) -> None: ...
 
         def _run_subcommand(self, subcommand: str) -> None: ...
 
-    return Built(["fit", *args])
+    return IdleCLI(["fit", *args])
 
 
 @pytest.fixture

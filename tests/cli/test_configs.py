@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from cli.conftest import QUICKSTART, REPOSITORY, built
+from cli.conftest import QUICKSTART, REPOSITORY, build_cli
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.decoding import Decoder
@@ -44,15 +44,15 @@ def data_file(tmp_path: Path) -> str:
 
 
 def _overrides(name: str, data_file: str) -> list[str]:
-    if name == "ablation":  # it has no model of its own
+    if name == "ablation":  # the config has no model
         return [f"--model.backbone.config={json.dumps(TINY_QWEN)}"]
     if name == "own_data":
         return [f"--data.task.train={data_file}"]
     if name == "gsm8k_small":
         return [f"--data.task.train={data_file}", f"--data.task.test={data_file}"]
     if name == "refusion_qwen3_8b":
-        one = ["--trainer.devices=1", "--trainer.strategy.data_parallel_size=1"]
-        return [*CPU, *one, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
+        single_device = ["--trainer.devices=1", "--trainer.strategy.data_parallel_size=1"]
+        return [*CPU, *single_device, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
     if name.startswith("refusion_qwen3"):
         return [*CPU, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
     if name == "policy":
@@ -69,18 +69,18 @@ def _overrides(name: str, data_file: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["refusion_qwen3_0_6b", "refusion_qwen3_8b"])
-def test_another_task_reads_the_fields_of_its_own_preset(name: str, data_file: str) -> None:
+def test_another_task_reads_the_fields_of_its_preset(name: str, data_file: str) -> None:
     args = ["--config", str(CONFIGS / f"{name}.yaml"), "--data.task=Gsm8k"]
-    cli = built(*args, *_overrides(name, data_file))
+    cli = build_cli(*args, *_overrides(name, data_file))
     assert cli.datamodule.task.examples("train")[0].query.startswith("q ")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_run_configs_instantiate(path: Path, data_file: str) -> None:
-    cli = built("--config", str(path), *_overrides(path.stem, data_file))
-    written = yaml.safe_load(path.read_text())
-    assert set(cli.model.evaluation.named) == set(written["model"]["decoders"])
-    assert cli.model.evaluation.sampling.max_new_tokens == written["model"]["sampling"]["max_new_tokens"]
+    cli = build_cli("--config", str(path), *_overrides(path.stem, data_file))
+    config = yaml.safe_load(path.read_text())
+    assert set(cli.model.evaluation.named) == set(config["model"]["decoders"])
+    assert cli.model.evaluation.sampling.max_new_tokens == config["model"]["sampling"]["max_new_tokens"]
     cli.model.configure_model()
     assert cli.model.backbone is not None
     mask = cli.model.backbone.special_tokens.mask_token_id
@@ -88,11 +88,11 @@ def test_run_configs_instantiate(path: Path, data_file: str) -> None:
 
 
 def test_the_ablation_compares_decoders_that_fit_the_quickstarts_model() -> None:
-    def made(name: str) -> SlotDiffusionModule:
-        return built("--config", str(CONFIGS / f"{name}.yaml"), *_overrides(name, "")).model
+    def build_module(name: str) -> SlotDiffusionModule:
+        return build_cli("--config", str(CONFIGS / f"{name}.yaml"), *_overrides(name, "")).model
 
-    traits = made("quickstart").objective.traits
-    decoders = made("ablation").evaluation.named
+    traits = build_module("quickstart").objective.traits
+    decoders = build_module("ablation").evaluation.named
     assert len(decoders) > 3
     assert {name: decoder.requirements().mismatches(traits) for name, decoder in decoders.items()} == {
         name: [] for name in decoders
@@ -110,7 +110,7 @@ def test_threads_of_a_config_yield_to_the_environment(
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # no warning of a busy machine
-    built("--config", str(CONFIGS / "quickstart.yaml"), *option)
+    build_cli("--config", str(CONFIGS / "quickstart.yaml"), *option)
     assert torch.get_num_threads() == expected
 
 
@@ -135,14 +135,14 @@ def test_the_8b_config_builds_the_whole_model_on_the_meta_device(data_file: str)
     args = ["--config", str(CONFIGS / "refusion_qwen3_8b.yaml"), *CPU, *NO_DOWNLOAD]
     args += ["--trainer.devices=1", "--trainer.strategy.data_parallel_size=1", f"--data.task.train={data_file}"]
     args += [f"--model.backbone.config={json.dumps(yaml.safe_load(architecture.read_text()))}"]
-    cli = built(*args)
+    cli = build_cli(*args)
     with torch.device("meta"):
         cli.model.configure_model()
     hidden, heads, key_heads, dim, inner, vocab = 4096, 32, 8, 128, 12288, 151936
     layer = 2 * hidden * dim * (heads + key_heads) + 3 * hidden * inner + 2 * hidden + 2 * dim
     assert sum(p.numel() for p in cli.model.parameters()) == 36 * layer + 2 * vocab * hidden + hidden
     assert all(p.is_meta for p in cli.model.parameters())
-    assert 8.1e9 < 36 * layer + 2 * vocab * hidden < 8.3e9  # what docs/scale.md calculates with
+    assert 8.1e9 < 36 * layer + 2 * vocab * hidden < 8.3e9  # the number in docs/scale.md
 
 
 @pytest.mark.parametrize("folder", ["decoder", "objective"])
@@ -154,9 +154,9 @@ def test_part_configs_instantiate(folder: str) -> None:
         parser = OneLineParser()
         parser.add_argument("--part", type=base, sub_configs=True)
         part = parser.instantiate_classes(parser.parse_args([f"--part={path}"])).part
-        written = yaml.safe_load(path.read_text())
-        assert type(part).__name__ == written["class_path"].rsplit(".", 1)[-1]
-        for option, value in (written.get("init_args") or {}).items():
+        config = yaml.safe_load(path.read_text())
+        assert type(part).__name__ == config["class_path"].rsplit(".", 1)[-1]
+        for option, value in (config.get("init_args") or {}).items():
             got = getattr(part, option)
             assert (list(got) if isinstance(got, tuple) else got) == value
 
@@ -174,7 +174,7 @@ def test_later_configs_overlay_earlier_ones(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_wheel_alone_can_start(tmp_path: Path) -> None:
-    """Build the wheel, install it in an empty environment, and let it copy out its configs."""
+    """Build the wheel, install it in an empty environment, and write the configs with ``init``."""
     if not (REPOSITORY / "pyproject.toml").is_file():
         pytest.skip("not a checkout")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -202,10 +202,11 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:LLaDA ranks masks by confidences after temperature")  # Dream's setting
+# Dream's authors recommend temperature 0.2, at which the LLaDA decoder warns about its confidences.
+@pytest.mark.filterwarnings("ignore:LLaDA ranks masks")
 @pytest.mark.parametrize("path", sorted((CONFIGS / "published").glob("*.yaml")), ids=lambda path: path.stem)
 def test_published_settings_fit_their_layout(path: Path) -> None:
-    module = built("--config", str(path), *CPU, *NO_DOWNLOAD).model
+    module = build_cli("--config", str(path), *CPU, *NO_DOWNLOAD).model
     (decoder,) = module.evaluation.named.values()
     decoder.check(module.evaluation.sampling)
     name = PUBLISHED[path.stem]
@@ -214,7 +215,7 @@ def test_published_settings_fit_their_layout(path: Path) -> None:
     assert f"configs/published/{path.name}" in (REPOSITORY / "docs" / "published.md").read_text()
 
 
-def test_a_seed_on_the_command_line_goes_before_those_of_a_runs_config(tmp_path: Path) -> None:
+def test_a_seed_on_the_command_line_overrides_the_seeds_of_a_runs_config(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("seed_everything: 0\nmodel: {seed: 0}\ndata: {seed: 0}\n")
     cli = parse_only("fit")
@@ -231,11 +232,11 @@ def test_a_seed_on_the_command_line_goes_before_those_of_a_runs_config(tmp_path:
 
 
 @pytest.mark.parametrize(("load", "num_threads", "warns"), [(9.0, 2, True), (9.0, 1, False), (0.5, 2, False)])
-def test_several_threads_on_a_busy_machine_are_warned_of(
+def test_several_threads_on_a_busy_machine_cause_a_warning(
     load: float, num_threads: int, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     expected = pytest.warns(UserWarning, match="busy.*--num_threads 1") if warns else nullcontext()
     with expected:
-        built("--config", str(CONFIGS / "quickstart.yaml"), f"--num_threads={num_threads}")
+        build_cli("--config", str(CONFIGS / "quickstart.yaml"), f"--num_threads={num_threads}")

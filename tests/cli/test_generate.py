@@ -15,9 +15,8 @@ import refusion_lit
 from cli.conftest import KEYS, REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.cli.generate import build_parser, read_prompts
-from refusion_lit.cli.score import write_predictions
 from refusion_lit.decoding import ReFusion
-from refusion_lit.evaluation.predictions import PredictionsFile
+from refusion_lit.evaluation.predictions import PredictionsFile, write_predictions
 from support.forks import finished, forked
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"

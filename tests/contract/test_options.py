@@ -1,4 +1,4 @@
-"""Options of all decoders and objectives: given by name alone, and with minima that are stated a second time here."""
+"""All decoders and objectives take options by name only, and numbers have the smallest sensible minimum."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ MINIMA = {
     ("GroupPolicy", "group_size"): 2,
     ("SoftTail", "tail"): 1.0,
 }
-"""Minima of numbers other than 1 for integers and 0 for others."""
+"""Minima that differ from the default: 1 for integers, 0 for other numbers."""
 
 
-def derived(base: type) -> Iterator[type]:
-    """Yield the package's classes that inherit from one."""
+def find_subclasses(base: type) -> Iterator[type]:
+    """Yield the package's direct and indirect subclasses of a class."""
     for cls in base.__subclasses__():
         if cls.__module__.startswith("refusion_lit."):
             yield cls
-        yield from derived(cls)
+        yield from find_subclasses(cls)
 
 
-COMPONENTS = sorted({*derived(Decoder), *derived(Objective)}, key=str)
+COMPONENTS = sorted({*find_subclasses(Decoder), *find_subclasses(Objective)}, key=str)
 
 
-@pytest.mark.parametrize("cls", [*COMPONENTS, *sorted(derived(RowState), key=str)], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [*COMPONENTS, *sorted(find_subclasses(RowState), key=str)], ids=lambda cls: cls.__name__
+)
 def test_every_option_is_given_by_name(cls: type) -> None:
-    named = ["prompt", "sampling", "special_tokens"] if issubclass(cls, RowState) else []  # what begin is given
-    assert [field.name for field in fields(cls) if not field.kw_only] == named
+    positional = ["prompt", "sampling", "special_tokens"] if issubclass(cls, RowState) else []  # Decoder.begin's
+    assert [field.name for field in fields(cls) if not field.kw_only] == positional
 
 
 @pytest.mark.parametrize("cls", COMPONENTS, ids=lambda cls: cls.__name__)

@@ -10,7 +10,7 @@ from refusion_lit.decoding import Autoregressive, Generation, GenerationCallback
 from refusion_lit.types import SamplingParams
 from support.example_counts import examples
 from support.fakes import HYBRID, HashModel
-from support.scripted import ORDER, make_prompts
+from support.scripted import NEXT_TOKEN, make_prompts
 
 
 @settings(max_examples=examples(24), deadline=None)
@@ -28,7 +28,7 @@ def test_a_budget_bounds_calls_and_changes_no_token(
     prompts, sampling = make_prompts(*lengths), SamplingParams(max_new_tokens=12)
 
     def run(**options: int) -> tuple[HashModel, list[Generation]]:
-        model = HashModel(seed, traits=ORDER if causal else HYBRID)
+        model = HashModel(seed, traits=NEXT_TOKEN if causal else HYBRID)
         return model, decode(model, decoder, prompts, sampling, **options).rows
 
     model, rows = run(batch_size=batch_size, max_tokens_per_forward=budget)
@@ -44,7 +44,7 @@ def test_a_budget_bounds_calls_and_changes_no_token(
 
 def test_nobody_starves_within_a_budget() -> None:
     # Two tokens a call, three prompts of one token each: they take turns.
-    model = HashModel(3, traits=ORDER, end_bias=-60.0)
+    model = HashModel(3, traits=NEXT_TOKEN, end_bias=-60.0)
     watcher: list[int] = []
 
     class Watch(GenerationCallback):
@@ -62,7 +62,7 @@ def test_nobody_starves_within_a_budget() -> None:
 
 @pytest.mark.parametrize(("budget", "num_calls"), [(1, 18), (2, 9), (3, 6), (4, 6), (1000, 6)])
 def test_calls_are_as_large_as_a_budget_lets_them(budget: int, num_calls: int) -> None:
-    model = HashModel(3, traits=ORDER, end_bias=-60.0)
+    model = HashModel(3, traits=NEXT_TOKEN, end_bias=-60.0)
     options = {"batch_size": 3, "max_tokens_per_forward": budget}
     output = decode(model, Autoregressive(), make_prompts(1, 1, 1), SamplingParams(max_new_tokens=6), **options)
     assert output.num_calls == num_calls
@@ -70,4 +70,6 @@ def test_calls_are_as_large_as_a_budget_lets_them(budget: int, num_calls: int) -
 
 def test_an_impossible_budget_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^max_tokens_per_forward: expected .*, got 0"):
-        decode(HashModel(traits=ORDER), Autoregressive(), make_prompts(1), SamplingParams(), max_tokens_per_forward=0)
+        decode(
+            HashModel(traits=NEXT_TOKEN), Autoregressive(), make_prompts(1), SamplingParams(), max_tokens_per_forward=0
+        )

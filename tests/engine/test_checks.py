@@ -26,7 +26,7 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import ModelTraits, SamplingParams
 from support.decoder_cases import traits_for
 from support.fakes import HYBRID, SPECIAL, HashModel
-from support.scripted import ORDER, make_prompts
+from support.scripted import NEXT_TOKEN, make_prompts
 
 
 def test_models_without_a_mask_token_are_refused_where_one_is_fed() -> None:
@@ -34,7 +34,10 @@ def test_models_without_a_mask_token_are_refused_where_one_is_fed() -> None:
     with pytest.raises(ValueError, match=r"^decoder: expected a model with a mask token"):
         decode(HashModel(special=special), ReFusion(), make_prompts(2), SamplingParams(), allow_mismatch=True)
     decode(
-        HashModel(special=special, traits=ORDER), Autoregressive(), make_prompts(2), SamplingParams(max_new_tokens=3)
+        HashModel(special=special, traits=NEXT_TOKEN),
+        Autoregressive(),
+        make_prompts(2),
+        SamplingParams(max_new_tokens=3),
     )
 
 

@@ -29,7 +29,7 @@ from refusion_lit.decoding import (
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from support.example_counts import examples
 from support.fakes import SPECIAL, HashModel, OracleModel, oracle_text
-from support.scripted import ORDER, Scripted, decode_one_prompt, make_prompts
+from support.scripted import NEXT_TOKEN, Scripted, decode_one_prompt, make_prompts
 
 NOT_COMMITTED = r"^decoder: .*\[.*\] at \[.*expected ids below \d+"
 
@@ -157,7 +157,7 @@ def test_slips_of_ones_own_decoder_are_named(decoder: Decoder, message: str) -> 
     seed=st.integers(0, 99),
 )
 def test_finished_rows_make_room_and_calls_are_counted(lengths: list[int], batch_size: int, seed: int) -> None:
-    model = HashModel(seed, traits=ORDER)
+    model = HashModel(seed, traits=NEXT_TOKEN)
     prompts = make_prompts(*lengths)
     output = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=12), batch_size=batch_size)
     assert [row.id for row in output.rows] == [prompt.id for prompt in prompts]

@@ -20,22 +20,22 @@ from refusion_lit.decoding import (
 from refusion_lit.engine.drafting import text_branch
 from refusion_lit.types import SamplingParams
 from support.fakes import EOS, MASK, SPECIAL, OracleModel, oracle_text
-from support.scripted import ORDER, Scripted, decode_one_prompt, letters, make_prompts
+from support.scripted import NEXT_TOKEN, Scripted, decode_letters, decode_one_prompt, make_prompts
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_text_is_cut_after_the_first_stop_string(batch_size: int) -> None:
-    model = OracleModel(oracle_text(None), traits=ORDER)
+    model = OracleModel(oracle_text(None), traits=NEXT_TOKEN)
     sampling = SamplingParams(max_new_tokens=12)
     full = decode(model, Autoregressive(), make_prompts(2, 3, 4, 5), sampling).rows
-    stop = letters(full[1].token_ids)[3:5]
+    stop = decode_letters(full[1].token_ids)[3:5]
     rows = decode(
-        OracleModel(oracle_text(None), traits=ORDER), Autoregressive(), make_prompts(2, 3, 4, 5),
-        replace(sampling, stop=("never", stop)), batch_size=batch_size, detokenize=letters,
+        OracleModel(oracle_text(None), traits=NEXT_TOKEN), Autoregressive(), make_prompts(2, 3, 4, 5),
+        replace(sampling, stop=("never", stop)), batch_size=batch_size, detokenize=decode_letters,
     ).rows  # fmt: skip
     num_stopped = 0
     for row, unstopped in zip(rows, full, strict=True):
-        text = letters(unstopped.token_ids)
+        text = decode_letters(unstopped.token_ids)
         end = text.find(stop) + 2 if stop in text else 12
         assert row.token_ids == unstopped.token_ids[:end]
         assert row.finish_reason == ("stop" if stop in text else "length")
@@ -46,33 +46,33 @@ def test_text_is_cut_after_the_first_stop_string(batch_size: int) -> None:
 
 def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
     target = oracle_text(None)
-    text = letters([target(2 + i) for i in range(6)])
+    text = decode_letters([target(2 + i) for i in range(6)])
     decoder = Scripted(script=((4, 5), (0,), (2, 3), (1,)))
     sampling = SamplingParams(max_new_tokens=6, stop=(text[4:6],))
-    [row] = decode(OracleModel(target), decoder, make_prompts(2), sampling, detokenize=letters).rows
+    [row] = decode(OracleModel(target), decoder, make_prompts(2), sampling, detokenize=decode_letters).rows
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (6, 4, "stop")
     early = replace(sampling, stop=(text[0], text[4:6]))
-    [row] = decode(OracleModel(target), decoder, make_prompts(2), early, detokenize=letters).rows
+    [row] = decode(OracleModel(target), decoder, make_prompts(2), early, detokenize=decode_letters).rows
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
 
 
 def test_a_response_that_is_given_as_a_whole_ends_at_stop_strings_too() -> None:
     decoder = ReFusion(slot_size=2, num_serial_blocks=1)
-    sampling = SamplingParams(max_new_tokens=2, stop=(letters([6, 7]),))
+    sampling = SamplingParams(max_new_tokens=2, stop=(decode_letters([6, 7]),))
     results = []
     for given in ((5, 6, 7, 8, EOS), (5, 6, 7, None, EOS)):
         prompt = replace(make_prompts(2)[0], given=given)
-        [row] = decode(OracleModel(lambda _: 8), decoder, [prompt], sampling, detokenize=letters).rows
+        [row] = decode(OracleModel(lambda _: 8), decoder, [prompt], sampling, detokenize=decode_letters).rows
         results.append((row.token_ids, row.text, row.finish_reason))
-    assert results[0] == results[1] == ([5, 6, 7], letters([5]), "stop")
+    assert results[0] == results[1] == ([5, 6, 7], decode_letters([5]), "stop")
 
 
 def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> None:
     target = oracle_text(None)
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, selection="top_k", k=1)
-    sampling = SamplingParams(max_new_tokens=12, stop=(letters([target(2)]),))
+    sampling = SamplingParams(max_new_tokens=12, stop=(decode_letters([target(2)]),))
     model = OracleModel(target, certainty=lambda place: 0.97 - place / 1000)  # the first slot comes first
-    [row] = decode(model, decoder, make_prompts(2), sampling, detokenize=letters, trace=True).rows
+    [row] = decode(model, decoder, make_prompts(2), sampling, detokenize=decode_letters, trace=True).rows
     assert (row.token_ids, row.finish_reason) == ([target(2)], "stop")
     assert [entry.phase for entry in row.trace] == ["plan", "verify+plan"]
     assert row.trace[1].accepted == [2, 3, 4, 5]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from refusion_lit.decoding import Autoregressive, ReFusion, decode
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.library import library_mask
+from refusion_lit.modeling.transformers_forward import library_mask
 from refusion_lit.modeling.visibility import Span, Visibility
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.fakes import SPECIAL, VOCAB, tiny_backbone

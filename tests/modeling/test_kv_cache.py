@@ -12,7 +12,7 @@ from torch import Tensor
 from refusion_lit.modeling import kv_cache
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.library import LibraryCache
+from refusion_lit.modeling.transformers_forward import LibraryCache
 from support.fakes import VOCAB, tiny_backbone
 
 # Norms and rotary angles are computed in float32 even in a float64 model.

@@ -14,7 +14,7 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.packing import pack
 from refusion_lit.modeling.attention import RangeMask, block_mask
 from refusion_lit.modeling.backbone import Backbone
-from refusion_lit.modeling.library import sdpa_mask
+from refusion_lit.modeling.transformers_forward import sdpa_mask
 from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked, DualStream, Hybrid, Masked, Objective

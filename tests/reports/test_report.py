@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from scipy.stats import binomtest
 
-from refusion_lit.cli.score import write_predictions
+from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.reports.plots import curves_plot

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from transformers import AutoTokenizer
 
 import refusion_lit
-from cli.conftest import QUICKSTART, REPOSITORY, TINY, built
+from cli.conftest import QUICKSTART, REPOSITORY, TINY, build_cli
 from refusion_lit.cli import main
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.modeling.load import BackboneConfig
@@ -64,7 +64,7 @@ def test_the_command_line_installs_it_and_leaves_a_chosen_one() -> None:
     args = ["--config", QUICKSTART, *TINY]
     chosen = "--trainer.plugins=lightning.pytorch.plugins.io.TorchCheckpointIO"
     for options, expected in (([], AtomicCheckpointIO), ([chosen], TorchCheckpointIO)):
-        assert type(built(*args, *options).trainer.strategy.checkpoint_io) is expected
+        assert type(build_cli(*args, *options).trainer.strategy.checkpoint_io) is expected
 
 
 @pytest.mark.parametrize("command", ["fit", "test", "export", "generate", "python"])

@@ -1,9 +1,10 @@
-"""A decoder that commits what a script says, on a model that draws a known text."""
+"""A decoder that commits scripted places, and helpers that run the decoder on a model with a known text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from refusion_lit.decoding import Decoder, Generation, ModelRequirements, RowState, decode
 from refusion_lit.engine.decoder import Steps
@@ -11,24 +12,25 @@ from refusion_lit.engine.requests import Branch, Draw, Forward
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from support.fakes import MASK, OracleModel, oracle_text
 
-ORDER = ModelTraits(predictions=("next_token",))
+NEXT_TOKEN = ModelTraits(predictions=("next_token",))
+"""Traits of a model that predicts next tokens only."""
 
 
 def make_prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(token_ids=tuple(3 + i % 5 for i in range(length)), id=f"p{n}") for n, length in enumerate(lengths)]
 
 
-def letters(token_ids: Sequence[int], **_: object) -> str:
+def decode_letters(token_ids: Sequence[int], **_: object) -> str:
     return "".join(chr(ord("a") + token) for token in token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scripted(Decoder):
-    """Commits given places step by step, with a forward each; what it draws is the oracle's text.
+    """Commits the places of a script, with a forward per step; the model predicts the oracle's text.
 
     Attributes:
-        script: Places to commit in each step; then it says that it is finished.
-        schedule_length: Maximum number of forwards where a step commits nothing.
+        script: Places to commit, by step. The decoder finishes after the last step.
+        schedule_length: Maximum number of forwards that commit nothing.
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask",))
@@ -54,7 +56,7 @@ class Scripted(Decoder):
         state.finished = state.num_forwards == len(self.script)
 
 
-def decode_one_prompt(decoder: Decoder, max_new_tokens: int, end: int | None = None, **options: object) -> Generation:
+def decode_one_prompt(decoder: Decoder, max_new_tokens: int, end: int | None = None, **options: Any) -> Generation:
     model = OracleModel(oracle_text(end))
     [row] = decode(model, decoder, make_prompts(2), SamplingParams(max_new_tokens=max_new_tokens), **options).rows
     return row

@@ -1,4 +1,4 @@
-"""A sweep measures all its decoders in turns after its points have run, and says what it found."""
+"""A sweep measures the speed of its decoders after its points have run, and summarizes the speeds in a sentence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sweep_file(folder: Path, **options: object) -> str:
 
 @pytest.fixture
 def forked_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Points that start at once, because they are forked from this process."""
+    """Fork points from this process, so that they start without importing torch again."""
     with forking_command(tmp_path) as command:
         monkeypatch.setitem(run.__kwdefaults__, "command", command)
         yield
@@ -50,13 +50,13 @@ def forked_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 @pytest.fixture
 def timed_threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int | None]:
-    """The number of threads with which the speeds of a sweep are measured, by slot size; measuring uses one thread."""
+    """Record the threads per slot size with which a sweep measures speeds; measure with this process's threads."""
     threads = {}
 
     def record(entrants: dict[str, Entrant], *args: Any, **options: Any) -> dict[int, dict[str, Timings]]:
         threads.update({entrant.decoder.slot_size: entrant.num_threads for entrant in entrants.values()})
-        single = {name: replace(entrant, num_threads=None) for name, entrant in entrants.items()}
-        return measure_latency(single, *args, **options)
+        unthreaded = {name: replace(entrant, num_threads=None) for name, entrant in entrants.items()}
+        return measure_latency(unthreaded, *args, **options)
 
     monkeypatch.setattr("refusion_lit.sweeps.latency.measure_latency", record)
     return threads
@@ -75,7 +75,7 @@ def test_every_point_is_timed_with_the_threads_of_its_test(
 
 
 @pytest.mark.usefixtures("forked_points")
-def test_omp_num_threads_holds_for_points_and_for_their_speeds(
+def test_omp_num_threads_applies_to_points_and_to_their_speeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed_threads: dict[int, int | None]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -132,7 +132,7 @@ def test_a_wrong_option_is_refused_before_points_run(tmp_path: Path, capsys: pyt
     assert not list(tmp_path.glob("s/points/*"))
 
 
-def test_the_sentence_names_the_fastest_of_the_good() -> None:
+def test_the_sentence_names_the_fastest_decoder_with_a_good_score() -> None:
     def row(name: str, score: float, times: list[float]) -> dict[str, object]:
         return {"class": name, "score": score, "latency": {"1": {"times_baseline": times}}}
 

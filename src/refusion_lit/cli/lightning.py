@@ -53,7 +53,7 @@ _RESUME = (
     "without RUN the newest run of RUN_NAME, if there is one."
 )
 _CKPT_PATH = "checkpoint, Hugging Face directory or hub id of the model; last: the newest checkpoint of RUN_NAME"
-_CKPT_PATH_OF_FIT = (
+_FIT_CKPT_PATH = (
     "checkpoint of a training to continue; last: the newest checkpoint of RUN_NAME (and RUN_VERSION), if there is one"
 )
 
@@ -66,16 +66,16 @@ class RefusionCLI(LightningCLI):
     """LightningCLI with runs in ``runs/NAME/VERSION``, one-line errors, and checkpoints that override no option.
 
     Attributes:
-        run_directory: Where this process's run lands; ``None`` until the directory is chosen. The attribute belongs to
+        run_directory: Directory of this process's run; ``None`` until the directory is chosen. The attribute belongs to
             the class, because the constructor does the whole work and may raise.
-        claim: The right to write that directory; ``None`` on processes that do not write to it.
+        claim: The right to write to the directory; ``None`` on processes that do not write to it.
 
     Args:
         args: A subcommand and its options.
     """
 
     run_directory: ClassVar[Path | None] = None
-    _first_step = 0  # that is logged, of a resumed training
+    _first_step = 0  # the first step that a resumed training logs
     claim: ClassVar[run_directory.Claim | None] = None
 
     def __init__(self, args: Sequence[str]) -> None:
@@ -87,23 +87,23 @@ class RefusionCLI(LightningCLI):
             save_config_callback=run_directory.SaveRun,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
-            auto_configure_optimizers=False,  # model.optimizer and model.lr_scheduler spare norms and biases
+            auto_configure_optimizers=False,  # the module has options for optimizer and schedule
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - Lightning's signature
         """Return our parser."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={L.__version__}"])
-        load_plugins()  # their decoders and objectives have short names
+        load_plugins()  # plugins register short names of decoders and objectives
         parser = OneLineLightningParser(**kwargs)
         parser.add_argument("-c", "--config", action="config", help="YAML file; several overlay one another")
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add where runs land, and give the model the data module's tokenizer."""
+        """Add options for the run's directory, and link the data module's tokenizer to the model."""
         parser.add_argument("--runs_dir", type=str, default="runs", help="directory of all runs")
-        parser.add_argument("--run_name", type=str, default="default", help="a run lands in RUNS_DIR/RUN_NAME/VERSION")
+        parser.add_argument("--run_name", type=str, default="default", help="runs are RUNS_DIR/RUN_NAME/VERSION")
         parser.add_argument("--run_version", type=str | None, default=None, help="counted up by default")
-        threads = "CPU threads of torch; a config's yield to OMP_NUM_THREADS"
+        threads = "CPU threads of torch; OMP_NUM_THREADS overrides a config file"
         parser.add_argument("--num_threads", type=int | None, default=None, help=threads)
         parser.set_defaults({"model.seed": None, "data.seed": None})  # seed_everything; set after parsing
         parser.link_arguments("data.built_tokenizer", "model.tokenizer", apply_on="instantiate")
@@ -119,13 +119,13 @@ class RefusionCLI(LightningCLI):
         parser.description = _DESCRIPTIONS[subcommand] + _RESUME * (subcommand != "validate")
         for action in parser._actions:
             if action.dest == "ckpt_path":
-                action.help = _CKPT_PATH_OF_FIT if subcommand == "fit" else _CKPT_PATH
+                action.help = _FIT_CKPT_PATH if subcommand == "fit" else _CKPT_PATH
             elif action.dest == "weights_only":
                 action.help = "no effect: checkpoints are always loaded as data only"
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
-        """Parse into ``config``."""
+        """Parse the arguments into ``self.config``."""
         self.config = self.parse(parser, args)
 
     def parse(self, parser: LightningArgumentParser, args: Sequence[str]) -> Namespace:
@@ -167,7 +167,7 @@ class RefusionCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         """Create the trainer: with our progress bar, loggers of the run's directory, and atomic checkpoints."""
         if self.run_directory is not None:
-            config["default_root_dir"] = str(self.run_directory)  # where results land without a logger
+            config["default_root_dir"] = str(self.run_directory)  # Lightning writes here without a logger
             if config["logger"] is not False:  # the run's loggers first: trainer.log_dir is the directory of the first
                 loggers = run_directory.create_loggers(self.run_directory, self._first_step, self.claim)
                 config["logger"] = [*loggers, *(_as_list(config["logger"]) if config["logger"] is not True else ())]
@@ -184,7 +184,7 @@ class RefusionCLI(LightningCLI):
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         try:
             trainer = super()._instantiate_trainer(config, callbacks)
-        except (TypeError, ValueError) as error:  # which name the option and its choices
+        except (TypeError, ValueError) as error:  # Lightning's message names the option and its choices
             raise ValueError(f"trainer: {error}") from error
         for callback in trainer.checkpoint_callbacks:
             # The directory holds this run alone: its last.ckpt is replaced, also after the directory was moved.
@@ -192,7 +192,7 @@ class RefusionCLI(LightningCLI):
                 callback._enable_version_counter = False
             if isinstance(callback, ModelCheckpoint) and config["fast_dev_run"]:
                 callback.save_last = None  # Lightning saves it at the end all the same, in the working directory
-        if trainer.strategy._checkpoint_io is None:  # none that the user chose
+        if trainer.strategy._checkpoint_io is None:  # the user chose no plugin
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         return trainer
 
@@ -208,7 +208,7 @@ class RefusionCLI(LightningCLI):
         if "--trainer.precision" not in self._named:
             _choose_precision(config.trainer)
         limit = {"validate": "limit_val_batches"}.get(str(self.subcommand), f"limit_{self.subcommand}_batches")
-        has_batches = config.trainer.get(limit) != 0  # a fit has another limit, and says so if no step is done
+        has_batches = config.trainer.get(limit) != 0  # fit has limit_train_batches, and raises an error without steps
         require(has_batches, f"trainer.{limit}", "some batches", 0, "leave it out for all")
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
@@ -235,7 +235,7 @@ class RefusionCLI(LightningCLI):
             if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(num_threads)
         if self.subcommand == "fit":
-            _warn_of_a_busy_machine()
+            _warn_busy_machine()
 
     def _choose_directory(self, config: Namespace) -> None:
         """Choose and lock the run's directory; refuse a directory whose results would mix with the run's.
@@ -245,15 +245,15 @@ class RefusionCLI(LightningCLI):
         """
         folder = Path(config.runs_dir) / config.run_name
         directory = folder / (config.run_version or run_directory.next_version(folder))
-        goes_on = self.subcommand == "fit" and run_directory.continues(config, directory)
-        resumes = {"checkpoints": goes_on}
-        resumes["predictions"] = goes_on or (self.subcommand in ("test", "predict") and config.model.resume)
+        is_continued = self.subcommand == "fit" and run_directory.continues(config, directory)
+        resumes = {"checkpoints": is_continued}
+        resumes["predictions"] = is_continued or (self.subcommand in ("test", "predict") and config.model.resume)
         for results, pattern in (("checkpoints", "*.ckpt"), ("predictions", "predictions*.jsonl")):
             is_free = resumes[results] or not any(directory.rglob(pattern))
-            is_own = self.subcommand != "validate" and (results == "checkpoints") == (self.subcommand == "fit")
-            fix = "add --resume to continue it, or choose another name" if is_own else "choose another name"
+            can_resume = self.subcommand != "validate" and (results == "checkpoints") == (self.subcommand == "fit")
+            fix = "add --resume to continue it, or choose another name" if can_resume else "choose another name"
             require(is_free, "run_version", "a new run", f"{directory}, which holds {results}", fix)
-        if not goes_on:
+        if not is_continued:
             self._first_step = 0
         RefusionCLI.claim = run_directory.claim(directory)
         RefusionCLI.run_directory = directory
@@ -297,13 +297,13 @@ def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], pa
 
 
 def _find_file(message: str, args: Sequence[str], files: Iterable[Path]) -> str:
-    """Return ``FILE: `` for the config that has the option of an error; nothing if the command line has it."""
+    """Return ``FILE: `` for the config that contains an error's option; an empty text if the command line does."""
     option = re.match(r"(?:unknown option ')?([\w.]+)", message)
     name = option[1].rpartition(".")[2] if option else ""
     if not name or any(re.search(rf"\b{name}\b", arg) for arg in args):
         return ""
-    found = (f"{path}: " for path in reversed([*files]) if re.search(rf"\b{name}\b", path.read_text("utf-8")))
-    return next(found, "")
+    prefixes = (f"{path}: " for path in reversed([*files]) if re.search(rf"\b{name}\b", path.read_text("utf-8")))
+    return next(prefixes, "")
 
 
 def _read_decoder_files(args: Sequence[str]) -> list[str]:
@@ -363,13 +363,13 @@ def _choose_precision(trainer: Namespace) -> None:
 
 
 def _use_source(config: Namespace, source: str) -> None:
-    """Take architecture and tokenizer from a checkpoint or directory; all other options stay as given.
+    """Take architecture and tokenizer from a checkpoint or directory; all other options stay.
 
     Lightning loads the weights of a checkpoint from ``config.ckpt_path``. A directory becomes the backbone's source, so
     ``config.ckpt_path`` is set to ``None``.
 
     Raises:
-        ValueError: If it cannot be read, or not with the strategy of the config.
+        ValueError: If the source cannot be read, or cannot be read with the config's strategy.
     """
     backbone = config.model.backbone
     if is_checkpoint_file(source):
@@ -385,7 +385,7 @@ def _use_source(config: Namespace, source: str) -> None:
         )
         _use_template(config, metadata.prompt_template)
         stored = metadata.backbone_config()
-        # The module merges adapters when it loads a checkpoint; a sharded one is loaded in place, so it cannot.
+        # The module merges adapters when it loads a checkpoint, except sharded checkpoints, which load in place.
         parts = {"lora": stored.lora if is_sharded_checkpoint(source) else None, "drafter": stored.drafter}
         parts["block_drafter"] = stored.block_drafter
         parts = {name: part and Namespace(**asdict(part)) for name, part in parts.items()}
@@ -398,14 +398,14 @@ def _use_source(config: Namespace, source: str) -> None:
     )
     backbone.update(Namespace(source=source, config={}, lora=None, drafter=None, block_drafter=None))
     options = {"revision": backbone.revision, "checkpoint_format": backbone.checkpoint_format}
-    opened = ModelSource.open(source, option="ckpt_path", **options)
-    _use_template(config, opened.prompt_template)
-    if backbone.draft is None and opened.entry.get(HAS_DRAFTER):
-        backbone.draft = own_draft(source, backbone.revision, opened.entry)
+    model = ModelSource.open(source, option="ckpt_path", **options)
+    _use_template(config, model.prompt_template)
+    if backbone.draft is None and model.entry.get(HAS_DRAFTER):
+        backbone.draft = own_draft(source, backbone.revision, model.entry)
     config.ckpt_path = None  # Lightning reads checkpoints only; the backbone loads the directory
 
 
-def _warn_of_a_busy_machine() -> None:
+def _warn_busy_machine() -> None:
     """Warn if other programs use the processors that several threads would share.
 
     Threads wait for one another several times per layer, so a single thread that loses its processor stops all of them.
@@ -452,7 +452,7 @@ def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
 
 
 class _ParseOnly(RefusionCLI):
-    """Makes the parsers, and parses, seeds and builds nothing."""
+    """Creates the parsers, without parsing, seeding or building anything."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002
         self.config = Namespace(subcommand=None)
@@ -463,5 +463,5 @@ class _ParseOnly(RefusionCLI):
 
 
 def parse_only(*subcommand: str) -> RefusionCLI:
-    """Return the command line of the Trainer's subcommands, or of one, which has parsed and built nothing."""
+    """Return a command line that has parsers for the Trainer's subcommands, or a given subcommand, and no objects."""
     return _ParseOnly(subcommand)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any, Literal
 from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.data.examples import load_examples
-from refusion_lit.evaluation.predictions import as_line, check_writable, read_json_lines
+from refusion_lit.evaluation.predictions import check_writable, read_json_lines, write_predictions
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.tasks import CodeTask, Example, Task
 from refusion_lit.tasks.base import score_response
-from refusion_lit.utils.files import Fingerprint, atomic_writer, meta_path, read_fingerprint, write_json_atomically
+from refusion_lit.utils.files import read_fingerprint
 from refusion_lit.utils.require import require, require_at_least
 
 
@@ -31,8 +30,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--task", type=Task, required=True, sub_configs=True, help=task)
     split = "split of the task that the predictions answer"
     parser.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help=split)
-    scored = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
-    parser.add_argument("--output", type=str | None, default=None, help=scored)
+    output = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
+    parser.add_argument("--output", type=str | None, default=None, help=output)
     parser.add_argument("--overwrite", action="store_true", help="replace --output even if it holds something else")
     parser.add_argument("--num_workers", type=int, default=1, help="responses scored at the same time")
     parser.add_argument("--allow_code_execution", action="store_true",
@@ -41,10 +40,10 @@ def build_parser() -> OneLineParser:
 
 
 def run(args: list[str]) -> int:
-    """Score.
+    """Score a predictions file.
 
     Raises:
-        ValueError: If an option or a prediction is wrong, or code would run that is not allowed to.
+        ValueError: If an option or a prediction is wrong, or code would run without permission.
     """
     options = build_parser().parse(args)
     source = Path(options.predictions)
@@ -59,16 +58,16 @@ def run(args: list[str]) -> int:
         _ = task.sandbox.applied  # refuses to run code, or weak isolation, before anything else
     examples = {example.id: example for example in load_examples(task, options.split)}
     lines = read_json_lines(source, "predictions", texts=("id", "response"))
-    require(bool(lines), "predictions", "at least one prediction", f"an empty file {source}", "give another")
+    require(bool(lines), "predictions", "at least one prediction", f"an empty file {source}", "give another file")
     _check(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
         scores = list(pool.map(lambda line: score_response(task, examples[line["id"]], line["response"]), lines))
-    scored = (
+    new_lines = (
         {key: value for key, value in line.items() if key != "metrics"}
         | {"score": score, **({"metrics": metrics} if metrics else {})}
         for line, (score, metrics) in zip(lines, scores, strict=True)
     )
-    write_predictions(output, scored, read_fingerprint(source) or {})
+    write_predictions(output, new_lines, read_fingerprint(source) or {})
     figures: dict[str, float | int] = {
         "score": sum(score or 0.0 for score, _ in scores) / len(scores),
         "num_predictions": len(scores),
@@ -79,21 +78,6 @@ def run(args: list[str]) -> int:
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stderr.write(f"wrote {output}\n")
     return 0
-
-
-def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprint: Fingerprint) -> None:
-    """Write a complete predictions file with its fingerprint.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    with atomic_writer(file) as written:
-        written.write("".join(map(as_line, lines)).encode())
-        written.flush()
-        os.fsync(written.fileno())
-        # Last, but before the file gets its name: a kill must not leave it beside another file's fingerprint.
-        meta_path(file).unlink(missing_ok=True)
-    write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
 
 
 def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls in responses: how models write them, and how they are read while a response grows."""
+"""Tool calls in responses: formats in which models write calls, and a reader for growing responses."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ class CallPiece:
 class CallReader:
     """Splits a growing response into text and calls.
 
-    What only looks like a call remains text: JSON that does not parse, an unknown name, arguments that are no object.
-    White space before and after calls is dropped, other text is not.
+    Invalid calls remain text: JSON that does not parse, an unknown name, arguments that are no object. White space
+    before and after calls is dropped, other text is not.
 
     Args:
         tool_format: How the model writes calls.
         names: Names of the functions.
-        is_constrained: Whether the response consists of calls by construction. Arguments then come piece by piece;
-            otherwise, a call comes as a whole, because it may turn out to be text.
+        is_constrained: Whether a grammar forces calls. The reader then returns arguments piece by piece; otherwise, it
+            returns whole calls, because an incomplete call may turn out to be text.
 
     >>> reader = CallReader(FORMATS["hermes"], ["add"])
     >>> for text in ("Sum: <tool", '_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', " <tool_call> none"):
@@ -132,14 +132,14 @@ class CallReader:
         self.num_calls = 0
         self._next = self._next_constrained if is_constrained else self._next_free
         self._arguments: str | None = None  # of the call that is being read
-        text = tool_format
-        opening = f"{_loosen(text.begin)}|{_loosen(text.after_arguments + (text.between or text.end))}"
+        between = tool_format.after_arguments + (tool_format.between or tool_format.end)
+        opening = f"{_loosen(tool_format.begin)}|{_loosen(between)}"
         name = "|".join(sorted(map(re.escape, self._names), key=len, reverse=True))
-        after = _loosen(text.after_name)
-        self._head = re.compile(rf"\s*(?:{opening})\s*{_loosen(text.before_name)}({name}){after}")
+        before_name, after_name = map(_loosen, (tool_format.before_name, tool_format.after_name))
+        self._head = re.compile(rf"\s*(?:{opening})\s*{before_name}({name}){after_name}")
 
     def read(self, text: str, *, is_last: bool = False) -> list[str | CallPiece]:
-        """Return the text and the pieces of calls that are new; at the end of the response, nothing is held back."""
+        """Return new text and new pieces of calls; hold back what may become a call unless ``is_last``."""
         self._rest += text
         pieces: list[str | CallPiece] = []
         while (new := self._next(is_last)) is not None:
@@ -171,7 +171,7 @@ class CallReader:
         return [CallPiece(self.num_calls - 1, None, whole[len(before) : end])]
 
     def _next_free(self, is_last: bool) -> list[str | CallPiece] | None:
-        """Return the next text or calls of a response that may have both; ``None`` if there are none yet."""
+        """Return the next text or calls of a response; ``None`` if neither is complete yet."""
         start = self._find_start(is_last)
         text = self._rest[:start].rstrip()
         if not text and start == len(self._rest):
@@ -181,13 +181,13 @@ class CallReader:
             return [] if self.num_calls else [text]
         if not text:
             try:
-                found = self._parse(start, is_last)
+                result = self._parse(start, is_last)
             except (ValueError, RecursionError):
                 text = self._rest[: start + len(self._format.marker)] if self._format.marker else self._rest
             else:
-                if found is None:
+                if result is None:
                     return None
-                calls, end = found
+                calls, end = result
                 self._rest = self._rest[end:]
                 self.num_calls += len(calls)
                 first = self.num_calls - len(calls)
@@ -205,14 +205,15 @@ class CallReader:
         start = text.find(marker)
         if start >= 0:
             return start
-        held = (n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n]))
-        return len(text) - (0 if is_last else next(held, 0))
+        # The text may end with a part of the marker, which is held back.
+        sizes = (n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n]))
+        return len(text) - (0 if is_last else next(sizes, 0))
 
     def _parse(self, start: int, is_last: bool) -> tuple[list[tuple[str, str]], int] | None:
-        """Return the calls that begin at a place, and where they end; ``None`` if the text is not complete.
+        """Return the calls that begin at ``start``, and the index of their end; ``None`` if they are not complete yet.
 
         Raises:
-            ValueError: If there are no calls.
+            ValueError: If there are no valid calls.
         """
         text, marker, closing = self._rest, self._format.marker, self._format.closing
         place = start + len(marker)
@@ -222,8 +223,8 @@ class CallReader:
             values, end = self._decode(place)
         except json.JSONDecodeError as error:
             # The closing text may stand within a string of the arguments.
-            closed = text.find(closing, place) if closing else -1
-            has_ended = is_last or ("Unterminated" not in error.msg and error.pos <= closed)
+            closing_at = text.find(closing, place) if closing else -1
+            has_ended = is_last or ("Unterminated" not in error.msg and error.pos <= closing_at)
             if has_ended or not re.match(r"\s*([\[{]|\Z)" if self._format.before_name else "", text[place:]):
                 raise
             return None
@@ -238,7 +239,7 @@ class CallReader:
         return (calls, len(text)) if is_last else None
 
     def _decode(self, place: int) -> tuple[list[Any], int]:
-        """Return the JSON values of calls that begin at a place, and where they end."""
+        """Return the JSON values of calls that begin at ``place``, and the index of their end."""
         decoder = json.JSONDecoder(parse_constant=_refuse_constant)
         values: list[Any] = []
         while True:
@@ -251,13 +252,13 @@ class CallReader:
             if name is not None:
                 return [{"name": name.strip(), "arguments": value}], place
             values += value if isinstance(value, list) else [value]
-            following = re.match(r"\s*;", self._rest[place:])
-            if following is None:
+            separator = re.match(r"\s*;", self._rest[place:])
+            if separator is None:
                 return values, place
-            place += following.end()
+            place += separator.end()
 
     def _check(self, value: Any) -> tuple[str, str]:  # noqa: ANN401 - any JSON value
-        """Return name and arguments of a call.
+        """Return a call's name, and its arguments as JSON text.
 
         Raises:
             ValueError: If the value is no call of a known function with an object as arguments.
@@ -274,9 +275,10 @@ class CallReader:
 
 
 def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and infinities, which Python's JSON reader accepts."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _loosen(text: str) -> str:
-    """Return a pattern of a text that allows white space between words and around brackets."""
+    """Return a regular expression for a text with any white space between words and around brackets."""
     return r"\s*".join(map(re.escape, re.findall(r"[{}\[\]]|[^\s{}\[\]]+", text)))

@@ -20,6 +20,7 @@ from refusion_lit.types import SamplingParams
 from refusion_lit.utils.files import (
     Fingerprint,
     acquire_lock,
+    atomic_writer,
     check_fingerprint,
     meta_path,
     prompts_fingerprint,
@@ -116,7 +117,7 @@ def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = N
         source: A file that the command reads, if any.
 
     Raises:
-        ValueError: If it holds something else or is a directory, or its directory does not exist.
+        ValueError: If the file has other contents or is a directory, or its directory does not exist.
     """
     require(file.suffix != ".gz", "output", "a name without .gz, as it is not compressed", str(file), "rename it")
     is_kind = overwrite or read_fingerprint(file) is not None
@@ -128,7 +129,7 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
 
     Args:
         file: The file.
-        option: The option that names it, for messages.
+        option: The option that names the file, for messages.
         texts: Keys that every object must have, with texts as values.
 
     Raises:
@@ -142,6 +143,22 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
         return [dict(row.require_values()) for row in rows]
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from error
+
+
+def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprint: Fingerprint) -> None:
+    """Write a complete predictions file with its fingerprint.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    with atomic_writer(file) as output:
+        output.write("".join(map(as_line, lines)).encode())
+        output.flush()
+        os.fsync(output.fileno())
+        # Now the lines are on disk, and the file gets its name when the block ends. If the process is killed before it
+        # writes the new fingerprint, the file must not have the old one.
+        meta_path(file).unlink(missing_ok=True)
+    write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
 
 
 class PredictionsFile:

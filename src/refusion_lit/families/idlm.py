@@ -67,7 +67,7 @@ class StridedState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class IntrospectiveStrided(Decoder):
-    """Verifies drafts and makes the next drafts in one forward; the text is that of :class:`Autoregressive`.
+    """Verifies drafts and makes the next drafts in a single forward, with the text of :class:`Autoregressive`.
 
     A forward feeds the last token, ``stride`` - 1 drafts and ``stride`` - 1 masks, with causal attention. A draft holds
     if the position before it predicts the same token. If all drafts hold, the forward adds them and the token after

@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion (arXiv 2607.05722): causal text, after which a block of masks sees all of itself.
+"""Nemotron-Labs-Diffusion (arXiv 2607.05722): causal text, then a block of masks that see one another.
 
 The decoders ``CausalBlockDiffusion`` and ``LinearSpeculation``, the objective ``CausalBlockMasked``, and the format of
 the published checkpoints: a Ministral 3 under other names. ``Autoregressive`` is the third mode.
@@ -39,7 +39,7 @@ _NEXT_TOKEN = Autoregressive()
 @dataclass(frozen=True, kw_only=True)
 class _NemotronFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a config; ``block_size``, the block of the training, is that of the default decoder."""
+        """Convert a config; the default decoder uses the ``block_size`` of the training."""
         options = super().library_options(values)
         rope = values.get("rope_parameters") or values.get("rope_scaling")
         for name in _ROPE if rope is not None else ():
@@ -111,13 +111,13 @@ class _BlockOfMasks(Decoder):
         return super().begin(prompt, sampling, special_tokens)
 
     def _exceeds_thinking(self, tokens: Sequence[int], num_tokens: int) -> bool:
-        """Return whether a response of ``num_tokens`` is too long for one that thinks to the end of ``tokens``."""
+        """Return whether ``num_tokens`` exceeds the thinking budget while ``tokens`` have no end of the thinking."""
         limit = self.max_thinking_tokens
         return limit is not None and num_tokens > limit and self.end_think_token_id not in tokens
 
 
-def _block_branch(state: RowState, block: Sequence[int], drawn: Sequence[int]) -> Branch:
-    """Return a block after the cached text, in which all tokens see each other; tokens are drawn at some offsets."""
+def _block_branch(state: RowState, block: Sequence[int], mask_offsets: Sequence[int]) -> Branch:
+    """Return a branch that feeds a block with bidirectional attention and samples tokens at its masks."""
     start = state.num_cached
     return Branch(
         tokens=block,
@@ -125,12 +125,12 @@ def _block_branch(state: RowState, block: Sequence[int], drawn: Sequence[int]) -
         order=[0] * len(block),
         visible=((0, start),),
         write_at=start,
-        draft_at=drawn,
+        draft_at=mask_offsets,
     )
 
 
 def _sure_or_best(probabilities: Sequence[float], threshold: float | None) -> list[int]:
-    """Return the indices of all probabilities of at least ``threshold``, or of the highest one if there is none."""
+    """Return the indices of all probabilities of at least ``threshold``, or else the index of the highest."""
     sure = [] if threshold is None else [i for i, value in enumerate(probabilities) if value >= threshold]
     return sure or most_certain(probabilities, 1)
 
@@ -139,8 +139,8 @@ def _sure_or_best(probabilities: Sequence[float], threshold: float | None) -> li
 class CausalBlockDiffusion(_BlockOfMasks):
     """Fills blocks of masks after causal text; the text predicts the first token of the next block.
 
-    Blocks are counted from the start of the response. A forward feeds the block, in which all tokens see each other,
-    after the cached text. It fills the masks of at least ``threshold`` probability, or the most probable mask. When a
+    Blocks are counted from the start of the response. A forward feeds the block with bidirectional attention after the
+    cached text. It fills the masks of at least ``threshold`` probability, or the most probable mask. When a
     block is full, it is fed once more, with causal attention: for the cache, and for the first token of the next block.
 
     Source: ``generate`` of Nemotron-Labs-Diffusion (arXiv 2607.05722). Deliberate differences: the last block is not
@@ -167,7 +167,7 @@ class CausalBlockDiffusion(_BlockOfMasks):
     causal_context: bool = True
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return all common tokens but the prompt's last; none if all of the prompt sees all of it."""
+        """Return the number of common tokens without the prompt's last token; 0 without ``causal_context``."""
         return super().num_shareable(prompt_length, num_common) if self.causal_context else 0
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
@@ -186,15 +186,15 @@ class CausalBlockDiffusion(_BlockOfMasks):
             if state.num_committed > num_committed:
                 return  # perhaps an EOS token, or the whole block
         block = text_between(state, start, start + self.block_size)
-        masked = [position - start for position in masked_in(state, start, start + self.block_size)]
+        mask_offsets = [position - start for position in masked_in(state, start, start + self.block_size)]
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
-        branch = _block_branch(state, block, masked)
+        branch = _block_branch(state, block, mask_offsets)
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         chosen = _sure_or_best(reading.probabilities, self.threshold)
-        state.commit([place + masked[i] for i in chosen], [reading.tokens[i] for i in chosen])
+        state.commit([place + mask_offsets[i] for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _begin_block(self, state: RowState, place: int) -> Steps[None]:
-        """Cache the text before a block; commit the block's first token, and a due end of the thinking."""
+        """Cache the text before a block; commit the block's first token, and the end of the thinking if it is due."""
         start = state.prompt_length + place
         causal = self.causal_context
         order = None if causal else [0] * (start - state.num_cached)
@@ -202,21 +202,21 @@ class CausalBlockDiffusion(_BlockOfMasks):
         draw = Draw(sampling=state.sampling, with_probability=False)
         [reading] = yield Forward(phase="store" if place else "prefill", branches=(branch,), draw=draw)
         state.num_cached = start
-        first = dict.fromkeys([place], reading.tokens[0]) if causal else {}
+        tokens = {place: reading.tokens[0]} if causal else {}
         if self._exceeds_thinking(state.tokens[:place], place + self.block_size):
             assert self.max_thinking_tokens is not None
             assert self.end_think_token_id is not None
-            first[max(place, self.max_thinking_tokens)] = self.end_think_token_id
-        state.commit([*first], [*first.values()])
+            tokens[max(place, self.max_thinking_tokens)] = self.end_think_token_id
+        state.commit([*tokens], [*tokens.values()])
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpeculation(_BlockOfMasks):
-    """Drafts a block in both directions and verifies it causally; the text is that of :class:`Autoregressive`.
+    """Drafts a block with bidirectional attention and verifies it causally, with the text of :class:`Autoregressive`.
 
-    A round feeds the last token and ``block_size`` - 1 masks, all of which see each other. The filled block is fed
-    again with causal attention. The drafts that equal the model's next tokens are kept, and so is the token after them.
-    With a temperature, drafts and verification share noise, so that sampled text is the sequential decoder's, too.
+    A round feeds the last token and ``block_size`` - 1 masks, which see one another. The filled block is fed again with
+    causal attention. Drafts that equal the model's next tokens are accepted, and the model's token after them is added.
+    With a temperature, drafts and verification share noise, so that sampled text equals the sequential decoder's text.
 
     Source: ``linear_spec_generate`` of Nemotron-Labs-Diffusion (arXiv 2607.05722). Deliberate differences: the response
     has at most ``max_new_tokens``; the token that ends the thinking is written, once. A thinking budget makes the text
@@ -241,21 +241,21 @@ class LinearSpeculation(_BlockOfMasks):
         return self._round(state) if state.committed else _NEXT_TOKEN.step(state)
 
     def _round(self, state: RowState) -> Steps[None]:
+        """Draft a block, verify it, and commit the accepted drafts and the model's token after them."""
         place = state.num_committed
-        state.num_cached = state.prompt_length + place - 1
+        start = state.num_cached = state.prompt_length + place - 1
         block = [state.tokens[place - 1], *[state.mask_token_id] * (self.block_size - 1)]
-        masked = [*range(1, self.block_size)]
-        while masked:
-            # The noise at a position is that of the verification.
+        mask_offsets = [*range(1, self.block_size)]
+        while mask_offsets:
+            # Without a round, noise depends on the position alone, so the verification draws with the same noise.
             draw = Draw(sampling=state.sampling, with_probability=self.threshold > 0)
-            branch = _block_branch(state, block, masked)
+            branch = _block_branch(state, block, mask_offsets)
             [reading] = yield Forward(phase="draft", branches=(branch,), draw=draw)
-            every = range(len(masked))
-            chosen = every if self.threshold == 0 else _sure_or_best(reading.probabilities, self.threshold)
+            indices = range(len(mask_offsets))
+            chosen = indices if self.threshold == 0 else _sure_or_best(reading.probabilities, self.threshold)
             for i in chosen:
-                block[masked[i]] = reading.tokens[i]
-            masked = [offset for i, offset in enumerate(masked) if i not in chosen]
-        start = state.num_cached
+                block[mask_offsets[i]] = reading.tokens[i]
+            mask_offsets = [mask_offsets[i] for i in indices if i not in chosen]
         branch = Branch(
             tokens=block,
             positions=range(start, start + len(block)),
@@ -266,15 +266,15 @@ class LinearSpeculation(_BlockOfMasks):
         )
         draw = Draw(sampling=state.sampling, with_probability=False)
         [reading] = yield Forward(phase="verify", branches=(branch,), draw=draw)
-        drafts = [*block[1:], None]
-        num_right = next(i for i, draft in enumerate(drafts) if draft != reading.tokens[i])
-        added = [*up_to_eos(state, reading.tokens[: num_right + 1])]
-        text = [*state.tokens[:place], *added]
-        if state.first_eos(added) is None and self._exceeds_thinking(text, len(text)):
+        drafts = [*block[1:], None]  # None equals no token and so ends the accepted drafts
+        num_accepted = next(i for i, draft in enumerate(drafts) if draft != reading.tokens[i])
+        tokens = [*up_to_eos(state, reading.tokens[: num_accepted + 1])]
+        text = [*state.tokens[:place], *tokens]
+        if state.first_eos(tokens) is None and self._exceeds_thinking(text, len(text)):
             assert self.end_think_token_id is not None
-            added[-1] = self.end_think_token_id
-        added = added[: len(state.tokens) - place]
-        state.commit(range(place, place + len(added)), added)
+            tokens[-1] = self.end_think_token_id
+        tokens = tokens[: len(state.tokens) - place]
+        state.commit(range(place, place + len(tokens)), tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,9 +326,9 @@ class CausalBlockMasked(Objective):
         num_tokens = batch.input_ids.shape[1]
         probability = mask_probability(noise, _EPS, mask_ratio)[:, None]
         is_masked = batch.in_response & (noise.uniform("token_mask", num_tokens) < probability)
-        following = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
-        labels = torch.cat((batch.input_ids.where(is_masked, IGNORE_INDEX), following), 1)
-        weights = torch.cat(((1 / probability).where(is_masked, 0.0), (following != IGNORE_INDEX).double()), 1)
+        next_ids = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
+        labels = torch.cat((batch.input_ids.where(is_masked, IGNORE_INDEX), next_ids), 1)
+        weights = torch.cat(((1 / probability).where(is_masked, 0.0), (next_ids != IGNORE_INDEX).double()), 1)
         count = (is_masked.sum() + batch.response_lengths.sum()).float()
         noisy = batch.input_ids.masked_fill(is_masked, required_mask_id(self, special_tokens))
         return CorruptedBatch(
@@ -336,7 +336,7 @@ class CausalBlockMasked(Objective):
             position_ids=batch.positions.repeat(2).expand_as(labels),
             labels=labels,
             weights=weights.float(),
-            terms=F.pad(torch.zeros_like(following), (0, num_tokens), value=1),
+            terms=F.pad(torch.zeros_like(next_ids), (0, num_tokens), value=1),
             counts=torch.stack((count, count)),
             visible=three_part_ranges(num_tokens, self.block_size, batch.ends, causal="clean"),
             is_masked=F.pad(is_masked, (0, num_tokens)),

@@ -22,8 +22,8 @@ from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_know
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights, dispatch_inference
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
-from refusion_lit.modeling.library import library_states
 from refusion_lit.modeling.lora import Adapters
+from refusion_lit.modeling.transformers_forward import library_states
 from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.types import ModelTraits, SpecialTokens
 

@@ -28,7 +28,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 )
 
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.library import LibraryCache
+from refusion_lit.modeling.transformers_forward import LibraryCache
 from refusion_lit.modeling.visibility import AttentionMask, as_mask
 from refusion_lit.modeling.weights import stored_shapes, weights_digest
 from refusion_lit.utils.errors import error_reason

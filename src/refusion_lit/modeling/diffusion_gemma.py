@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.models.diffusion_gemma import modeling_diffusion_gemma as library
 
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.library import LibraryCache, layer_masks
+from refusion_lit.modeling.transformers_forward import LibraryCache, layer_masks
 from refusion_lit.modeling.visibility import AttentionMask
 
 VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")

@@ -31,7 +31,7 @@ from refusion_lit.modeling.block_drafter import (
     is_block_drafter,
     load_block_drafter,
 )
-from refusion_lit.modeling.library import library_mask
+from refusion_lit.modeling.transformers_forward import library_mask
 from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import error_reason

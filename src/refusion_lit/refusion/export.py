@@ -24,8 +24,8 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
     """Return the prompt and the response [1, token].
 
     Args:
-        inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
-        generation_config: Options that are not in ``kwargs``; by default the model's.
+        inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` has the same meaning.
+        generation_config: Options that are not in ``kwargs``; by default the model's generation config.
         model: A causal model trained with the hybrid objective, with ``mask_token_id`` in its config.
         kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` without
             zeros, and a ``streamer``, which receives the response as it becomes final.
@@ -33,8 +33,8 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
     Raises:
         ValueError: If there is a second prompt, the prompt is too long, or an option is unknown.
     """
-    asked = settings(model, generation_config, kwargs)
-    ids, limit, eos = request(model, inputs, asked, kwargs)
+    values = settings(model, generation_config, kwargs)
+    ids, limit, eos = request(model, inputs, values, kwargs)
     options = {**OPTIONS, **(getattr(model.generation_config, "refusion", None) or {})}
     unknown = {*options} - {*OPTIONS, "vocab_size", "unused_token_ids"}
     if unknown or min(options["slot_size"], options["num_serial_blocks"]) < 1:
@@ -44,7 +44,15 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
 
 
 class _Decoding:
-    """A prompt in flight. The cache contains the prompt and all accepted tokens, in the order of acceptance."""
+    """A prompt in flight. The cache contains the prompt and all accepted tokens, in the order of acceptance.
+
+    Attributes:
+        limit: Maximum number of tokens in the response.
+        size: Tokens per slot.
+        text: Accepted tokens by place, which is an index in the response.
+        remaining: Slots of the current block that are not filled yet.
+        has_ended: Whether an EOS token is accepted.
+    """
 
     def __init__(self, model: Any, prompt: list[int], limit: int, options: dict[str, Any], eos: set[int]) -> None:
         self.model = model
@@ -54,12 +62,12 @@ class _Decoding:
         self.size = options["slot_size"]
         self.cache = DynamicCache(config=model.config)
         self.text = {}
-        self.ended = False
+        self.has_ended = False
         self.mask = model.config.mask_token_id
         self.eos = eos
         pad = model.config.pad_token_id
-        never = {self.mask, pad, *options.get("unused_token_ids", ())}
-        self.banned = [token for token in never - self.eos if token is not None]
+        excluded = {self.mask, pad, *options.get("unused_token_ids", ())}
+        self.banned = [token for token in excluded - self.eos if token is not None]
         self.vocab_size = options.get("vocab_size") or model.config.vocab_size
 
     def run(self, streamer: Any = None) -> list[int]:
@@ -76,7 +84,7 @@ class _Decoding:
                 response += new
                 if streamer is not None and new:
                     streamer.put(torch.tensor(new))
-            if self.ended or (block + 1) * block_slots * self.size >= self.limit:
+            if self.has_ended or (block + 1) * block_slots * self.size >= self.limit:
                 break
         return response
 
@@ -110,15 +118,18 @@ class _Decoding:
             self.cache.crop(-num_tokens)
 
     def best(self, logits: torch.Tensor) -> list[int]:
+        """Return the most probable tokens that may be written."""
         logits = logits.clone()
         logits[:, self.banned] = -torch.inf
-        logits[:, self.vocab_size :] = -torch.inf  # rows of no token
+        logits[:, self.vocab_size :] = -torch.inf  # padding rows of the LM head
         return logits.argmax(-1).tolist()
 
     def places(self, slots: list[int]) -> list[int]:
+        """Return the indices of the slots' tokens in the response."""
         return [slot * self.size + i for slot in slots for i in range(self.size)]
 
-    def at(self, slots: list[int]) -> list[int]:
+    def positions(self, slots: list[int]) -> list[int]:
+        """Return the position ids of the slots' tokens."""
         return [len(self.prompt) + place for place in self.places(slots)]
 
     def round(self) -> None:
@@ -126,29 +137,31 @@ class _Decoding:
         drafts, chosen = self.plan()
         size = self.size
         tokens = [token for slot in chosen for token in drafts[slot]]
-        logits = self.forward(tokens, self.at(chosen), keep=len(tokens))
-        passes = [i % size == 0 or self.passes(logits[i - 1], token) for i, token in enumerate(tokens)]
-        length = passes.index(False) if False in passes else len(tokens)
+        logits = self.forward(tokens, self.positions(chosen), keep=len(tokens))
+        is_accepted = [i % size == 0 or self.passes(logits[i - 1], token) for i, token in enumerate(tokens)]
+        length = is_accepted.index(False) if False in is_accepted else len(tokens)
         end = next((i for i in range(length) if tokens[i] in self.eos), None)
-        taken = length // size * size if end is None else end + 1
-        self.forget(len(tokens) - taken)
-        if taken:
-            self.text.update(zip(self.places(chosen)[:taken], tokens[:taken], strict=True))
-            self.drop(chosen[: -(-taken // size)], end is not None)
+        num_accepted = length // size * size if end is None else end + 1
+        self.forget(len(tokens) - num_accepted)
+        if num_accepted:
+            self.text.update(zip(self.places(chosen)[:num_accepted], tokens[:num_accepted], strict=True))
+            self.drop(chosen[: -(-num_accepted // size)], end is not None)
             return
-        prefixes = [[*passes[i : i + size], False].index(False) for i in range(0, len(tokens), size)]
+        prefixes = [[*is_accepted[i : i + size], False].index(False) for i in range(0, len(tokens), size)]
         self.fill(chosen, [drafts[slot] for slot in chosen], prefixes)
 
     def drop(self, slots: list[int], ends: bool) -> None:
+        """Remove filled slots from the remaining slots, and all later slots if the text ends."""
         self.remaining = [s for s in self.remaining if s not in slots and not (ends and s > slots[-1])]
-        self.ended = self.ended or ends
+        self.has_ended = self.has_ended or ends
 
     def passes(self, logits: torch.Tensor, token: int) -> bool:
+        """Return whether a token's probability is above the threshold."""
         return float(logits.softmax(-1)[token]) > self.options["token_threshold"]
 
     def plan(self) -> tuple[dict[int, list[int]], list[int]]:
         """Draft all remaining slots; choose slots above the threshold, or the most confident slot."""
-        logits = self.forward([self.mask] * (len(self.remaining) * self.size), self.at(self.remaining))
+        logits = self.forward([self.mask] * (len(self.remaining) * self.size), self.positions(self.remaining))
         tokens = self.best(logits)
         drafts = {slot: tokens[i * self.size : (i + 1) * self.size] for i, slot in enumerate(self.remaining)}
         first = logits[:: self.size].softmax(-1)
@@ -159,13 +172,13 @@ class _Decoding:
     def fill(self, slots: list[int], drafts: list[list[int]], accepted: list[int]) -> None:
         """Fill in slots in turn, every slot after the context alone, until all are full or the text ends."""
         ends = [False] * len(slots)
-        seen = 0  # tokens that all slots have had accepted before the last round
+        num_checked = 0  # tokens per slot that were searched for EOS
         while any(n < self.size and not end for n, end in zip(accepted, ends, strict=True)):
             for i, slot in enumerate(slots):
                 if accepted[i] == self.size or ends[i]:
                     continue
                 n = accepted[i]
-                positions = self.at([slot])
+                positions = self.positions([slot])
                 logits = self.forward(drafts[i][:n] + [self.mask] * (self.size - n), positions)
                 drafts[i] = drafts[i][:n] + self.best(logits[n:])
                 logits = self.forward(drafts[i], positions)
@@ -173,27 +186,27 @@ class _Decoding:
                 while accepted[i] < self.size and self.passes(logits[accepted[i] - 1], drafts[i][accepted[i]]):
                     accepted[i] += 1
             for i in range(len(slots)):
-                end = next((j for j in range(seen, accepted[i]) if drafts[i][j] in self.eos), None)
+                end = next((j for j in range(num_checked, accepted[i]) if drafts[i][j] in self.eos), None)
                 if end is not None:
                     accepted[i] = end + 1
                     ends[i] = True
                     for values in (slots, drafts, accepted, ends):
                         del values[i + 1 :]
                     break
-            seen = max(min(self.size if end else n for n, end in zip(accepted, ends, strict=True)) - 1, 0)
+            num_checked = max(min(self.size if end else n for n, end in zip(accepted, ends, strict=True)) - 1, 0)
         self.store(slots, [tokens[:n] for tokens, n in zip(drafts, accepted, strict=True)])
         self.drop(slots, ends[-1])
 
     def store(self, slots: list[int], rows: list[list[int]]) -> None:
         """Append filled slots to the context; a slot's KV cache entries see the old context and the slot only."""
         length = self.cache.get_seq_length()
-        kept = []
+        entries = []
         layers: Any = self.cache.layers
         for slot, tokens in zip(slots, rows, strict=True):
-            self.forward(tokens, self.at([slot])[: len(tokens)], keep=len(tokens))
-            kept.append([(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in layers])
+            self.forward(tokens, self.positions([slot])[: len(tokens)], keep=len(tokens))
+            entries.append([(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in layers])
             self.forget(len(tokens))
             self.text.update(zip(self.places([slot]), tokens, strict=False))
-        for number, parts in enumerate(zip(*kept, strict=True)):
+        for number, parts in enumerate(zip(*entries, strict=True)):
             keys, values = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
             self.cache.update(keys, values, number)

@@ -1,4 +1,7 @@
-"""Training on the states from which ReFusion's decoder plans: mask windows after many places in a text."""
+"""The objective ``MaskWindows``, which trains the plans of ReFusion's decoder.
+
+The decoder plans by feeding masks after a prefix of the response. Training does the same after many prefixes at once.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class MaskWindows(Objective):
-    """Predicts mask windows from all text before them, and the response from left to right.
+    """Predicts windows of masks from the text before them, and the response from left to right.
 
-    A row contains prompt and response in text order, then a mask for every response token, cut into windows. A mask
-    sees the text before its window and the masks before it in the window. ReFusion's decoder shows a mask the same when
-    it plans after a complete prefix. A forward over the text therefore trains plans for all its prefixes, while
-    :class:`Hybrid` trains one plan per forward. The terms are ``ar``, the mean over all labelled text tokens, and
+    A row contains prompt and response in text order, then a mask for every response token. The masks are cut into
+    windows. A mask sees the text before its window and the earlier masks of the window, as in a plan of ReFusion's
+    decoder after a complete prefix. A forward over the row therefore trains a plan for every window, while
+    :class:`Hybrid` trains a single plan per forward. The terms are ``ar``, the mean over all labelled text tokens, and
     ``mdm``, the mean over all masks, weighted by ``decay``.
 
     Train on text that the model itself generates: the model's own next-token predictions verify a plan.
@@ -41,12 +44,12 @@ class MaskWindows(Objective):
             window is shorter.
         decay: The mask at offset k of a window has weight decay^k, in (0, 1]: a draft counts only if all drafts before
             it are accepted.
-        mdm_weight: The masks' term's coefficient, at least 0.
-        ar_weight: The next-token term's coefficient, at least 0.
+        mdm_weight: Coefficient of the term ``mdm``, at least 0.
+        ar_weight: Coefficient of the term ``ar``, at least 0.
     """
 
     trained = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    """As for :class:`Hybrid`: causal attention; masks predict themselves, clean tokens the next token."""
+    """Like :class:`Hybrid`: causal attention; masks predict themselves, clean tokens the next token."""
 
     ranges = {"window": 1, "num_tilings": 1, "decay": "(0, 1]", "mdm_weight": 0.0, "ar_weight": 0.0}
     window: int = 8
@@ -69,29 +72,33 @@ class MaskWindows(Objective):
         ids = batch.input_ids
         in_response = batch.in_response
         num_text = ids.shape[1]
+        # Indices in the response: of the masks, and of the first mask in the window of a mask.
         place = torch.arange(int(batch.response_lengths.max().cpu()), device=ids.device)
         offset = (noise.uniform("window", self.num_tilings) * self.window).long()[..., None]
-        first = ((place - offset).div(self.window, rounding_mode="floor") * self.window + offset).clamp(min=0)
-        first = rearrange(first, "batch tiling mask -> batch (tiling mask)")
+        window_start = ((place - offset).div(self.window, rounding_mode="floor") * self.window + offset).clamp(min=0)
+        window_start = rearrange(window_start, "batch tiling mask -> batch (tiling mask)")
         place = repeat(place, "mask -> (tiling mask)", tiling=self.num_tilings)
+        offset_in_window = place - window_start
         is_mask = place < batch.response_lengths[:, None]
         starts = batch.prompt_lengths[:, None]
         position = (starts + place).where(is_mask, num_text)
 
-        following = shift_left(ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX).where(in_response, IGNORE_INDEX)
+        next_ids = shift_left(ids.where(in_response, IGNORE_INDEX), IGNORE_INDEX).where(in_response, IGNORE_INDEX)
         masked_ids = ids.gather(1, position.clamp(max=num_text - 1)).where(is_mask, IGNORE_INDEX)
-        text_weights = (following != IGNORE_INDEX).double()
-        mask_weights = (self.decay ** (place - first).double()).where(is_mask, 0.0)
+        text_weights = (next_ids != IGNORE_INDEX).double()
+        mask_weights = (self.decay ** offset_in_window.double()).where(is_mask, 0.0)
         masks = torch.full_like(position, mask_token_id).where(is_mask, special_tokens.pad_token_id)
         return CorruptedBatch(
             input_ids=torch.cat((ids, masks), 1),
             position_ids=torch.cat((batch.positions.expand_as(ids), position), 1),
-            labels=torch.cat((following, masked_ids), 1),
+            labels=torch.cat((next_ids, masked_ids), 1),
             weights=torch.cat((text_weights, mask_weights), 1).float(),
             terms=F.pad(torch.ones_like(masked_ids), (num_text, 0)),
             counts=torch.stack((text_weights.double().sum(), mask_weights.double().sum())),
-            visible=text_then_masks(num_text, (starts + first).where(is_mask, 0), (place - first).where(is_mask, 0)),
+            visible=text_then_masks(
+                num_text, (starts + window_start).where(is_mask, 0), offset_in_window.where(is_mask, 0)
+            ),
             is_masked=F.pad(is_mask, (num_text, 0)),
             is_real=torch.cat((batch.is_real, is_mask), 1),
-            draft_offsets=F.pad((place - first).where(is_mask, -1), (num_text, 0), value=-1),
+            draft_offsets=F.pad(offset_in_window.where(is_mask, -1), (num_text, 0), value=-1),
         )

@@ -28,7 +28,7 @@ class ScoredPrediction:
 
     @property
     def example(self) -> tuple[str, str | None]:
-        """Prompt and reference. They tell examples with equal ids apart, as another data seed keeps the ids."""
+        """Prompt and reference, which identify an example. Ids do not, because every data seed has the same ids."""
         return self.prompt, self.reference
 
 
@@ -39,7 +39,7 @@ class Run:
     Attributes:
         name: The run's directory, relative to the report's argument.
         source: The argument's unique name.
-        results: ``results.json``.
+        results: Content of ``results.json``.
         options: The point's options that its sweep varies; empty outside a sweep.
         predictions: Predictions by decoder and prompt id; a decoder without a predictions file has an empty mapping.
     """
@@ -56,7 +56,7 @@ class Run:
 
         Args:
             directory: The run's directory.
-            results: Its ``results.json``.
+            results: Content of the run's ``results.json``.
             predictions: Predictions by decoder and prompt id.
         """
         results = parse_results(results, directory / RESULTS) or {}
@@ -109,7 +109,7 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
 def _list_files(folder: Path, name: str) -> list[Path]:
     """Return all files with a name below a directory in path order, within a sweep in point order.
 
-    Points that the sweep no longer has are left out.
+    Points that are no longer in the sweep are left out.
     """
     numbers = {
         path.parent / "points" / str(identity): f"{number:09d}"
@@ -126,6 +126,7 @@ def _list_files(folder: Path, name: str) -> list[Path]:
 
 
 def _read_run(folder: Path, argument: Path, source: str, results: dict[str, Any], notes: list[str]) -> Run:
+    """Create the run in a directory; add notes on missing predictions."""
     name = str(folder.relative_to(argument)) if folder != argument else argument.resolve().name
     predictions = read_all_scores(folder, results, notes)
     for decoder, answers in predictions.items():
@@ -154,7 +155,7 @@ def _read_options(point: Path) -> dict[str, Any]:
 
 
 def _note_failed_points(directory: Path) -> list[str]:
-    """Return a note for each failed point."""
+    """Return a note per failed point."""
     notes = []
     for path in _list_files(directory, "outcome.json"):
         outcome = read_object(path)
@@ -167,11 +168,11 @@ def _note_failed_points(directory: Path) -> list[str]:
 
 
 def read_all_scores(folder: Path, results: dict[str, Any], notes: list[str]) -> dict[str, dict[str, ScoredPrediction]]:
-    """Return a run's predictions by decoder, and replace the scores in its results if all predictions are there.
+    """Return a run's predictions by decoder; recompute the scores in its results where no prediction is missing.
 
     Args:
         folder: The run's directory.
-        results: Its ``results.json``, which is changed.
+        results: Content of the run's ``results.json``, which is changed.
         notes: Notes for the reader are appended here.
     """
     predictions = {}
@@ -227,6 +228,11 @@ def parse_predictions(lines: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPre
 
 
 def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:
+    """Return the prompt id and the prediction on a line.
+
+    Raises:
+        ValueError: If a value is out of range; other types for missing values or wrong types.
+    """
     score = float(values["score"] or 0.0)  # a missing score counts as 0, as in the metrics
     num_tokens = int(values["num_tokens"])
     num_forwards = int(values["num_forwards"])

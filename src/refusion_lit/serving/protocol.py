@@ -93,11 +93,11 @@ class ResponseFormat(_Strict):
         Raises:
             ValueError: If the type is json_schema and the schema is missing, or the other way round.
         """
-        given = self.json_schema and self.json_schema.schema_
+        schema = self.json_schema and self.json_schema.schema_
         fits = (self.json_schema is not None) == (self.type == "json_schema")
         expected = "a schema if the type is json_schema, and none otherwise"
-        require(fits, "response_format.json_schema", expected, given, "change the type or the schema")
-        return {"type": "object"} if self.type == "json_object" else given
+        require(fits, "response_format.json_schema", expected, schema, "change the type or the schema")
+        return {"type": "object"} if self.type == "json_object" else schema
 
 
 class BaseRequest(_Strict):
@@ -222,21 +222,21 @@ class Tool(_Strict):
     type: Literal["function"]
     function: Function
 
-    _given: dict[str, Any] = PrivateAttr()
+    _fields: dict[str, Any] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
     def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:  # noqa: ANN401 - any JSON
-        """Keep the fields in the client's order, in which chat templates write them."""
+        """Keep the fields as the client sent them, because chat templates write the fields in that order."""
         tool = handler(values)
-        tool._given = values
+        tool._fields = values
         return tool
 
     def to_template(self) -> dict[str, Any]:
         """Return the tool as chat templates read it."""
-        function = self._given["function"]
-        kept = {name: value for name, value in function.items() if name != "strict" and value is not None}
-        return self._given | {"function": kept}
+        function = self._fields["function"]
+        fields = {name: value for name, value in function.items() if name != "strict" and value is not None}
+        return self._fields | {"function": fields}
 
 
 class FunctionName(_Strict):

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL when a running point is stopped."""
 
-# The launcher of an outer run sets these variables. A point must not inherit them, nor that its job is a single task.
+# The launcher of an outer run sets these variables. A point with them would act as a part of that run.
 _OUTER_RUN = ("REFUSION_LIT_RUN_VERSION", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "SLURM_NTASKS")
 
 
@@ -85,18 +85,19 @@ class Local(Launcher):
                 yield None
                 time.sleep(_POLL_SECONDS)
         finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):
+            for signal_number in (signal.SIGTERM, signal.SIGKILL):
                 for process in running.values():
-                    _signal_group(process, number)
+                    _signal_group(process, signal_number)
                 deadline = time.monotonic() + _GRACE_SECONDS
                 for process in running.values():
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(timeout=max(0.0, deadline - time.monotonic()))
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal_group(process: subprocess.Popen[bytes], signal_number: int) -> None:
+    """Send a signal to a point's process and all its subprocesses; do nothing if they have ended."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal_number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +156,11 @@ class Slurm(Launcher):
 
 
 def _describe_end(job: Any) -> str:  # noqa: ANN401 - a job of submitit
+    """Return in words how a job ended."""
     try:
         error = job.exception()
-    except Exception as unreadable:  # submitit raises many types for a job that died without a result
-        error = unreadable
+    except Exception as exception:  # submitit raises many types for a job that died without a result
+        error = exception
     return f"its job {job.job_id} ended in state {job.state}" + (f": {error}" if error else "")
 
 
@@ -184,11 +186,11 @@ def run_point(folder: str, num_concurrent: int | str = 1) -> bool:
     with (directory / LOG).open("wb") as log:
         for subcommand, command in read_object(directory / POINT)["commands"].items():
             shutil.rmtree(directory / subcommand, ignore_errors=True)
-            done = subprocess.run(
+            process = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
             )
-            if done.returncode:
-                error = f"{subcommand} ended with exit code {done.returncode}:\n{tail(directory / LOG)}"
+            if process.returncode:
+                error = f"{subcommand} ended with exit code {process.returncode}:\n{tail(directory / LOG)}"
                 break
     if error is None and not (directory / "test" / "results.json").is_file():
         error = "test wrote no results.json"

@@ -21,7 +21,7 @@ from filelock import Timeout
 from refusion_lit.utils.require import require
 
 Fingerprint = Mapping[str, Any]
-"""Names of what a file depends on, with JSON values; ``None`` where something is unknown."""
+"""A file's inputs: JSON values by name; ``None`` for an unknown input."""
 
 _NUM_SHOWN = 3
 
@@ -101,14 +101,14 @@ def require_free(
     Args:
         output: The file, which the option ``output`` names.
         kind: Contents that may be overwritten, in words; by default the file must be new.
-        is_kind: Whether the file has such contents.
+        is_kind: Whether the file has contents of this kind.
         source: A file that the command reads, if any.
         fix: An alternative to choosing another name.
     """
     directory = output.resolve().parent
     require(directory.is_dir(), "output", "a file in a directory that exists", str(output), f"create {directory} first")
     is_writable = os.access(directory, os.W_OK)
-    require(is_writable, "output", "a file in a directory that can be written", str(output), "choose another one")
+    require(is_writable, "output", "a file in a directory that can be written", str(output), "choose another directory")
     require(not output.is_dir(), "output", "a file", str(output), "name a file in that directory")
     is_other = source is None or output.resolve() != Path(source).resolve()
     require(is_other, "output", "another file than the one that is read", str(output), "choose another name")
@@ -120,11 +120,11 @@ def require_free(
 def require_empty(output: Path) -> None:
     """Refuse an output directory that is a file or is not empty."""
     is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    require(is_free, "output", "a new or empty directory", str(output), "choose another one")
+    require(is_free, "output", "a new or empty directory", str(output), "choose another directory")
 
 
 def read_text(path: str | Path, option: str, expected: str = "a file") -> str:
-    """Return the text of a UTF-8 file that a user named, without its byte order mark and with line feeds.
+    """Return the text of a UTF-8 file that a user named, without byte order mark, and with line feeds as line ends.
 
     Args:
         path: The file.
@@ -142,7 +142,7 @@ def read_text(path: str | Path, option: str, expected: str = "a file") -> str:
 
 
 def decode_text(content: bytes, source: str, option: str) -> str:
-    """Decode UTF-8 text like :func:`read_text`, from bytes that ``source`` gave."""
+    """Decode UTF-8 text like :func:`read_text`; ``source`` names the origin of the bytes in messages."""
     try:
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
@@ -171,14 +171,14 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
     Raises:
         ValueError: If the file is missing, is not YAML, or has other contents.
     """
-    import yaml  # most commands read none
+    import yaml  # most commands read no YAML
 
     class Loader(yaml.SafeLoader):
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # noqa: ANN401 - a text or null
             node = super().compose_mapping_node(anchor)
             names = set()
             for key, _ in node.value:
-                if key.value in names:  # PyYAML would keep the last value without a word
+                if key.value in names:  # PyYAML would silently keep the last value
                     raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
                 names.add(key.value)
             return node
@@ -186,7 +186,7 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
     text = read_text(path, option, "a YAML file")
     try:
         values = yaml.load(text, Loader)
-    # PyYAML lets the errors of Python's own conversions through, as of !!int x or the date 2001-99-99.
+    # PyYAML does not catch errors of Python's conversions, for example of !!int x or the date 2001-99-99.
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{option}: {path} is not YAML ({reason}); correct the file.") from error
@@ -199,15 +199,22 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
     return values
 
 
-def _check_plain(value: object, where: str, above: tuple[int, ...]) -> None:
+def _check_plain(value: object, where: str, parents: tuple[int, ...]) -> None:
+    """Refuse a value that is not a text, number, boolean, null, or a list or mapping of such values.
+
+    Args:
+        value: The value.
+        where: Option and file, for messages.
+        parents: ``id`` of the lists and mappings around the value, because YAML's anchors allow cycles.
+    """
     if isinstance(value, dict | list):
-        if id(value) in above:
+        if id(value) in parents:
             raise ValueError(f"{where}: expected values, got a list or group that contains itself; write it out.")
         for key in value if isinstance(value, dict) else ():
             if not isinstance(key, str):
                 raise ValueError(f"{where}: expected names of options, got {key!r}; put it in quotes.")
-        for inner in value.values() if isinstance(value, dict) else value:
-            _check_plain(inner, where, (*above, id(value)))
+        for child in value.values() if isinstance(value, dict) else value:
+            _check_plain(child, where, (*parents, id(value)))
     elif not (value is None or isinstance(value, str | int | float)):
         raise ValueError(
             f"{where}: expected text, numbers, lists and groups of options, got {type(value).__name__} {value!r}; "
@@ -215,13 +222,13 @@ def _check_plain(value: object, where: str, above: tuple[int, ...]) -> None:
         )
 
 
-def acquire_lock(path: Path, option: str, unlocked: str, fix: str) -> Lock:
+def acquire_lock(path: Path, option: str, process: str, fix: str) -> Lock:
     """Lock a file without waiting; missing parent directories are created.
 
     Args:
         path: The file.
-        option: The option that leads to it, for messages.
-        unlocked: The expected absence in words, for the message ``expected no ...``.
+        option: The option that determines the file, for messages.
+        process: The process that would hold the lock, in words, for the message ``expected no ...``.
         fix: What to do if the lock is held, as an imperative without a full stop.
 
     Raises:
@@ -233,7 +240,7 @@ def acquire_lock(path: Path, option: str, unlocked: str, fix: str) -> Lock:
     try:
         lock.acquire()
     except Timeout as error:
-        raise ValueError(f"{option}: expected no {unlocked}, got one that is still running; {fix}.") from error
+        raise ValueError(f"{option}: expected no {process}, got one that is still running; {fix}.") from error
     return lock
 
 

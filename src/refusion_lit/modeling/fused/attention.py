@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from refusion_lit.modeling.attention import RangeMask
 from refusion_lit.modeling.fused.linear import NUM_ROWS
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.library import sdpa_mask
+from refusion_lit.modeling.transformers_forward import sdpa_mask
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 
 _TRIANGLE = np.tri(128, dtype=bool)

@@ -127,7 +127,7 @@ class FusedBody:
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the body; see :meth:`~refusion_lit.modeling.interface.LanguageModel.hidden_states`.
 
-        ``outputs`` is described in :func:`~refusion_lit.modeling.library.library_states`.
+        ``outputs`` is described in :func:`~refusion_lit.modeling.transformers_forward.library_states`.
 
         Returns:
             Hidden states; zeros for padding, which the cache was not prepared to store.

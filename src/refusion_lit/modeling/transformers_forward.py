@@ -1,4 +1,7 @@
-"""The forward of transformers: with gradients in training, and for decoding where the fused body cannot be used."""
+"""Forwards by transformers' own code: in training, and in decoding where the fused body cannot be used.
+
+Masks are passed explicitly, in the form that the attention implementation takes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def library_states(
     """Run a transformer without its head; for arguments see :meth:`LanguageModel.hidden_states`.
 
     ``outputs`` receives the outputs [token, hidden] of the layers that are its keys, at the tokens that the cache
-    stores. The last layer's output is taken behind the final norm.
+    stores. The last layer's output includes the final norm.
 
     Raises:
         ValueError: If tokens out of text order reach beyond a sliding ``window``, a drafter's mask
@@ -65,7 +68,7 @@ def library_states(
 
 
 def library_mask(
-    body: Any,  # noqa: ANN401 - a transformer of transformers
+    body: Any,  # noqa: ANN401 - a transformers model without its head
     mask: AttentionMask | None,
     position_ids: Int[Tensor, "batch token"],
     num_keys: int,
@@ -92,10 +95,10 @@ def library_mask(
 
 
 def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> Tensor:
-    """Convert a mask for :func:`torch.nn.functional.scaled_dot_product_attention`, with an axis for heads.
+    """Convert a mask for :func:`torch.nn.functional.scaled_dot_product_attention`, and add an axis for heads.
 
-    Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix: flex attention, which is
-    fast there, needs none.
+    Ranges of long sequences become a :class:`RangeMask` on CPUs. Accelerators get the matrix, because
+    flex attention, which is fast there, does not use this function.
     """
     if isinstance(attention, Tensor) and attention.ndim == 4 and device.type == "cpu" and num_keys > 2 * CHUNK:
         return attention.as_subclass(RangeMask)
@@ -103,15 +106,18 @@ def sdpa_mask(attention: AttentionMask, num_keys: int, device: torch.device) -> 
 
 
 def windowed_mask(
-    body: Any,  # noqa: ANN401 - a transformer of transformers
+    body: Any,  # noqa: ANN401 - a transformers model without its head
     mask: AttentionMask | None,
     position_ids: Int[Tensor, "batch token"],
     window: int,
-) -> Any:  # noqa: ANN401 - a tensor, or one per type of layers
-    """Return the masks of a text beyond a sliding window.
+) -> Any:  # noqa: ANN401 - a mask, or masks by type of layer
+    """Return explicit masks for a text that is longer than the model's sliding window.
+
+    Returns:
+        A mask by type of layer; a single mask for models whose layers all have the window.
 
     Raises:
-        ValueError: If the keys may stand in another order than the text, so that the window is unknown.
+        ValueError: If tokens may be cached out of text order, because the window is then no range of cache indices.
     """
     in_order = isinstance(mask, Visibility) and all(
         position_ids[span.sequence, span.offset : span.offset + span.length].tolist()
@@ -128,12 +134,12 @@ def windowed_mask(
 
 
 def layer_masks(
-    body: Any,  # noqa: ANN401 - a transformer of transformers
+    body: Any,  # noqa: ANN401 - a transformers model without its head
     mask: AttentionMask,
     position_ids: Int[Tensor, "batch token"],
     window: int,
 ) -> dict[str, Any]:
-    """Return an explicit mask for layers with full attention and for layers with a sliding window.
+    """Return explicit masks by type of layer: full attention and sliding window.
 
     Args:
         body: The transformer.
@@ -151,12 +157,12 @@ def layer_masks(
         num_keys = int(mask[..., 1].max())
         low = position_ids[:, :1, None] - window + 1
         whole, sliding = mask, torch.stack((mask[..., 0].maximum(low), mask[..., 1]), -1)
-    masks = [library_mask(body, seen, position_ids, num_keys) for seen in (whole, sliding)]
+    masks = [library_mask(body, ranges, position_ids, num_keys) for ranges in (whole, sliding)]
     return dict(zip(("full_attention", "sliding_attention"), masks, strict=True))
 
 
 class LibraryCache(Cache):
-    """A cache for transformers' forward that writes to and reads from our storage.
+    """A cache for transformers' forward that writes to and reads from a :class:`KVCache`.
 
     The cache has no layers, so its length is 0: masks and positions are explicit, never derived from a length.
 
@@ -184,5 +190,5 @@ class LibraryCache(Cache):
         if storage.source_index is not None:
             flat = [states[storage.source_index] for states in flat]
         keys, values = storage.store(self._first_layer + layer_idx, *flat)
-        seen = storage.rows, slice(storage.num_keys)
-        return keys[seen].transpose(1, 2), values[seen].transpose(1, 2)
+        visible = storage.rows, slice(storage.num_keys)
+        return keys[visible].transpose(1, 2), values[visible].transpose(1, 2)
