@@ -201,6 +201,16 @@ PLOTS[_path("growth").replace(".json", ".png")] = Plot(
 PLOTS[_path("batches").replace(".json", ".png")] = Plot(rates, draw_batches, (_path("batches"),))
 
 
+@table("llama_cpp", _path("llama_cpp"))
+def _llama_cpp(results: Result) -> str:
+    rows = [
+        [name, f"{run['tokens_per_second']:.1f}", f"{run['tokens_per_forward']:.2f}", run["num_texts_as_llama_cpp_F32"]]
+        for name, run in results["runs"].items()
+    ]
+    num_texts = len(results["config"]["questions"])
+    return markdown_table(["program", "tokens/s", "tokens per forward pass", f"equal texts, of {num_texts}"], rows)
+
+
 @table("random_decodes", "experiments/hard_tests/random_decodes.json")
 def _random_decodes(found: Result) -> str:
     cases = found["decoders"]

@@ -80,7 +80,7 @@ def test_commands_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.M
     shutil.copy(ROOT / "docs" / "examples" / "record.txt", tmp_path)
     dates = [{"id": str(day), "query": f"Nov {day} 2026", "response": f"2026-11-{day:02}"} for day in range(1, 31)]
     (tmp_path / "dates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dates))
-    if page.name in ("commands.md", "own_data.md"):
+    if page.name in ("commands.md", "own_data.md", "projection.md"):
         assert main(["init", "."]) == 0
     for args, runs in commands(page):
         if runs:

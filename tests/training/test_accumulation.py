@@ -20,10 +20,11 @@ from refusion_lit.data.examples import EncodedExample
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
+from refusion_lit.modeling.block_drafter import BlockDrafterOptions
 from refusion_lit.modeling.drafter import DrafterOptions
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
-from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, GatedDraft, Hybrid, Objective
+from refusion_lit.objectives import Autoregressive, BlockDraft, BlockMasked, DualStream, GatedDraft, Hybrid, Objective
 from refusion_lit.tasks import Additions
 from support.subclasses import concrete_subclasses
 from support.tiny import TINY_QWEN
@@ -66,8 +67,13 @@ class Recorded(SlotDiffusionModule):
 
 
 def _module(objective: Objective, path: Path) -> Recorded:
+    backbone = BackboneConfig(
+        config=TINY_QWEN,
+        drafter=DrafterOptions() if isinstance(objective, GatedDraft) else None,
+        block_drafter=BlockDrafterOptions(block_size=3, num_layers=1) if isinstance(objective, BlockDraft) else None,
+    )
     module = Recorded(
-        BackboneConfig(config=TINY_QWEN, drafter=DrafterOptions() if isinstance(objective, GatedDraft) else None),
+        backbone,
         CharacterTokenizer().build(Additions(num_train=1, num_validation=1, num_test=1)),
         objective,
         optimizer=lambda groups: torch.optim.SGD([{**g, "weight_decay": 0.0} for g in groups], lr=LEARNING_RATE),

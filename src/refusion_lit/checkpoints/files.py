@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refusion_lit.modeling.block_drafter import is_block_drafter
 from refusion_lit.modeling.fsdp import INDEX, check_index
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
@@ -71,7 +70,6 @@ def model_source(source: str | Path) -> str:
     require(str(source) != "", option, expected, source, "give one")
     fix = "give it with --draft, and its model as ckpt_path"
     is_drafter = (path / "drafter.json").is_file() and not (path / "config.json").is_file()
-    is_drafter = is_drafter or is_block_drafter(path)
     require(not is_drafter, option, expected, f"{source}, which is a drafter", fix)
     if path.is_dir() and not is_checkpoint_file(source) and not (path / "config.json").is_file():
         last = path / "checkpoints" / "last.ckpt"

@@ -20,6 +20,8 @@ from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_template
 
 _SECONDS = 10.0
+_ASSISTANT = "muse_glimmer_assistant"
+"""Model type of drafters in transformers' assistant layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,10 @@ class ModelSource:
         if not Path(name).exists():
             _check_hub(name, option)
         values = _read_config(name, option, revision)
+        expected = "a checkpoint, a Hugging Face directory or a hub id"
+        fix = "give it with --draft, and its model as ckpt_path"
+        is_model = values.get("model_type") != _ASSISTANT
+        require(is_model, option, expected, f"{name}, which is a drafter", fix)
         if trust_remote_code:
             _warn_of_remote_code(name)
         return cls(
