@@ -42,7 +42,7 @@ def scored(model: Path, test: Path, num_prompts: int) -> dict[str, Any]:
     found = {"ended": ended, "form": parts[1], "equations": parts[2]}
     weighted = [sum(r.weight * part[i] for r, part in zip(REWARDS, parts, strict=True)) for i in range(len(rows))]
     found["reward"] = [value * end for value, end in zip(weighted, ended, strict=True)]
-    found["right number"] = [task.score(e, text) for e, text in zip(examples, answers, strict=True)]
+    found["right number"] = [task.reward(e, text) for e, text in zip(examples, answers, strict=True)]
     print(model, *answers[:5], sep="\n", flush=True)
     num_tokens = sum(row.num_tokens for row in rows) / len(rows)
     return {

@@ -39,11 +39,12 @@ def test_scores_are_overwritten_and_the_rest_is_kept(
     assert main(score_args) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures == {
-        "score": pytest.approx(2 / 3), "num_predictions": 3, "num_changed": 2, "num_without_prediction": 1}  # fmt: skip
+        "score": pytest.approx(2 / 3), "num_predictions": 3, "num_changed": 2, "num_without_prediction": 1,
+        "strict_match": pytest.approx(2 / 3), "flexible_extract": pytest.approx(2 / 3)}  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "p.scored.jsonl").read_text().splitlines()]
     assert [row["score"] for row in rows] == [1.0, 1.0, 0.0]
     assert [row["x"] for row in rows] == [0, 1, 2]
-    assert not any("metrics" in row for row in rows), "the task has none, so those were of another one"
+    assert all("old" not in row["metrics"] for row in rows), "the task has no such metric, so it was another task's"
     assert (tmp_path / "p.jsonl").read_text() == before
 
 

@@ -5,38 +5,60 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from unicodedata import normalize
 
 from refusion_lit.tasks.base import Example
 from refusion_lit.tasks.files import InstructionFiles, Preset
 
 _NUMBER = re.compile(
-    r"(?P<sign>[-\N{MINUS SIGN}+]?)\s*\$?\s*(?P<digits>\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*(?P<denominator>\d+))?"
+    r"(?P<sign>[-\N{MINUS SIGN}+]?)\s*\$?\s*"
+    r"(?:(?P<whole>\d[\d,]*)(?: and | )(?=(?!0)\d\d?\s*/\s*\d))?"  # 2 1/2
+    r"(?P<digits>\d{1,3}(?:[ _'\N{RIGHT SINGLE QUOTATION MARK}]\d{3})+(?!\d)(?:\.\d+)?|\d[\d,]*(?:\.\d+)?|\.\d+)"
+    r"(?:[eE](?P<exponent>[-+]?\d{1,3})(?!\d)"
+    r"|\s?(?:\\times|\\cdot|[x*\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}])\s?10\s?\^\s?(?P<power>[-+]?\d{1,3})(?!\d))?"
+    r"(?:\s*/\s*(?P<denominator>\d+))?"
 )
+_THOUSANDS = re.compile(r"[ _,'\N{RIGHT SINGLE QUOTATION MARK}]")
+_EQUALS = re.compile(r"=|\N{ALMOST EQUAL TO}|\\approx")
+_EQUATION_IN_PARENTHESES = re.compile(r"\([^()=]*=[^()]*\)")
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}")
+_FRACTION_CHARACTER = re.compile("[\N{VULGAR FRACTION ONE QUARTER}-\N{VULGAR FRACTION THREE QUARTERS}\u2150-\u215e]")
 _LATEX_LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]")
+# The three below are the rules of lm-evaluation-harness, gsm8k.yaml (version 3).
+_HARNESS_ENDS = re.compile(r"Question:|</s>|<\|im_end\|>")
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8k(InstructionFiles):
     r"""Questions with worked solutions that end in ``#### number``, from files or the hub data set ``openai/gsm8k``.
 
-    A response is correct if its final number equals the reference's. The final number follows the last ``####`` or
-    stands in the last ``\boxed{...}``, whichever comes later. Commas, signs, currency, decimals, units and a final
-    period are ignored. A response with neither marker is wrong, even if it contains the number. For files and splits
-    see :class:`InstructionFiles`; for the hub data set use ``dataset: openai/gsm8k`` and ``dataset_name: main``.
+    ``score`` is 1 if a response's final number equals the reference's. The final number follows the last ``####`` or
+    stands in the last ``\boxed{...}``, whichever comes later; of an equation, it is the result. Numbers are compared by
+    value: commas, signs, currency, decimals, fractions, powers of ten, units and a final period are read or ignored. A
+    response with neither marker is wrong, even if it contains the number. For files and splits see
+    :class:`InstructionFiles`; for the hub data set use ``dataset: openai/gsm8k`` and ``dataset_name: main``.
+
+    Beside the score are the scores that lm-evaluation-harness gives the same response in its task ``gsm8k``:
+    ``strict_match`` compares the text of the number after the first ``####``, and ``flexible_extract`` the text of the
+    last number anywhere. The harness cuts responses at ``Question:``.
 
     Examples:
         >>> task = Gsm8k(dataset="openai/gsm8k", dataset_name="main")
         >>> example = Example(id="0", query="6 eggs at $3?", response="6 * 3 = 18\n#### 18")
-        >>> [task.score(example, text) for text in ("#### $18.00", r"so \boxed{18}", "18")]
-        [1.0, 1.0, 0.0]
+        >>> task.score(example, "#### 18.00")
+        {'score': 1.0, 'strict_match': 0.0, 'flexible_extract': 0.0}
+        >>> task.score(example, "The answer is 18 dollars.")
+        {'score': 0.0, 'strict_match': 0.0, 'flexible_extract': 1.0}
     """
 
+    metrics = ("strict_match", "flexible_extract")
     preset: Preset = "question_answer"
 
-    def score(self, example: Example, response: str) -> float:
-        """Return 1 if the response's final number equals the reference's, else 0.
+    def score(self, example: Example, response: str) -> dict[str, float]:
+        """Return the score and the harness's two scores, each 0 or 1.
 
         Raises:
             ValueError: If the reference has no final number.
@@ -47,7 +69,8 @@ class Gsm8k(InstructionFiles):
                 f"example {example.id}: expected a reference with a number after ####, got "
                 f"{example.response[-60:]!r}; end it with #### NUMBER."
             )
-        return float(extract_answer(response) == expected)
+        score = float(extract_answer(response) == expected)
+        return {"score": score, **_harness_scores(example.response, response)}
 
 
 def extract_answer(text: str) -> Fraction | None:
@@ -58,21 +81,44 @@ def extract_answer(text: str) -> Fraction | None:
     """
     answers = [(match.end(), text[match.end() :].split("\n", 1)[0]) for match in re.finditer("####", text)]
     answers += [(match.end(), _until_closing_brace(text[match.end() :])) for match in _BOX.finditer(text)]
-    return _first_number(max(answers)[1]) if answers else None
+    return _read_number(max(answers)[1]) if answers else None
 
 
-def _first_number(text: str) -> Fraction | None:
-    """Return the exact value of the first number in a text; ``None`` without a number, or if it is too long."""
+def _read_number(text: str) -> Fraction | None:
+    """Return the exact value of a text's first number, or of an equation's result; ``None`` if there is none.
+
+    Numbers that are too long for Python to convert are ``None``, too.
+    """
     text = " ".join(text.split())  # in long runs of white space, the search below takes cubic time
-    text = _LATEX_LAYOUT.sub("", _FRACTION.sub(r"\1/\2", text.replace("\\$", "$")))
-    match = _NUMBER.search(text)
+    text = _FRACTION_CHARACTER.sub(lambda match: " " + normalize("NFKC", match[0]).replace("\u2044", "/"), text)
+    text = _LATEX_LAYOUT.sub("", _FRACTION.sub(r" \1/\2", text.replace("\\$", "$")))
+    without_remarks = _EQUATION_IN_PARENTHESES.sub("", text)  # 18 (as 20 - 2 = 18, and 3 = 3)
+    sides = [side for version in (without_remarks, text) for side in reversed(_EQUALS.split(version))]
+    match = next(filter(None, map(_NUMBER.search, sides)), None)
     if match is None:
         return None
     try:
-        value = Fraction(match["digits"].replace(",", "").rstrip(".")) / int(match["denominator"] or 1)
+        value = Fraction(_THOUSANDS.sub("", match["digits"])) / int(match["denominator"] or 1)
+        value *= Fraction(10) ** int(match["exponent"] or match["power"] or 0)
+        value += Fraction(_THOUSANDS.sub("", match["whole"] or "0"))
     except (ZeroDivisionError, ValueError):  # Python converts at most 4300 digits, which no reference has
         return None
     return -value if match["sign"] in ("-", "\N{MINUS SIGN}") else value
+
+
+def _harness_scores(reference: str, response: str) -> dict[str, float]:
+    """Return lm-evaluation-harness's scores of a response in its task ``gsm8k``."""
+    response = _HARNESS_ENDS.split(response, maxsplit=1)[0]
+    strict, flexible = _STRICT.findall(response), _FLEXIBLE.findall(response)
+    extracted = {"strict_match": strict[0] if strict else "", "flexible_extract": flexible[-1] if flexible else ""}
+    expected = _harness_text(reference)
+    return {name: float(bool(text) and _harness_text(text) == expected) for name, text in extracted.items()}
+
+
+def _harness_text(text: str) -> str:
+    """Return the text that lm-evaluation-harness compares: without commas, dollar signs and a final period."""
+    text = text.replace(",", "").replace("$", "").rpartition("#### ")[2]
+    return re.sub(r"\.$", "", text).lower()
 
 
 def _until_closing_brace(text: str) -> str:
