@@ -53,7 +53,7 @@ from support.decoder_cases import (
 )
 from support.example_counts import examples
 from support.fakes import NUM_EXTRA_ROWS, VOCAB, FakeModel, HashModel, OracleModel, oracle_text, tiny_backbone
-from support.scripted import letters
+from support.scripted import decode_letters
 
 each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
 
@@ -277,7 +277,7 @@ def test_stops_are_decided_token_by_token_in_text_order(
     stop = tuple(data.draw(st.lists(st.text("def", min_size=1, max_size=2), max_size=2)))
     stopping = replace(sampling, stop=stop)
     wholes = decode(make(decoder), decoder, drawn_prompts, sampling).rows
-    rows = decode(make(decoder), decoder, drawn_prompts, stopping, batch_size=size, detokenize=letters).rows
+    rows = decode(make(decoder), decoder, drawn_prompts, stopping, batch_size=size, detokenize=decode_letters).rows
     for whole, row in zip(wholes, rows, strict=True):
         expected = slowly_stopped(whole.token_ids, stopping)
         assert row.token_ids == (whole.token_ids if expected is None else expected)
@@ -288,7 +288,7 @@ def test_stops_are_decided_token_by_token_in_text_order(
 def slowly_stopped(tokens: list[int], sampling: SamplingParams) -> list[int] | None:
     """Return a text up to the first token that completes a stop string; ``None`` without a stop string."""
     for length in range(1, len(tokens) + 1):
-        if any(string in letters(tokens[:length]) for string in sampling.stop):
+        if any(string in decode_letters(tokens[:length]) for string in sampling.stop):
             return tokens[:length]
     return None
 

@@ -21,7 +21,7 @@ from refusion_lit.types import Constraint, ConstraintState, DecodingOptions, Pro
 from support.decoder_cases import DECODERS, hash_models, is_accepted, setups, traits_for
 from support.example_counts import examples
 from support.fakes import VOCAB, HashModel
-from support.scripted import letters
+from support.scripted import decode_letters
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 
@@ -59,13 +59,13 @@ def serve(engine: Engine, requests: Sequence[Request]) -> dict[int, Generation]:
 
 
 def check(model: LanguageModel, decoder: Decoder, requests: Sequence[Request], **options: Any) -> None:
-    engine = Engine(model, decoder, 3, DecodingOptions(**options), detokenize=letters)
+    engine = Engine(model, decoder, 3, DecodingOptions(**options), detokenize=decode_letters)
     with torch.no_grad():
         generations = serve(engine, requests)
     assert not engine.running
     for index, request in enumerate(requests):
         if request.leaves is None or index in generations:
-            [alone] = decode(model, decoder, [request.prompt], request.sampling, detokenize=letters).rows
+            [alone] = decode(model, decoder, [request.prompt], request.sampling, detokenize=decode_letters).rows
             row = generations[index]
             assert (row.text, row.token_ids, row.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
 

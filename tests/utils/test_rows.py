@@ -79,8 +79,8 @@ def test_json_lists_round_trip_and_know_their_numbers(
             r"a\.jsonl\.gz: cannot be read",
         ),
         ("a.json.gz", gzip.compress(b"[{}", mtime=0), r"a\.json\.gz:1: broken JSON"),
-        ("a.parquet", b"PAR1", r"a\.parquet: .*\.jsonl"),
-        ("a.csv", b"a,b", r"a\.csv: .*\.jsonl"),
+        ("a.parquet", b"PAR1", r"a\.parquet: cannot be read as Parquet"),
+        ("a.csv", b"a,b", r"a\.csv: .*empty"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -173,10 +173,14 @@ class Engine:
         self.running: list[PromptSequence] = []
         self.sampler = Sampler(model, all_probabilities=self.trace)
         self.run_body = model.runner()
-        self.run_canvas = model.canvas_runner()
         self.run_drafter = model.draft_runner()
         self.device = model.device
         self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
+
+    @cached_property
+    def run_canvas(self) -> Callable[..., Tensor]:
+        """The model's forward pass of canvases, made on first use: most decoders feed none."""
+        return self.model.canvas_runner()
 
     def submit(
         self,

@@ -89,8 +89,8 @@ class UniformDiffusion(Decoder):
         """Refuse a temperature that makes the schedule's lowest or highest temperature leave float32's range."""
         factor = sampling.temperature or 1.0
         ends = [factor * self.step_temperature(step) for step in (1, self.num_steps)]
-        fits = 1e-30 <= min(ends) <= max(ends) <= 1e30
-        expected = "a factor that keeps the temperatures of the schedule in [1e-30, 1e30]"
+        fits = 1e-36 <= min(ends) <= max(ends) <= 1e36
+        expected = "a factor that keeps the temperatures of the schedule in [1e-36, 1e36]"
         require(fits, "temperature", expected, sampling.temperature, "use 1, say")
 
     def step_temperature(self, step: int) -> float:

@@ -38,6 +38,7 @@ _EXPLANATIONS = {
     "infill_verify": "scores the drafts inside the chosen slots from left to right; certain drafts stay",
     "infill_autoregressive": "predicts the next token of every chosen slot in parallel",
     "denoise": "predicts all open masked tokens; the most confident tokens are accepted",
+    "encode": "adds the prompt or the finished canvas to the cache",
     "edit": "reads a block without masks again, and replaces tokens where the model is sure of another token",
     "refresh": "computes the whole text to renew the cache, and accepts the most confident tokens of the block",
     "store": "adds the finished block to the cache",

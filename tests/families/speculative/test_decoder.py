@@ -36,7 +36,7 @@ from support.fakes import (
     oracle_text,
     tiny_backbone,
 )
-from support.scripted import letters
+from support.scripted import decode_letters
 from support.slow_decoding import best_allowed
 
 NEXT = ModelTraits(predictions=("next_token",))
@@ -65,7 +65,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def stops(draw: st.DrawFn) -> dict[str, Any]:
-    strings = st.text(letters(list(range(VOCAB))), min_size=1, max_size=2)
+    strings = st.text(decode_letters(list(range(VOCAB))), min_size=1, max_size=2)
     return {"stop": tuple(draw(st.lists(strings, max_size=2)))}
 
 
@@ -91,8 +91,8 @@ def test_the_text_is_that_of_autoregressive_decoding(
         return HashModel(seed, ends=ends, end_bias=bias, traits=NEXT)
 
     sampling = SamplingParams(max_new_tokens=length, temperature=temperature, top_p=0.9, seed=seed, **stops)
-    expected = decode(model(), Autoregressive(), found, sampling, detokenize=letters)
-    output = decode(model(), SelfSpeculative(**options), found, sampling, batch_size=size, detokenize=letters)
+    expected = decode(model(), Autoregressive(), found, sampling, detokenize=decode_letters)
+    output = decode(model(), SelfSpeculative(**options), found, sampling, batch_size=size, detokenize=decode_letters)
     assert texts(output) == texts(expected)
     assert all(row.num_forwards <= row.num_tokens for row in output.rows), "every forward commits a token"
 

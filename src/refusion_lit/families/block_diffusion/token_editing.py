@@ -21,6 +21,7 @@ from refusion_lit.families.block_diffusion.objective import BlockMasked
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio
+from refusion_lit.modeling.devices import to_device
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.require import require
@@ -220,10 +221,11 @@ def other_tokens(
         uniform: Random numbers in [0, 1).
         special_tokens: Special ids, which are never drawn.
     """
-    is_drawable = torch.ones(special_tokens.vocab_size, dtype=torch.bool)
-    is_drawable[list(special_tokens.banned_token_ids)] = False
-    allowed = is_drawable.nonzero()[:, 0].to(tokens.device)
-    place = torch.searchsorted(allowed, tokens.contiguous()).clamp(max=len(allowed) - 1)
-    is_allowed = allowed[place] == tokens
-    drawn = (uniform * (len(allowed) - is_allowed.long())).long()
-    return allowed[drawn + (is_allowed & (drawn >= place))]
+    banned = to_device(list(special_tokens.banned_token_ids), tokens.device)
+    num_before = torch.searchsorted(banned, tokens.contiguous())
+    is_allowed = torch.searchsorted(banned, tokens.contiguous(), right=True) == num_before
+    num_drawable = special_tokens.vocab_size - len(banned) - is_allowed.long()
+    # The draw is an index among the ids that remain, in their order: it skips the given id, then the banned ids.
+    drawn = (uniform * num_drawable).long()
+    drawn = drawn + (is_allowed & (drawn >= tokens - num_before))
+    return drawn + torch.searchsorted(banned - torch.arange(len(banned), device=tokens.device), drawn, right=True)
