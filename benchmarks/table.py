@@ -288,6 +288,16 @@ def serve_soak(result: Result) -> str:
     return table(head, [[result["config"]["minutes"], *(result[name] for name in names), f"{low} to {high}"]])
 
 
+def llama_cpp(result: Result) -> str:
+    """Return the speeds of llama.cpp and of two decoders on the same weights."""
+    rows = [
+        [name, f"{run['tokens_per_second']:.1f}", f"{run['tokens_per_forward']:.2f}", run["num_texts_as_llama_cpp_F32"]]
+        for name, run in result["runs"].items()
+    ]
+    num_texts = len(result["config"]["questions"])
+    return table(["program", "tokens/s", "tokens per forward pass", f"equal texts, of {num_texts}"], rows)
+
+
 def projection(result: Result) -> str:
     """Return measured beside predicted speeds, and the fitted constants."""
     rows = [
@@ -318,7 +328,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
     "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,
-    "projection": projection,
+    "projection": projection, "llama_cpp": llama_cpp,
 }  # fmt: skip
 """How a result is shown, by its name or the beginning of it, in the order of the page."""
 
@@ -360,6 +370,10 @@ COMPARED = {
     "gpu_qwen": (
         "Equal in a case: weights, prompts, device, and for ReFusion and plain the text. Not equal: the text of "
         "`autoregressive` and `generate`; plain and `generate` have transformers' forward, the others the fused one."
+    ),
+    "llama_cpp": (
+        "Equal: weights before rounding to 8 and 4 bits, prompts, length limit, thread. Not equal: the type of the "
+        "weights, and so the text; texts are compared with llama.cpp's in float32."
     ),
     "policy_memory": "Equal in a row: model, answers. Not equal: measured, and planned from their lengths.",
     "load_memory": "Equal: size of the weights, shards, type. Not equal: the format.",

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.batches import plot as draw_batches
 from benchmarks.batches import rates
 from benchmarks.growth import plot as draw_growth
-from benchmarks.table import batches, load_memory, projection, serve, serve_soak
+from benchmarks.table import batches, llama_cpp, load_memory, projection, serve, serve_soak
 from benchmarks.table import table as markdown_table
 from docs.figures.registry import PLOTS, Plot, table
 
@@ -211,14 +211,7 @@ PLOTS[_path("growth").replace(".json", ".png")] = Plot(
 PLOTS[_path("batches").replace(".json", ".png")] = Plot(rates, draw_batches, (_path("batches"),))
 
 
-@table("llama_cpp", _path("llama_cpp"))
-def _llama_cpp(results: Result) -> str:
-    rows = [
-        [name, f"{run['tokens_per_second']:.1f}", f"{run['tokens_per_forward']:.2f}", run["num_texts_as_llama_cpp_F32"]]
-        for name, run in results["runs"].items()
-    ]
-    num_texts = len(results["config"]["questions"])
-    return markdown_table(["program", "tokens/s", "tokens per forward pass", f"equal texts, of {num_texts}"], rows)
+table("llama_cpp", _path("llama_cpp"))(llama_cpp)
 
 
 @table("random_decodes", "experiments/hard_tests/random_decodes.json")
