@@ -163,8 +163,6 @@ def test_a_batch_and_shared_prefixes_change_nothing() -> None:
 def test_temperature_multiplies_the_schedule() -> None:
     decoder = UniformDiffusion(num_steps=4, t_min=0.4, t_max=0.8)
     assert [decoder.step_temperature(step) for step in (4, 3, 2, 1)] == pytest.approx([0.8, 0.7, 0.6, 0.5])
-    with pytest.raises(ValueError, match=r"^temperature: .*schedule"):
-        decoder.check(SamplingParams(temperature=1e-30))
 
 
 # Training.

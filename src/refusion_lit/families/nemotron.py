@@ -83,7 +83,7 @@ class _BlockOfMasks(Decoder):
     Attributes:
         block_size: Tokens per block, at least 1 (``block_length``).
         max_thinking_tokens: Length at which the response gets ``end_think_token_id`` unless it has one; ``None``: no
-            limit.
+            limit. Responses with a constraint have no limit.
         end_think_token_id: The token that ends the thinking; set together with ``max_thinking_tokens``.
     """
 
@@ -110,9 +110,12 @@ class _BlockOfMasks(Decoder):
         require(allowed, "end_think_token_id", expected, token, "take the id from the tokenizer")
         return super().begin(prompt, sampling, special_tokens)
 
-    def _exceeds_thinking(self, tokens: Sequence[int], num_tokens: int) -> bool:
-        """Return whether ``num_tokens`` exceeds the thinking budget while ``tokens`` have no end of the thinking."""
-        limit = self.max_thinking_tokens
+    def _exceeds_thinking(self, state: RowState, tokens: Sequence[int], num_tokens: int) -> bool:
+        """Return whether ``num_tokens`` exceeds the thinking budget while ``tokens`` have no end of the thinking.
+
+        A constraint, such as a JSON schema, leaves no room for thinking.
+        """
+        limit = self.max_thinking_tokens if state.prompt.constraint is None else None
         return limit is not None and num_tokens > limit and self.end_think_token_id not in tokens
 
 
@@ -203,7 +206,7 @@ class CausalBlockDiffusion(_BlockOfMasks):
         [reading] = yield Forward(phase="store" if place else "prefill", branches=(branch,), draw=draw)
         state.num_cached = start
         tokens = {place: reading.tokens[0]} if causal else {}
-        if self._exceeds_thinking(state.tokens[:place], place + self.block_size):
+        if self._exceeds_thinking(state, state.tokens[:place], place + self.block_size):
             assert self.max_thinking_tokens is not None
             assert self.end_think_token_id is not None
             tokens[max(place, self.max_thinking_tokens)] = self.end_think_token_id
@@ -270,7 +273,7 @@ class LinearSpeculation(_BlockOfMasks):
         num_accepted = next(i for i, draft in enumerate(drafts) if draft != reading.tokens[i])
         tokens = [*up_to_eos(state, reading.tokens[: num_accepted + 1])]
         text = [*state.tokens[:place], *tokens]
-        if state.first_eos(tokens) is None and self._exceeds_thinking(text, len(text)):
+        if state.first_eos(tokens) is None and self._exceeds_thinking(state, text, len(text)):
             assert self.end_think_token_id is not None
             tokens[-1] = self.end_think_token_id
         tokens = tokens[: len(state.tokens) - place]
