@@ -69,7 +69,7 @@ def write_gguf(source: Path, target: Path, kind: str) -> None:
 
 def llama_cpp(path: Path, prompts: Sequence[str], threads: int) -> Work:
     """Return the work of llama.cpp's greedy decoding of a GGUF file, one prompt after the other."""
-    import xllamacpp
+    import xllamacpp  # pyright: ignore[reportMissingImports] - installed for this benchmark alone
 
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
@@ -117,7 +117,7 @@ def main(repeats: int = 5, threads: int = 1, output: str | None = None) -> None:
         write_gguf(stored, files[kind], kind)
     plain = refusion_lit.load(MODEL / "base", dtype="float32")
     drafting = refusion_lit.load(MODEL / "base", dtype="float32", draft=DRAFTER)
-    prompts = [plain.tokenizer.decode(plain.encode(question), skip_special_tokens=False) for question in QUESTIONS]
+    prompts = [str(plain.tokenizer.decode(plain.encode(question), skip_special_tokens=False)) for question in QUESTIONS]
     works = {f"llama.cpp {kind}": llama_cpp(path, prompts, threads) for kind, path in files.items()}
     works["Autoregressive float32"] = ours(plain, Autoregressive(), QUESTIONS)
     works["SelfSpeculative float32"] = ours(drafting, SelfSpeculative(), QUESTIONS)

@@ -91,10 +91,12 @@ class LeverModel:
 
     def __init__(self, backbone: Backbone, lever: Lever) -> None:
         self.backbone = backbone
-        assert self.backbone.drafter is not None
+        assert isinstance(self.backbone.drafter, Drafter)
         if lever.num_masks > len(self.backbone.drafter.masks):
             attach(self.backbone, with_masks(self.backbone.drafter, lever.num_masks))
-        self.drafter = self.backbone.drafter
+        drafter = self.backbone.drafter
+        assert isinstance(drafter, Drafter)
+        self.drafter = drafter
         self.lever = lever
         size = self.drafter.masks.shape[1]
         self.read = nn.Linear(size, size, bias=False, dtype=self.drafter.masks.dtype)

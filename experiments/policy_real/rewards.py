@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from experiments.real_conversion.annotations import count_annotations
 
 from refusion_lit.contrib.rl import Reward
-from refusion_lit.tasks import Example, Gsm8k
+from refusion_lit.tasks import Example, Gsm8k, Split
 from refusion_lit.tasks.gsm8k import extract_answer
 from refusion_lit.utils.rows import DataRow
 
@@ -22,9 +22,10 @@ _SIGNS = str.maketrans({"x": "*", "×": "*", "÷": "/", "$": None, ",": None, " 
 class ShortGsm8k(Gsm8k):
     """GSM8K's questions with a request for a short answer, which a limit of a few dozen tokens can hold."""
 
-    def _example(self, row: DataRow, identity: str) -> Example:
-        example = super()._example(row, identity)
-        return replace(example, query=f"{example.query}\nGive only the final number, in the form '#### number'.")
+    def _examples(self, row: DataRow, identity: str, split: Split) -> list[Example]:
+        request = "Give only the final number, in the form '#### number'."
+        examples = super()._examples(row, identity, split)
+        return [replace(example, query=f"{example.query}\n{request}") for example in examples]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,10 +167,11 @@ class InstructionFiles(FileTask):
             test: The test rows.
             options: Further options of the class.
 
-        >>> rows = [{"prompt": "2+3", "completion": "5"}, {"prompt": "1+1", "completion": "2"}]
-        >>> task = InstructionFiles.from_rows(rows, validation_fraction=0.5)
-        >>> [len(task.examples(split)) for split in ("train", "validation")]
-        [1, 1]
+        Examples:
+            >>> rows = [{"prompt": "2+3", "completion": "5"}, {"prompt": "1+1", "completion": "2"}]
+            >>> task = InstructionFiles.from_rows(rows, validation_fraction=0.5)
+            >>> [len(task.examples(split)) for split in ("train", "validation")]
+            [1, 1]
         """
         given: dict[str, Any] = {"train": train, "validation": validation, "test": test, **options}
         return cls(**given)
