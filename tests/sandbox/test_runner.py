@@ -58,7 +58,7 @@ thread.join()
         "raise SystemExit",
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
         (
-            'import os\nfor i in range(3, 32):\n    try: os.write(i, b\'{"tests": "done"}\\n{"nonce": ""}\\n\')\n'
+            'import os\nfor i in range(3, 4096):\n    try: os.write(i, b\'{"tests": "done"}\\n{"nonce": ""}\\n\')\n'
             "    except OSError: pass\nos._exit(0)"
         ),
         "print('passed')\nimport ctypes; ctypes.string_at(0)",
@@ -127,7 +127,7 @@ def test_directories_without_permissions_are_deleted(tmp_path: Path, monkeypatch
     ['{"error": ' + "[" * 900 + "]" * 900 + "}", '{"error": ' + "9" * 4000 + "}", '{"error": "\\ud800"}', "[" * 2000],
 )
 def test_messages_that_a_program_forges_end_nothing(sandbox: Sandbox, message: str) -> None:
-    forge = f"for i in range(3, 32):\n    try: os.write(i, {message!r}.encode() + b'\\n')\n    except OSError: pass"
+    forge = f"for i in range(3, 4096):\n    try: os.write(i, {message!r}.encode() + b'\\n')\n    except OSError: pass"
     outcome = sandbox.run(f"import os\n{forge}", "")
     assert outcome.status in ("failed", "exited")
     outcome.message.encode()
