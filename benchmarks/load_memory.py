@@ -1,4 +1,4 @@
-"""Measures the peak memory of loading a random model of about 1 GB in each published layout, in bfloat16.
+"""Measures the peak memory of loading a random model of about 1 GB in the published layouts, in bfloat16.
 
 Each model is stored in four shards and loaded in a process of its own; the figures are that process's resident memory
 at its peak, less what it had before loading, over the size of the weights.
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import refusion_lit
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
@@ -40,6 +41,8 @@ _SIZES = {
 _EXPERTS = {"moe_intermediate_size": 1024, "num_experts_per_tok": 2}
 _NUM_EXPERTS = 6
 _NUM_SHARDS = 4
+MEASURED = {name: layout for name, layout in FORMATS.items() if layout.base in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+"""Formats of causal language models. DiffusionGemma is not one of them: its sizes have other names."""
 
 
 def weights_of(layout: CheckpointFormat) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -96,7 +99,7 @@ def main(output: str | None = None) -> None:
         output: Where to write the JSON.
     """
     started, layouts = time.perf_counter(), {}
-    for name, layout in FORMATS.items():
+    for name, layout in MEASURED.items():
         with tempfile.TemporaryDirectory() as folder:
             num_bytes = save(layout, Path(folder))
             found = alone("load_memory", "load", directory=folder, layout=name)

@@ -66,7 +66,7 @@ def test_a_training_step_is_measured_with_ranges_and_with_a_matrix(name: str) ->
         assert measure(name, length, way)["seconds"] > 0
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", load_memory.MEASURED)
 def test_a_model_of_each_published_format_is_loaded_and_measured(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
