@@ -76,7 +76,7 @@ class SelfSpeculative(Decoder):
 
     Attributes:
         num_drafts: Maximum number of drafts verified by a forward; ``None``: the drafter's number of masks, or
-            ``slot_size``. A block drafter takes larger numbers than its own, too.
+            ``slot_size``. A block drafter also takes numbers above the number that it was trained with.
         slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
         layout: ``two_forwards``: draft and verify in turn. ``single_forward``: masks after every possible acceptance,
             so that all forwards verify and draft, which computes more positions. ``None``: the layout with less time
