@@ -128,6 +128,18 @@ def test_options_that_the_template_does_not_read_are_refused(folder: Path, optio
         load(folder, device="cpu", chat_template_kwargs=options)
 
 
+def test_a_template_that_inspects_the_results_of_tools_keeps_them() -> None:
+    tokenizer = make_tokenizer("qwen", chat=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' and m.content[0] != '{' %}{{ raise_exception('no JSON') }}"
+        "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": QUERY}, {"role": "tool", "content": '{"in": "France"}'}]
+    assert "France" in str(tokenizer.decode(encode_prompt(tokenizer, QUERY, messages=turns)))
+    with pytest.raises(ValueError, match=r"^messages: .*no JSON"):
+        encode_prompt(tokenizer, QUERY, messages=[turns[0], {"role": "tool", "content": "France"}])
+
+
 def test_a_tokenizer_without_template_takes_no_options() -> None:
     with pytest.raises(ValueError, match=r"^chat_template_kwargs: .*no chat template"):
         set_chat_options(make_tokenizer("qwen"), OFF)

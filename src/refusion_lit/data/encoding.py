@@ -201,14 +201,13 @@ def _check_roles(
     if not tokenizer.chat_template:
         return
     options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {}), "tools": list(tools) or None}
+    options |= {"tokenize": False, "add_generation_prompt": True}
     for number, turn in enumerate(turns):
         if turn["role"] not in ("system", "user", "assistant"):
             probe: Any = [*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]]
             try:
-                rendered = str(
-                    tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True, **options)
-                )
-            except Exception:  # noqa: S112 - a template that inspects the turn's text has read it
+                rendered = str(tokenizer.apply_chat_template(probe, **options))
+            except Exception:  # the template inspects the turn's text, so it does not drop the turn
                 continue
             fix = "use system" if turn["role"] == "developer" else "leave it out"
             expected = "a role that the chat template renders"
