@@ -190,21 +190,27 @@ _LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
 """Options that a resumed run may change without a warning."""
 
 
-def create_loggers(directory: Path, first_step: int, held: Claim | None) -> list[Logger]:
-    """Return a run's loggers: TensorBoard if installed, and ``metrics.csv``, which keeps rows before ``first_step``."""
+def create_loggers(directory: Path, first_steps: tuple[int, int], held: Claim | None) -> list[Logger]:
+    """Return a run's loggers: TensorBoard if installed, and ``metrics.csv``.
+
+    Args:
+        directory: The run's directory.
+        first_steps: ``metrics.csv`` keeps the rows before the first step, and validations before the second.
+        held: The right to write to the directory; ``None`` on processes that do not write to it.
+    """
     place = {"save_dir": directory.parent.parent, "name": directory.parent.name, "version": directory.name}
     losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
     if held is not None:
-        losses._experiment = _MetricsWriter(losses.log_dir, first_step)
+        losses._experiment = _MetricsWriter(losses.log_dir, first_steps)
     return [*([_Events(**place)] if find_spec("tensorboard") else []), losses]
 
 
 class _MetricsWriter(ExperimentWriter):
-    """Writes ``metrics.csv``. A resumed run keeps the rows of steps before ``first_step``."""
+    """Writes ``metrics.csv``. A resumed run keeps the rows of steps, and of validations, before ``first_steps``."""
 
-    def __init__(self, log_dir: str, first_step: int | None) -> None:
+    def __init__(self, log_dir: str, first_steps: tuple[int, int]) -> None:
         super().__init__(log_dir)
-        self._first_step = first_step if Path(self.metrics_file_path).is_file() else None
+        self._first_steps = first_steps if Path(self.metrics_file_path).is_file() else None
 
     def _check_log_dir_exists(self) -> None:
         """Keep the file; Lightning would remove it."""
@@ -213,16 +219,18 @@ class _MetricsWriter(ExperimentWriter):
         """Append new rows. The first call drops the rows of steps that are logged again."""
         path = Path(self.metrics_file_path)
         with _writing(str(path)):
-            if self.metrics and self._first_step is not None:
+            if self.metrics and self._first_steps is not None:
                 reader = csv.DictReader(io.StringIO(read_text(path, "resume")))
                 self.metrics_keys = list(reader.fieldnames or ())
                 text = io.StringIO()
                 writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")
                 writer.writeheader()
                 rows = [row for row in reader if str(row.get("step")).isdigit()]
-                writer.writerows([row for row in rows if int(row["step"]) < self._first_step])
+                first, first_validation = self._first_steps
+                firsts = [first_validation if row.get("val/loss") else first for row in rows]
+                writer.writerows([row for row, limit in zip(rows, firsts, strict=True) if int(row["step"]) < limit])
                 write_atomically(path, text.getvalue())
-                self._first_step = None
+                self._first_steps = None
             super(ExperimentWriter, self).save()  # older versions of the class write an hparams.yaml, too
 
 
