@@ -1,4 +1,4 @@
-"""What a training adds to Lightning: the last step's validation and checkpoint, signals, atomic files, data-only loading."""
+"""What a training adds to Lightning: the last step's validation and checkpoint, signals, and atomic files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from refusion_lit.checkpoints.files import read_checkpoint
 from refusion_lit.utils.errors import error_reason, write_error_reason
 from refusion_lit.utils.files import atomic_writer
-
 
 ADDED_VALIDATION = "added_validation"
 """Key in the state of :class:`ValidateLastStep`."""
