@@ -147,6 +147,8 @@ class RefusionCLI(LightningCLI):
         except PARSER_ERRORS as error:
             message = explain_error(subparser, error).removeprefix(f"{command}.")
             raise ValueError(_find_file(message, options, files) + message) from error
+        for change in run_directory.find_files(config[command], files):
+            sys.stderr.write(f"{change}\n")
         seed = config[command].seed_everything
         if type(seed) is int:
             expected = f"an integer from 0 to {2**32 - 1}"
