@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from argparse import Action
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from difflib import SequenceMatcher, get_close_matches
 from types import NoneType
 from typing import Any, NoReturn, cast, get_args
@@ -49,8 +50,15 @@ class OneLineParser(ArgumentParser):
         """
         allow_bare_flags(self)
         self._refuse_repeated(args)
+        return self._create(lambda: self.parse_args(args))
+
+    def parse_values(self, values: Mapping[str, Any]) -> Namespace:
+        """Check a file's values and create the components that they name; see :meth:`parse`."""
+        return self._create(lambda: self.parse_object(deepcopy(dict(values))))
+
+    def _create(self, parse: Callable[[], Namespace]) -> Namespace:
         try:
-            parsed = self.parse_args(args)
+            parsed = parse()
         except PARSER_ERRORS as error:
             raise ValueError(explain_error(self, error)) from error
         try:
@@ -143,6 +151,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
         reason = " ".join(line for line in lines if line not in types)
         fix = "name the class before its options, and define all abstract methods"
         reason = re.sub(r"Expected an instantiatable class.*", f"expected a class that is not abstract; {fix}", reason)
+        reason = re.sub(r"Not a valid subclass of \w+$", "expected options; write them as NAME: VALUE", reason)
         fix = "run in the module's directory with PYTHONPATH=. set, or correct the name"
         reason = re.sub(r"(No module named '.+?').*", rf"\1; {fix}", reason)
         reason = re.sub(
@@ -168,7 +177,8 @@ def _option_names(parser: ArgumentParser) -> list[str]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NAME'?`` for the most similar name, or a short list of all names.
 
-    Last parts are compared (``precision`` is near ``trainer.precision``). The whole name decides between equal parts.
+    Last parts are compared (``precision`` is near ``trainer.precision``), then the word's first part. The whole name
+    decides between equal parts.
 
     >>> suggest("precison", ["trainer.precision", "model.seed"])
     "; did you mean 'trainer.precision'?"
@@ -179,8 +189,9 @@ def suggest(word: str, known: Iterable[str]) -> str:
     word = word.lower().replace("-", "_")
     names = sorted(names, key=lambda name: SequenceMatcher(None, word, name.lower()).ratio())
     last_parts = {name.lower().rpartition(".")[2]: name for name in names}
-    if close := get_close_matches(word.rpartition(".")[2], last_parts, n=1, cutoff=_MIN_SIMILARITY):
-        return f"; did you mean {last_parts[close[0]]!r}?"
+    for part in (word.rpartition(".")[2], word.partition(".")[0]):
+        if close := get_close_matches(part, last_parts, n=1, cutoff=_MIN_SIMILARITY):
+            return f"; did you mean {last_parts[close[0]]!r}?"
     if not 0 < len(names) <= _MAX_LISTED:
         return "; --help lists them"
     return f"; choose one of {', '.join(sorted(names))}"
