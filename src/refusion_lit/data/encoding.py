@@ -240,8 +240,8 @@ def _encode_parts(
     pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
     pieces: list[tuple[str, bool]] = []  # text, and whether it is a special token
     for text, is_template in parts:
-        found = pattern.split(text) if is_template else [text]
-        for index, piece in enumerate(found):
+        split = pattern.split(text) if is_template else [text]
+        for index, piece in enumerate(split):
             is_name = is_template and index % 2 == 1
             if pieces and not is_name and not pieces[-1][1]:
                 pieces[-1] = (pieces[-1][0] + piece, False)

@@ -281,8 +281,8 @@ class _DiffusionGemmaFormat(CheckpointFormat):
         fits = isinstance(taken, int) and isinstance(num_experts, int) and 1 <= taken <= num_experts
         expected = f"an integer from 1 to num_experts, which is {num_experts}"
         require(fits, f"{where}: top_k_experts", expected, taken, fix)
-        own = {"generation_config", "refusion_lit"}
-        options = super().library_options({name: value for name, value in values.items() if name not in own})
+        added = {"generation_config", "refusion_lit"}
+        options = super().library_options({name: value for name, value in values.items() if name not in added})
         settings = values.get("generation_config") or {}
         settings = {**settings, **(settings.get("sampler_config") or {}), "canvas_length": values.get("canvas_length")}
         settings["vocab_size"] = text.get("vocab_size")

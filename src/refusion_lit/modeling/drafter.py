@@ -240,13 +240,13 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
             f"({error_reason(error)}); check the path, or export the drafter again."
         ) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
-    found = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
+    actual = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
     # In float16, the digest's bfloat16 values have been rounded twice, so that the model's own digest is another one.
     is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
-    if digest != found and not is_rounded_twice:
+    if digest != actual and not is_rounded_twice:
         raise ValueError(
             f"draft: expected the model of {path} ({origin.base}; weights {digest}; see its README), got weights "
-            f"{found}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
+            f"{actual}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
         )
     assert isinstance(origin.options, DrafterOptions)
     drafter = Drafter(body, origin.options, origin.base)
@@ -263,14 +263,14 @@ def _linears(body: nn.Module) -> dict[str, nn.Linear]:
     Raises:
         ValueError: If the body has none of the expected layers.
     """
-    found = {
+    linears = {
         name.replace(".", "-"): module
         for name, module in body.named_modules()
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
     }
     expected = f"a body with linear layers named {', '.join(TARGETS)}"
-    require(bool(found), "backbone.drafter", expected, type(body).__name__, "use a Llama, Qwen2 or Qwen3 model")
-    return found
+    require(bool(linears), "backbone.drafter", expected, type(body).__name__, "use a Llama, Qwen2 or Qwen3 model")
+    return linears
 
 
 class DraftMasks:

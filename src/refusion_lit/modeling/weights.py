@@ -173,7 +173,7 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
     for name, weight in revert_weight_conversion(model, model.state_dict()).items():
         published_name, rank = published.locate(name)
         parts.setdefault(published_name, []).append((rank, weight))
-    ordered = {name: [weight for _, weight in sorted(found, key=itemgetter(0))] for name, found in parts.items()}
+    ordered = {name: [weight for _, weight in sorted(ranked, key=itemgetter(0))] for name, ranked in parts.items()}
     return {name: weights[0] if len(weights) == 1 else torch.cat(weights) for name, weights in ordered.items()}
 
 

@@ -305,8 +305,8 @@ class ChatRequest(BaseRequest):
         Raises:
             ValueError: If alternatives are asked for without log-probabilities.
         """
-        holds = self.logprobs or self.top_logprobs is None
-        require(holds, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
+        is_allowed = self.logprobs or self.top_logprobs is None
+        require(is_allowed, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -459,7 +459,7 @@ class ResponsesRequest(_Strict):
             )
         except ValidationError as error:
             raise RequestValidationError(
-                [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+                [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
             ) from error
 
     def _turns(self) -> list[dict[str, Any]]:
