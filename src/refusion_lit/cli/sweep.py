@@ -1,4 +1,4 @@
-"""``refusion-lit sweep``: many runs that differ in some options, and one table of their results."""
+"""``refusion-lit sweep``: many runs that differ in some options, and a table with their results."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def run(args: list[str]) -> int:
 
 
 def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Separate the options of ``sweep`` from the options of its points, which have a dotted name or are the seed.
+    """Separate ``sweep``'s options from its points' options, which have a dotted name or are the seed.
 
     Returns:
-        The arguments of ``sweep``, and the values of the other options by name.
+        ``sweep``'s arguments, and the other options' values by name.
 
     Raises:
         ValueError: If a value is missing or is not YAML.
