@@ -341,7 +341,8 @@ def test_a_model_of_ones_own_objective_is_decoded_by_the_configs_first_decoder_t
     assert refusion_lit.load(tmp_path / "exported").default_decoder.block_length == 4  # type: ignore[attr-defined]
     assert "block_length=4" in (tmp_path / "exported" / "README.md").read_text()
     capsys.readouterr()
-    assert main(["generate", f"--ckpt_path={run}", "--prompt=1+2>", "--max_new_tokens=8", "--decoder.guidance_scale=0"]) == 0
+    options = ["--prompt=1+2>", "--max_new_tokens=8", "--decoder.guidance_scale=0"]
+    assert main(["generate", f"--ckpt_path={run}", *options]) == 0
     assert "LLaDA" in capsys.readouterr().err
     # A later training with an objective of the package removes the entry, and keeps what was exported with --decoder.
     traits = refusion_lit.load(run).backbone.traits

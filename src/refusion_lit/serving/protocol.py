@@ -1,4 +1,4 @@
-"""Bodies of requests: the fields of OpenAI's API that this server supports; other fields are refused by name."""
+"""Request bodies: the fields in OpenAI's API that this server supports; other fields are refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REASONS = {
 }
 
 _Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""A list of texts, or a text."""
+"""A list with texts, or a text."""
 
 
 class _Strict(BaseModel):
@@ -47,7 +47,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_fields_without_effect(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Drop fields that are ``None``, and neutral values of fields that are not supported."""
+        """Drop fields that are ``None``, and neutral values in unsupported fields."""
         if not isinstance(values, dict):
             return values
         return {
@@ -60,7 +60,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Contents of a stream besides text.
+    """What a stream contains besides text.
 
     Attributes:
         include_usage: A last chunk has the token counts.
@@ -73,7 +73,7 @@ class StreamOptions(_Strict):
 
 
 class JsonSchema(_Strict):
-    """A JSON schema in the form of OpenAI's clients; only ``schema`` has an effect."""
+    """A JSON schema as OpenAI's clients send it; only ``schema`` has an effect."""
 
     schema_: Any = Field(alias="schema", default=True)  # checked by Schemas
     name: str = ""
@@ -82,13 +82,13 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """Format of the answer."""
+    """The answer's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def to_schema(self) -> Any:  # noqa: ANN401 - a JSON schema is an object or a boolean
-        """Return the JSON schema of the answer; ``None`` for text.
+        """Return the answer's JSON schema; ``None`` for text.
 
         Raises:
             ValueError: If the type is json_schema and the schema is missing, or the other way round.
@@ -101,7 +101,7 @@ class ResponseFormat(_Strict):
 
 
 class BaseRequest(_Strict):
-    """Fields of both endpoints; for ``None``, the server's options apply."""
+    """Fields that both endpoints have; for ``None``, the server's options apply."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
@@ -118,7 +118,7 @@ class BaseRequest(_Strict):
 
 
 class TextPart(_Strict):
-    """A part of a message's content, which must be text."""
+    """A part in a message's content, which must be text."""
 
     type: Literal["text"]
     text: str
@@ -139,7 +139,7 @@ class FunctionCall(_Strict):
 
 
 class ToolCall(_Strict):
-    """A call of a tool in an assistant's turn."""
+    """A tool call in an assistant's turn."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -147,12 +147,12 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A turn of a chat.
+    """A turn in a chat.
 
     Attributes:
         role: Whose turn it is.
         content: Its text; an assistant's turn that calls tools may have none.
-        name: Name of the speaker, or of the tool.
+        name: The speaker's or tool's name.
         tool_calls: The tools that an assistant's turn calls.
         tool_call_id: The call that a tool's turn answers.
         reasoning_content: An assistant's thoughts, for templates that write them.
@@ -207,7 +207,7 @@ class Function(_Strict):
         return self
 
     def to_schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the arguments; without ``additionalProperties``, there are no further arguments."""
+        """Return the arguments' JSON schema; without ``additionalProperties``, there are no further arguments."""
         schema: dict[str, Any] = {"type": "object", "properties": {}, **(self.parameters or {})}
         return schema if schema.keys() & _APPLICATORS else {"additionalProperties": False, **schema}
 
@@ -240,7 +240,7 @@ class Tool(_Strict):
 
 
 class FunctionName(_Strict):
-    """The name of a function."""
+    """A function's name."""
 
     name: str
 
@@ -253,7 +253,7 @@ class ToolChoice(_Strict):
 
     @model_validator(mode="after")
     def check_function(self) -> ToolChoice:
-        """Refuse a choice of a function without name, and a name with another choice."""
+        """Refuse a function choice without name, and a name with another choice."""
         if (self.type == "function") != (self.function is not None):
             raise ValueError("a name belongs to the type function, and to no other type")
         return self
@@ -263,7 +263,7 @@ _Choice = Annotated[ToolChoice, BeforeValidator(lambda value: {"type": value} if
 
 
 class ChatRequest(BaseRequest):
-    """Body of ``/v1/chat/completions``."""
+    """Body for ``/v1/chat/completions``."""
 
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
@@ -305,13 +305,13 @@ class ChatRequest(BaseRequest):
         Raises:
             ValueError: If alternatives are asked for without log-probabilities.
         """
-        holds = self.logprobs or self.top_logprobs is None
-        require(holds, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
+        is_allowed = self.logprobs or self.top_logprobs is None
+        require(is_allowed, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(BaseRequest):
-    """Body of ``/v1/completions``: texts to continue, without a chat template."""
+    """Body for ``/v1/completions``: texts to continue, without a chat template."""
 
     is_chat: ClassVar[bool] = False
     prompt: _Texts
@@ -326,7 +326,7 @@ class CompletionRequest(BaseRequest):
 
 
 class ResponseText(_Strict):
-    """A part of an item's content in ``/v1/responses``, which must be text."""
+    """A part in an item's content in ``/v1/responses``, which must be text."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -342,7 +342,7 @@ _Parts = Annotated[list[ResponseText], BeforeValidator(_to_parts)]
 
 
 class InputItem(_Strict):
-    """A turn, a call of a function, or a call's result; ``id`` and ``status`` have no effect."""
+    """A turn, a function call, or a call's result; ``id`` and ``status`` have no effect."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     id: str | None = None
@@ -356,7 +356,7 @@ class InputItem(_Strict):
 
     @model_validator(mode="after")
     def check_fields(self) -> InputItem:
-        """Refuse an item without the fields of its type."""
+        """Refuse an item without its type's fields."""
         fields = {
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
@@ -382,7 +382,7 @@ class ResponseToolChoice(_Strict):
 
 
 class TextFormat(JsonSchema):
-    """Format of the text in ``/v1/responses``."""
+    """The text's format in ``/v1/responses``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -395,13 +395,13 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(_Strict):
-    """Options of the text in ``/v1/responses``."""
+    """Options for the text in ``/v1/responses``."""
 
     format: TextFormat = TextFormat()
 
 
 class ResponsesRequest(_Strict):
-    """Body of ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
+    """Body for ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
 
     model: str
     input: Annotated[
@@ -459,11 +459,11 @@ class ResponsesRequest(_Strict):
             )
         except ValidationError as error:
             raise RequestValidationError(
-                [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+                [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
             ) from error
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Return the conversation as a chat; calls after a text of the assistant belong to its turn."""
+        """Return the conversation as a chat; calls after the assistant's text belong to its turn."""
         turns: list[dict[str, Any]] = []
         if self.instructions:
             turns.append({"role": "system", "content": self.instructions})
@@ -485,7 +485,7 @@ def _join(parts: Sequence[ResponseText] | None) -> str:
 
 
 class ResponseBuilder:
-    """Builds the body and the events of a response of ``/v1/responses``.
+    """Builds body and events for a response from ``/v1/responses``.
 
     Args:
         body: The request.
@@ -518,7 +518,7 @@ class ResponseBuilder:
         return [self._event(name, response=copy.deepcopy(self.response)) for name in names]
 
     def add(self, piece: str | CallPiece) -> list[dict[str, Any]]:
-        """Add a piece of text or of a call; return the events."""
+        """Add a piece from text or a call; return the events."""
         events: list[dict[str, Any]] = []
         kind = "message" if isinstance(piece, str) else "function_call"
         is_new = self._item is None or self._item["type"] != kind or (not isinstance(piece, str) and piece.name)
@@ -555,7 +555,7 @@ class ResponseBuilder:
         return [*events, self._event(f"response.{status}", response=self.response)]
 
     def fail(self, message: str) -> dict[str, Any]:
-        """Return the event of a response that failed."""
+        """Return the event that says that a response failed."""
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return self._event("response.failed", response=self.response)
 
@@ -602,7 +602,7 @@ class ResponseBuilder:
 
 
 def new_call_id() -> str:
-    """Return an id of a call. Templates of Mistral take ids of nine letters and digits only."""
+    """Return a call id. Mistral's templates take only ids with nine letters and digits."""
     return secrets.token_hex(5)[:9]
 
 
@@ -611,7 +611,7 @@ LogprobEntries = Sequence[tuple[int, TokenLogprob | None]]
 
 
 def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:  # noqa: ARG001
-    """Return log-probabilities in the form of OpenAI's chats; ``forward`` is the forward pass that gave them.
+    """Return log-probabilities as in OpenAI's chats; ``forward`` is the forward pass that gave them.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
@@ -636,12 +636,12 @@ def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> 
 
 
 def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:
-    """Return log-probabilities in the form of OpenAI's completions; ``forwards`` are the passes that gave them.
+    """Return log-probabilities as in OpenAI's completions; ``forwards`` are the passes that gave them.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
         model: Gives the tokens' text.
-        start: Number of characters of the response before the tokens.
+        start: Characters in the response before the tokens.
     """
     known = _without_end(entries, model)
     texts = [model.token_text(token) for token, _ in known]
