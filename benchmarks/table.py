@@ -283,7 +283,7 @@ def serve(result: Result) -> str:
 
 def serve_soak(result: Result) -> str:
     low, high = result["megabytes_after_half_the_time"]
-    names = ["answers", "given_up", "different", "lost"]
+    names = ["answers", "calls", "given_up", "refused", "busy", "timed_out", "different", "lost"]
     head = ["minutes", *(name.replace("_", " ") for name in names), "megabytes after half the time"]
     return table(head, [[result["config"]["minutes"], *(result[name] for name in names), f"{low} to {high}"]])
 

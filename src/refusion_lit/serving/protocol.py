@@ -216,21 +216,25 @@ _APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties"}
 """Keywords beside which ``additionalProperties`` could forbid properties that they name."""
 
 
-class Tool(_Strict):
-    """A tool that a response may call; tools are functions."""
-
-    type: Literal["function"]
-    function: Function
+class _Ordered(_Strict):
+    """A description of a tool that keeps its fields as the client sent them, as chat templates write them so."""
 
     _fields: dict[str, Any] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
-    def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:  # noqa: ANN401 - any JSON
-        """Keep the fields as the client sent them, because chat templates write the fields in that order."""
+    def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:  # noqa: ANN401 - any JSON
+        """Keep the fields in the client's order."""
         tool = handler(values)
         tool._fields = values
         return tool
+
+
+class Tool(_Ordered):
+    """A tool that a response may call; tools are functions."""
+
+    type: Literal["function"]
+    function: Function
 
     def to_template(self) -> dict[str, Any]:
         """Return the tool as chat templates read it."""
@@ -368,10 +372,14 @@ class InputItem(_Strict):
         return self
 
 
-class ResponseTool(Function):
+class ResponseTool(Function, _Ordered):
     """A function that a response may call, as ``/v1/responses`` describes it."""
 
     type: Literal["function"]
+
+    def to_tool(self) -> dict[str, Any]:
+        """Return the tool as chats describe it."""
+        return {"type": self.type, "function": {name: value for name, value in self._fields.items() if name != "type"}}
 
 
 class ResponseToolChoice(_Strict):
@@ -435,10 +443,6 @@ class ResponsesRequest(_Strict):
         sampling = self.model_dump(
             include={"model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "parallel_tool_calls"}
         )
-        tools = [
-            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
-            for tool in self.tools
-        ]
         choice: dict[str, Any] = {"type": self.tool_choice.type}
         if self.tool_choice.name is not None:
             choice["function"] = {"name": self.tool_choice.name}
@@ -451,7 +455,7 @@ class ResponsesRequest(_Strict):
                     **sampling,
                     "max_tokens": self.max_output_tokens,
                     "stream": self.stream,
-                    "tools": tools,
+                    "tools": [tool.to_tool() for tool in self.tools],
                     "tool_choice": choice,
                     "response_format": form,
                     "messages": self._turns(),
