@@ -1,4 +1,4 @@
-"""Soak test of the server: texts, tools, log-probabilities, aborts and limits; no answer may differ, memory must settle.
+"""Soak test of the server: texts, tools, log-probabilities, aborts and limits; no answer differs, memory must settle.
 
 usage: python -m benchmarks.serve_soak [--minutes 30] [--clients 16] [--pause 0.2] [--output FILE]
 
@@ -183,7 +183,7 @@ class Soak:
         self.until = until
         self.pause = pause
         names = ("answers", "calls", "given_up", "refused", "busy", "timed_out", "different", "lost")
-        self.counts = Counter(dict.fromkeys(names, 0))
+        self.counts: Counter[str] = Counter(dict.fromkeys(names, 0))
         self.examples: list[str] = []
 
     async def run(self, num_clients: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -408,6 +409,15 @@ class TextOptions(_Strict):
     format: TextFormat = TextFormat()
 
 
+_LOGPROBS = "message.output_text.logprobs"
+_Include = Literal[
+    "message.output_text.logprobs", "message.input_image.image_url", "reasoning.encrypted_content",
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+]  # fmt: skip
+"""What a response includes on request. All but the first have no effect, as responses have no such items."""
+
+
 class ResponsesRequest(_Strict):
     """Body of ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
 
@@ -429,6 +439,8 @@ class ResponsesRequest(_Strict):
     ] = ResponseToolChoice(type="auto")
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
+    include: list[_Include] = []
+    top_logprobs: int = Field(default=0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     truncation: Literal["disabled"] = "disabled"
     metadata: dict[str, str] = {}
@@ -439,7 +451,11 @@ class ResponsesRequest(_Strict):
 
         Raises:
             RequestValidationError: If a value is wrong.
+            ValueError: If alternatives are requested without log-probabilities.
         """
+        has_logprobs = _LOGPROBS in self.include
+        holds = has_logprobs or not self.top_logprobs
+        require(holds, "top_logprobs", "0 without log-probabilities", self.top_logprobs, f"include {_LOGPROBS}")
         sampling = self.model_dump(
             include={"model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "parallel_tool_calls"}
         )
@@ -459,6 +475,8 @@ class ResponsesRequest(_Strict):
                     "tool_choice": choice,
                     "response_format": form,
                     "messages": self._turns(),
+                    "logprobs": has_logprobs,
+                    "top_logprobs": self.top_logprobs if has_logprobs else None,
                 }
             )
         except ValidationError as error:
@@ -495,12 +513,13 @@ class ResponseBuilder:
         body: The request.
         response_id: The response's id.
         sampling: The sampling options.
+        model: Gives the tokens' text.
 
     Attributes:
         response: The response so far.
     """
 
-    def __init__(self, body: ResponsesRequest, response_id: str, sampling: SamplingParams) -> None:
+    def __init__(self, body: ResponsesRequest, response_id: str, sampling: SamplingParams, model: TextModel) -> None:
         given = body.model_dump(mode="json", exclude_none=True, by_alias=True)
         self.response: dict[str, Any] = {
             "id": response_id, "object": "response", "created_at": int(time.time()), "status": "in_progress",
@@ -511,8 +530,11 @@ class ResponseBuilder:
             "parallel_tool_calls": body.parallel_tool_calls, "previous_response_id": None, "store": False,
             "text": {"format": given["text"]["format"] if body.text.format.type == "json_schema"
                      else {"type": body.text.format.type}},
-            "truncation": "disabled", "metadata": body.metadata, "usage": None,
+            "top_logprobs": body.top_logprobs, "truncation": "disabled", "metadata": body.metadata, "usage": None,
         }  # fmt: skip
+        self._model = model
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
+        self._num_covered = 0  # bytes of the tokens that the last item has log-probabilities of
         self._num_events = 0
         self._item: dict[str, Any] | None = None  # the last item, unless it is complete
 
@@ -520,6 +542,19 @@ class ResponseBuilder:
         """Return the events before the first item."""
         names = ("response.created", "response.in_progress")
         return [self._event(name, response=copy.deepcopy(self.response)) for name in names]
+
+    def add_logprobs(self, entries: LogprobEntries) -> None:
+        """Add log-probabilities of tokens whose text follows. Those of calls, and of text after calls, are dropped."""
+        if not any(item["type"] == "function_call" for item in self.response["output"]):
+            self._logprobs += chat_logprobs(entries, self._model)["content"]
+
+    def _take_logprobs(self, num_bytes: float = math.inf) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens in the first bytes of the text that were not returned yet."""
+        taken: list[dict[str, Any]] = []
+        while self._logprobs and self._num_covered < num_bytes:
+            taken.append(self._logprobs.pop(0))
+            self._num_covered += len(taken[-1]["bytes"] or taken[-1]["token"].encode())
+        return taken
 
     def add(self, piece: str | CallPiece) -> list[dict[str, Any]]:
         """Add a piece of text or of a call; return the events."""
@@ -530,18 +565,29 @@ class ResponseBuilder:
             events += [*self._close(), *self._open(piece)]
         assert self._item is not None
         if isinstance(piece, str):
-            self._item["content"][0]["text"] += piece
-            events.append(self._item_event("output_text.delta", content_index=0, delta=piece, logprobs=[]))
-        elif piece.arguments:
+            text = self._item["content"][0]["text"] + piece
+            events.append(self._add_text(piece, self._take_logprobs(len(text.encode()))))
+        else:
+            self._logprobs.clear()
             self._item["arguments"] += piece.arguments
-            events.append(self._item_event("function_call_arguments.delta", delta=piece.arguments))
+            if piece.arguments:
+                events.append(self._item_event("function_call_arguments.delta", delta=piece.arguments))
         return events
+
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        assert self._item is not None
+        part = self._item["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return self._item_event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def finish(self, finish_reason: str, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Complete the response; return the last events."""
         is_cut = finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         events = [] if self.response["output"] else self.add("")
+        if self._item is not None and (rest := self._take_logprobs()):
+            events.append(self._add_text("", rest))
         events += self._close(status)
         self.response |= {
             "status": status,
@@ -586,7 +632,7 @@ class ResponseBuilder:
         self._item["status"] = status
         if self._item["type"] == "message":
             [part] = self._item["content"]
-            events = [self._item_event("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+            events = [self._item_event("output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]),
                       self._item_event("content_part.done", content_index=0, part=part)]  # fmt: skip
         else:
             done = {"name": self._item["name"], "arguments": self._item["arguments"]}
