@@ -1,4 +1,4 @@
-"""Bodies of requests: the fields of OpenAI's API that this server supports; other fields are refused by name."""
+"""Request bodies: the fields in OpenAI's API that this server supports; other fields are refused by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _REASONS = {
 }
 
 _Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""A list of texts, or a text."""
+"""A list with texts, or a text."""
 
 
 class _Strict(BaseModel):
@@ -48,7 +48,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_fields_without_effect(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Drop fields that are ``None``, and neutral values of fields that are not supported."""
+        """Drop fields that are ``None``, and neutral values in unsupported fields."""
         if not isinstance(values, dict):
             return values
         return {
@@ -61,7 +61,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Contents of a stream besides text.
+    """What a stream contains besides text.
 
     Attributes:
         include_usage: A last chunk has the token counts.
@@ -74,7 +74,7 @@ class StreamOptions(_Strict):
 
 
 class JsonSchema(_Strict):
-    """A JSON schema in the form of OpenAI's clients; only ``schema`` has an effect."""
+    """A JSON schema as OpenAI's clients send it; only ``schema`` has an effect."""
 
     schema_: Any = Field(alias="schema", default=True)  # checked by Schemas
     name: str = ""
@@ -83,13 +83,13 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """Format of the answer."""
+    """The answer's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def to_schema(self) -> Any:  # noqa: ANN401 - a JSON schema is an object or a boolean
-        """Return the JSON schema of the answer; ``None`` for text.
+        """Return the answer's JSON schema; ``None`` for text.
 
         Raises:
             ValueError: If the type is json_schema and the schema is missing, or the other way round.
@@ -102,7 +102,7 @@ class ResponseFormat(_Strict):
 
 
 class BaseRequest(_Strict):
-    """Fields of both endpoints; for ``None``, the server's options apply."""
+    """Fields that both endpoints have; for ``None``, the server's options apply."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
@@ -119,7 +119,7 @@ class BaseRequest(_Strict):
 
 
 class TextPart(_Strict):
-    """A part of a message's content, which must be text."""
+    """A part in a message's content, which must be text."""
 
     type: Literal["text"]
     text: str
@@ -140,7 +140,7 @@ class FunctionCall(_Strict):
 
 
 class ToolCall(_Strict):
-    """A call of a tool in an assistant's turn."""
+    """A tool call in an assistant's turn."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -148,12 +148,12 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A turn of a chat.
+    """A turn in a chat.
 
     Attributes:
         role: Whose turn it is.
         content: Its text; an assistant's turn that calls tools may have none.
-        name: Name of the speaker, or of the tool.
+        name: The speaker's or tool's name.
         tool_calls: The tools that an assistant's turn calls.
         tool_call_id: The call that a tool's turn answers.
         reasoning_content: An assistant's thoughts, for templates that write them.
@@ -208,7 +208,7 @@ class Function(_Strict):
         return self
 
     def to_schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the arguments; without ``additionalProperties``, there are no further arguments."""
+        """Return the arguments' JSON schema; without ``additionalProperties``, there are no further arguments."""
         schema: dict[str, Any] = {"type": "object", "properties": {}, **(self.parameters or {})}
         return schema if schema.keys() & _APPLICATORS else {"additionalProperties": False, **schema}
 
@@ -245,7 +245,7 @@ class Tool(_Ordered):
 
 
 class FunctionName(_Strict):
-    """The name of a function."""
+    """A function's name."""
 
     name: str
 
@@ -258,7 +258,7 @@ class ToolChoice(_Strict):
 
     @model_validator(mode="after")
     def check_function(self) -> ToolChoice:
-        """Refuse a choice of a function without name, and a name with another choice."""
+        """Refuse a function choice without name, and a name with another choice."""
         if (self.type == "function") != (self.function is not None):
             raise ValueError("a name belongs to the type function, and to no other type")
         return self
@@ -268,7 +268,7 @@ _Choice = Annotated[ToolChoice, BeforeValidator(lambda value: {"type": value} if
 
 
 class ChatRequest(BaseRequest):
-    """Body of ``/v1/chat/completions``."""
+    """Body for ``/v1/chat/completions``."""
 
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
@@ -310,13 +310,13 @@ class ChatRequest(BaseRequest):
         Raises:
             ValueError: If alternatives are asked for without log-probabilities.
         """
-        holds = self.logprobs or self.top_logprobs is None
-        require(holds, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
+        is_allowed = self.logprobs or self.top_logprobs is None
+        require(is_allowed, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(BaseRequest):
-    """Body of ``/v1/completions``: texts to continue, without a chat template."""
+    """Body for ``/v1/completions``: texts to continue, without a chat template."""
 
     is_chat: ClassVar[bool] = False
     prompt: _Texts
@@ -331,7 +331,7 @@ class CompletionRequest(BaseRequest):
 
 
 class ResponseText(_Strict):
-    """A part of an item's content in ``/v1/responses``, which must be text."""
+    """A part in an item's content in ``/v1/responses``, which must be text."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -347,7 +347,7 @@ _Parts = Annotated[list[ResponseText], BeforeValidator(_to_parts)]
 
 
 class InputItem(_Strict):
-    """A turn, a call of a function, or a call's result; ``id`` and ``status`` have no effect."""
+    """A turn, a function call, or a call's result; ``id`` and ``status`` have no effect."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     id: str | None = None
@@ -361,7 +361,7 @@ class InputItem(_Strict):
 
     @model_validator(mode="after")
     def check_fields(self) -> InputItem:
-        """Refuse an item without the fields of its type."""
+        """Refuse an item without its type's fields."""
         fields = {
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
@@ -391,7 +391,7 @@ class ResponseToolChoice(_Strict):
 
 
 class TextFormat(JsonSchema):
-    """Format of the text in ``/v1/responses``."""
+    """The text's format in ``/v1/responses``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -404,7 +404,7 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(_Strict):
-    """Options of the text in ``/v1/responses``."""
+    """Options for the text in ``/v1/responses``."""
 
     format: TextFormat = TextFormat()
 
@@ -419,7 +419,7 @@ _Include = Literal[
 
 
 class ResponsesRequest(_Strict):
-    """Body of ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
+    """Body for ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
 
     model: str
     input: Annotated[
@@ -481,11 +481,11 @@ class ResponsesRequest(_Strict):
             )
         except ValidationError as error:
             raise RequestValidationError(
-                [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+                [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
             ) from error
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Return the conversation as a chat; calls after a text of the assistant belong to its turn."""
+        """Return the conversation as a chat; calls after the assistant's text belong to its turn."""
         turns: list[dict[str, Any]] = []
         if self.instructions:
             turns.append({"role": "system", "content": self.instructions})
@@ -507,7 +507,7 @@ def _join(parts: Sequence[ResponseText] | None) -> str:
 
 
 class ResponseBuilder:
-    """Builds the body and the events of a response of ``/v1/responses``.
+    """Builds body and events for a response from ``/v1/responses``.
 
     Args:
         body: The request.
@@ -557,7 +557,7 @@ class ResponseBuilder:
         return taken
 
     def add(self, piece: str | CallPiece) -> list[dict[str, Any]]:
-        """Add a piece of text or of a call; return the events."""
+        """Add a piece from text or a call; return the events."""
         events: list[dict[str, Any]] = []
         kind = "message" if isinstance(piece, str) else "function_call"
         is_new = self._item is None or self._item["type"] != kind or (not isinstance(piece, str) and piece.name)
@@ -605,7 +605,7 @@ class ResponseBuilder:
         return [*events, self._event(f"response.{status}", response=self.response)]
 
     def fail(self, message: str) -> dict[str, Any]:
-        """Return the event of a response that failed."""
+        """Return the event that says that a response failed."""
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return self._event("response.failed", response=self.response)
 
@@ -652,7 +652,7 @@ class ResponseBuilder:
 
 
 def new_call_id() -> str:
-    """Return an id of a call. Templates of Mistral take ids of nine letters and digits only."""
+    """Return a call id. Mistral's templates take only ids with nine letters and digits."""
     return secrets.token_hex(5)[:9]
 
 
@@ -661,7 +661,7 @@ LogprobEntries = Sequence[tuple[int, TokenLogprob | None]]
 
 
 def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:  # noqa: ARG001
-    """Return log-probabilities in the form of OpenAI's chats; ``forward`` is the forward pass that gave them.
+    """Return log-probabilities as in OpenAI's chats; ``forward`` is the forward pass that gave them.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
@@ -686,12 +686,12 @@ def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> 
 
 
 def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:
-    """Return log-probabilities in the form of OpenAI's completions; ``forwards`` are the passes that gave them.
+    """Return log-probabilities as in OpenAI's completions; ``forwards`` are the passes that gave them.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
         model: Gives the tokens' text.
-        start: Number of characters of the response before the tokens.
+        start: Characters in the response before the tokens.
     """
     known = _without_end(entries, model)
     texts = [model.token_text(token) for token, _ in known]
