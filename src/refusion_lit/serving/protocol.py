@@ -632,7 +632,8 @@ class ResponseBuilder:
         self._item["status"] = status
         if self._item["type"] == "message":
             [part] = self._item["content"]
-            events = [self._item_event("output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]),
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
+            events = [self._item_event("output_text.done", content_index=0, **done),
                       self._item_event("content_part.done", content_index=0, part=part)]  # fmt: skip
         else:
             done = {"name": self._item["name"], "arguments": self._item["arguments"]}
