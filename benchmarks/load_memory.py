@@ -1,7 +1,7 @@
 """Measures the peak memory of loading random models of two sizes, up to about 1 GB, in the published layouts.
 
-Each model, in bfloat16, is stored in four shards and loaded in a process of its own; the figures are that process's resident memory
-at its peak, less what it had before loading, over the size of the weights.
+Each model, in bfloat16, is stored in four shards and loaded in a process of its own. The figures are that process's
+resident memory at its peak, less what it had before loading, over the size of the weights.
 
 usage: python -m benchmarks.load_memory
 """
