@@ -18,6 +18,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Diffu
 
 import refusion_lit
 from refusion_lit.cli import main
+from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import Branch, Draw, Forward, UniformDiffusion, decode
 from refusion_lit.engine.batch import Batch
 from refusion_lit.learning.batch import ResponseBatch
@@ -255,9 +256,7 @@ def test_the_loss_is_the_cross_entropy_of_transformers_logits() -> None:
             start = prompts[row] + 5 * blocks[row]
             clean = [int(text[row, place]) if place < end else 0 for place in range(start, start + 5)]  # 0: padding
             ratio = 0.9 * float(t[row]) + 0.1
-            canvas = [
-                int(random[row, i]) if float(uniform[row, i]) < ratio else token for i, token in enumerate(clean)
-            ]
+            canvas = [int(random[row, i]) if float(uniform[row, i]) < ratio else token for i, token in enumerate(clean)]
             inputs = {"input_ids": text[row : row + 1, :start], "decoder_input_ids": torch.tensor([canvas])}
             logits = theirs(**inputs).logits
             if is_conditioned[row]:
@@ -317,6 +316,16 @@ def test_adapters_of_shared_weights_are_refused() -> None:
     options = BackboneConfig(source=str(CHECKPOINT), lora=LoraOptions())
     with pytest.raises(ValueError, match=r"^backbone\.lora: .*share weights"):
         options.build(refusion_lit.load(CHECKPOINT).tokenizer)
+
+
+def test_sharding_of_shared_weights_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(DiffusionGemmaForBlockDiffusion, "from_pretrained", read)
+    options = BackboneConfig(source=str(CHECKPOINT))
+    with pytest.raises(ValueError, match=r"^trainer\.strategy: .*share weights.*ddp"):
+        options.build(PretrainedTokenizer(source=str(CHECKPOINT)).build(None), is_sharded=True)
 
 
 # Checkpoints.

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import refusion_lit
 from refusion_lit.cli import main
+from refusion_lit.decoding import decode
 from refusion_lit.modeling import weights as loading
 from refusion_lit.types import Prompt, SamplingParams
 from support.published import MODELS, PUBLISHED_2026
@@ -86,7 +87,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_four_shards_load_as_one_file(name: str, tmp_path: Path) -> None:
     path = copied(name, tmp_path)
     split(path)
-    ours, whole = (load(each).backbone for each in (path, MODELS[name]))
+    ours, whole = (load(source).backbone for source in (path, MODELS[name]))
     modules = (ours.drafter, whole.drafter) if name == ASSISTANT else (ours, whole)
     states = [module.state_dict() for module in modules]
     assert states[0].keys() == states[1].keys()
@@ -164,6 +165,7 @@ def test_a_prompt_beyond_the_context_is_refused(name: str) -> None:
     context = model.backbone.max_positions
     assert context is not None
     prompt, sampling = Prompt(token_ids=(3,) * context, id="long"), SamplingParams(max_new_tokens=8)
-    with pytest.raises(ValueError, match=rf"prompt long: expected at most {context - 8} tokens.* got {context}") as info:
-        refusion_lit.decoding.decode(model.backbone, model.default_decoder, [prompt], sampling)
+    reason = rf"prompt long: expected at most {context - 8} tokens.* got {context}"
+    with pytest.raises(ValueError, match=reason) as info:
+        decode(model.backbone, model.default_decoder, [prompt], sampling)
     assert "\n" not in str(info.value)
