@@ -259,8 +259,12 @@ def policy_memory(result: Result) -> str:
 
 
 def load_memory(result: Result) -> str:
-    rows = [[name, layout["gigabytes"], layout["peak_over_weights"]] for name, layout in result["layouts"].items()]
-    return table(["checkpoint format", "gigabytes of weights", "peak over weights"], rows)
+    rows = [
+        [name, *(layout[size][figure] for size in ("small", "large") for figure in ("gigabytes", "peak_over_weights"))]
+        for name, layout in result["layouts"].items()
+    ]
+    figures = [f"{size}: {figure}" for size in ("small", "large") for figure in ("GB of weights", "peak over weights")]
+    return table(["checkpoint format", *figures], rows)
 
 
 def serve(result: Result) -> str:

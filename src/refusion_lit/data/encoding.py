@@ -48,7 +48,7 @@ def encode_prompt(
         ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
             or the prompt is empty.
     """
-    turns = list(messages) or [{"role": "user", "content": query}]
+    turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, *_texts_in([turns, tools])])
     if chat_options:
         check_chat_options(tokenizer, chat_options)
@@ -87,7 +87,7 @@ def encode_response(
     Raises:
         ValueError: If a character is unknown.
     """
-    turns = list(messages) or [{"role": "user", "content": query}]
+    turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, response, *_texts_in([turns, tools])])
     opened = _render(tokenizer, guard, turns, prompt_template, query, tools)
     eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
@@ -153,6 +153,29 @@ def encode_within(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         if whole[: len(before)] == before:
             return whole[len(before) :]
     return ids
+
+
+def _read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return chat turns whose contents are texts; the text parts of a content are joined.
+
+    Raises:
+        ValueError: If a content has a part of another type, such as an image, which a template may render silently.
+    """
+    turns: list[Mapping[str, Any]] = []
+    for number, turn in enumerate(messages):
+        content = turn.get("content")
+        if not isinstance(content, list | tuple):
+            turns.append(turn)
+            continue
+        texts: list[str] = []
+        for index, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            is_text = isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str)
+            option = f"messages.{number}.content.{index}.type"
+            require(is_text, option, "'text', because models read text only", kind, "leave the part out")
+            texts.append(part["text"])
+        turns.append({**turn, "content": "".join(texts)})
+    return turns
 
 
 _MARKS_BEGINNING = re.compile("prepend_scheme|Prepend|add_prefix_space=True")

@@ -30,7 +30,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.transformers_forward import LibraryCache
 from refusion_lit.modeling.visibility import AttentionMask, as_mask
-from refusion_lit.modeling.weights import stored_shapes, weights_digest
+from refusion_lit.modeling.weights import missing_shards, stored_shapes, weights_digest
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import check_options, require
 
@@ -320,6 +320,8 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
         raise _refused(folder, expected, f"mask_token_id {config.mask_token_id}", fix)
     if config.block_size < 2:
         raise _refused(folder, "blocks of at least 2 tokens", f"block_size {config.block_size}", "correct config.json")
+    if missing := missing_shards(folder):
+        raise _refused(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     shapes = stored_shapes(folder)
     if not shapes:
         raise _refused(folder, "safetensors files with weights", "none that can be read", "fetch it again")

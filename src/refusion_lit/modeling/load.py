@@ -122,7 +122,12 @@ class BackboneConfig:
         )
 
     def build(
-        self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None, source: ModelSource | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int | None = None,
+        source: ModelSource | None = None,
+        is_sharded: bool = False,
     ) -> Backbone:
         """Build the backbone for a tokenizer.
 
@@ -132,6 +137,7 @@ class BackboneConfig:
             tokenizer: The tokenizer; its mask token becomes the model's mask token.
             seed: Seeds random weights without changing the global generator's state.
             source: The source, if the caller has opened it already.
+            is_sharded: Whether the caller will shard the weights over processes.
 
         Raises:
             ValueError: If the source cannot be loaded or is not supported.
@@ -143,6 +149,9 @@ class BackboneConfig:
         fix = "train all weights"
         expected = "null for a model whose encoder and decoder share weights"
         require(self.lora is None or not shares, "backbone.lora", expected, self.lora, fix)
+        expected = "a strategy with whole weights for a model whose encoder and decoder share weights"
+        fits = not (is_sharded and shares)
+        require(fits, "trainer.strategy", expected, "one that shards weights", "use the strategy ddp")
         name = decoding_dtype(config, default_device()) if self.dtype == "auto" else self.dtype
         if self.draft is not None:
             check_draft(self.draft, config, tokenizer.get_vocab())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import warnings
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from refusion_lit.utils.require import require
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 disable_progress_bar()  # otherwise a bar for every load interrupts a program's output
+# Transformers prints a table of missing and unexpected weights; load_weights refuses them in one line.
+logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
 def initialise_weights(
@@ -184,9 +187,12 @@ def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
 
     Raises:
         ValueError: If the config asks for far more weights than the files hold, or for another expert count, or
-            if a published mixture of experts lacks a tensor or a tensor has another shape.
+            if a published mixture of experts lacks a tensor, a tensor has another shape, or a shard is missing.
     """
     _check_shard_names(Path(source.name))
+    missing = missing_shards(Path(source.name))
+    where = f"backbone.source: {source.name!r}"
+    require(not missing, where, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     shapes = stored_shapes(Path(source.name))
     config = source.config.get_text_config()
     if not shapes or getattr(source.config, "quantization_config", None) is not None:  # quantised weights are packed
@@ -255,18 +261,25 @@ def _check_shard_names(folder: Path) -> None:
                 require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
 
 
+def missing_shards(folder: Path) -> list[str]:
+    """Return the safetensors files that a directory's index names and the directory lacks."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file() or (folder / "model.safetensors").is_file():  # transformers prefers the single file
+        return []
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        return sorted(name for name in shards if not (folder / name).is_file())
+    return []
+
+
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return tensor shapes in a directory's safetensors files, by name.
 
     The result is empty if a file is missing or damaged, which loading reports.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        with suppress(AttributeError, LookupError, TypeError, ValueError):
-            shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-            if not all((folder / name).is_file() for name in shards):
-                return {}
+    if missing_shards(folder):
+        return {}
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt") as file:
