@@ -63,7 +63,7 @@ def _from_config(config: Any, *, trust_remote_code: bool, **options: Any) -> Pre
 
 
 def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Load a Hugging Face directory's or hub id's model.
+    """Load the model of a Hugging Face directory or hub id.
 
     Raises:
         ValueError: If the files are damaged, or do not hold exactly the weights that the config asks for.
@@ -148,7 +148,7 @@ class _SplitRows(ConversionOps):
 
 
 def _splitting_class(config: Any, published: CheckpointFormat) -> type[PreTrainedModel]:  # noqa: ANN401 - one class per architecture
-    """Return a subclass that splits a format's fused tensors while it loads.
+    """Return a subclass of transformers' class that splits the fused tensors of a format while it loads.
 
     transformers finds conversions by the class's name, so that its own class stays as it is.
     """
@@ -170,7 +170,7 @@ def _in_layer(name: str) -> str:
 
 @torch.no_grad()
 def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> dict[str, Tensor]:
-    """Return a model's weights with a published format's names and shapes, as loading read them."""
+    """Return a model's weights with the names and shapes of a published format: the inverse of loading."""
     model._weight_conversions = None  # type: ignore[assignment] - transformers then splits the experts
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     for name, weight in revert_weight_conversion(model, model.state_dict()).items():
@@ -181,13 +181,14 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
 
 
 def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
-    """Compare a directory's file headers with the config, before memory is allocated for weights.
+    """Compare the headers of a directory's files with the config, before memory is allocated for weights.
 
     Returns the stored tensors' shapes, see :func:`stored_shapes`.
 
     Raises:
-        ValueError: If the config asks for far more weights than the files hold, or for another expert count, or
-            if a published mixture of experts lacks a tensor, a tensor has another shape, or a shard is missing.
+        ValueError: If the config asks for far more weights than the files hold, or for another number of
+            experts, if a published mixture of experts lacks a tensor or has one of another shape, or if a shard is
+            missing.
     """
     _check_shard_names(Path(source.name))
     missing = missing_shards(Path(source.name))
@@ -253,7 +254,7 @@ def _missing(source: ModelSource, names: Sequence[str]) -> ValueError:
 
 
 def _check_shard_names(folder: Path) -> None:
-    """Refuse a shard index that names a file outside its directory, because directories are not trusted."""
+    """Refuse an index of shards that names a file outside its directory, because directories are not trusted."""
     for index in folder.glob("*.index.json"):
         with suppress(AttributeError, LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
             for name in {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}:
@@ -273,7 +274,7 @@ def missing_shards(folder: Path) -> list[str]:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return tensor shapes in a directory's safetensors files, by name.
+    """Return the shapes of the tensors in a directory's safetensors files, by name.
 
     The result is empty if a file is missing or damaged, which loading reports.
     """
@@ -291,7 +292,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def weights_digest(model: torch.nn.Module) -> str | None:
-    """Digest a model's weights into 16 hexadecimal digits.
+    """Return a digest of a model's weights, 16 hexadecimal digits.
 
     The digest covers the names and shapes of all parameters and 64 values per parameter, which is fast for large
     models. Values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
