@@ -177,11 +177,15 @@ def _option_names(parser: ArgumentParser) -> list[str]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NAME'?`` for the most similar name, or a short list of all names.
 
-    Last parts are compared (``precision`` is near ``trainer.precision``), then the word's first part. The whole name
-    decides between equal parts.
+    Last parts are compared (``precision`` is near ``trainer.precision``); the whole name decides between equal parts.
+    Then the first part is, unless it names a known group.
 
     >>> suggest("precison", ["trainer.precision", "model.seed"])
     "; did you mean 'trainer.precision'?"
+    >>> suggest("gird.slot_size", ["grid", "base"])
+    "; did you mean 'grid'?"
+    >>> suggest("model.speed_limit", ["model", "model.seed", "data", "data.seed", "trainer"])
+    '; choose one of data, data.seed, model, model.seed, trainer'
     >>> suggest("x", ["model", "data"])
     '; choose one of data, model'
     """
@@ -189,7 +193,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
     word = word.lower().replace("-", "_")
     names = sorted(names, key=lambda name: SequenceMatcher(None, word, name.lower()).ratio())
     last_parts = {name.lower().rpartition(".")[2]: name for name in names}
-    for part in (word.rpartition(".")[2], word.partition(".")[0]):
+    first_part = word.partition(".")[0]
+    for part in (word.rpartition(".")[2], *[first_part] * (first_part not in names)):
         if close := get_close_matches(part, last_parts, n=1, cutoff=_MIN_SIMILARITY):
             return f"; did you mean {last_parts[close[0]]!r}?"
     if not 0 < len(names) <= _MAX_LISTED:

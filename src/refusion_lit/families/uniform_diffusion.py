@@ -32,7 +32,7 @@ class UniformDiffusion(Decoder):
     The next canvas follows, until an EOS token or ``max_new_tokens``; tokens beyond it in the last canvas are not
     returned. A forward pass over the text is counted once per canvas, beside the steps.
 
-    Temperature 0 draws with the schedule's temperatures, the same tokens in every run, whatever the seed. Above 0,
+    At temperature 0, the schedule's temperatures apply, and all seeds draw the same tokens. Above 0,
     ``temperature`` multiplies the schedule (1: as published), and the seed counts.
 
     Source: ``DiffusionGemmaForBlockDiffusion.generate`` of transformers. Deliberate differences: exactly

@@ -218,14 +218,14 @@ _APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties"}
 
 
 class _Ordered(_Strict):
-    """A description of a tool that keeps its fields as the client sent them, as chat templates write them so."""
+    """A tool's description that keeps its fields in the client's order, in which chat templates write them."""
 
     _fields: dict[str, Any] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
     def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:  # noqa: ANN401 - any JSON
-        """Keep the fields in the client's order."""
+        """Keep the fields as the client sent them."""
         tool = handler(values)
         tool._fields = values
         return tool
@@ -454,8 +454,8 @@ class ResponsesRequest(_Strict):
             ValueError: If alternatives are requested without log-probabilities.
         """
         has_logprobs = _LOGPROBS in self.include
-        holds = has_logprobs or not self.top_logprobs
-        require(holds, "top_logprobs", "0 without log-probabilities", self.top_logprobs, f"include {_LOGPROBS}")
+        is_allowed = has_logprobs or not self.top_logprobs
+        require(is_allowed, "top_logprobs", "0 without log-probabilities", self.top_logprobs, f"include {_LOGPROBS}")
         sampling = self.model_dump(
             include={"model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "parallel_tool_calls"}
         )
@@ -544,7 +544,7 @@ class ResponseBuilder:
         return [self._event(name, response=copy.deepcopy(self.response)) for name in names]
 
     def add_logprobs(self, entries: LogprobEntries) -> None:
-        """Add log-probabilities of tokens whose text follows. Those of calls, and of text after calls, are dropped."""
+        """Add log-probabilities of tokens whose text follows; calls, and text after calls, have none."""
         if not any(item["type"] == "function_call" for item in self.response["output"]):
             self._logprobs += chat_logprobs(entries, self._model)["content"]
 
