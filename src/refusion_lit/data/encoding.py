@@ -41,14 +41,14 @@ def encode_prompt(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
-        tools: Tool descriptions for the chat template.
-        chat_options: Chat template options besides the options kept with the tokenizer.
+        tools: Descriptions of tools for the chat template.
+        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
 
     Raises:
         ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
             or the prompt is empty.
     """
-    turns = list(messages) or [{"role": "user", "content": query}]
+    turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, *_texts_in([turns, tools])])
     if chat_options:
         check_chat_options(tokenizer, chat_options)
@@ -82,12 +82,12 @@ def encode_response(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
-        tools: Tool descriptions for the chat template.
+        tools: Descriptions of tools for the chat template.
 
     Raises:
         ValueError: If a character is unknown.
     """
-    turns = list(messages) or [{"role": "user", "content": query}]
+    turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, response, *_texts_in([turns, tools])])
     opened = _render(tokenizer, guard, turns, prompt_template, query, tools)
     eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
@@ -155,6 +155,29 @@ def encode_within(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
+def _read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return chat turns whose contents are texts; the text parts of a content are joined.
+
+    Raises:
+        ValueError: If a content has a part of another type, such as an image, which a template may render silently.
+    """
+    turns: list[Mapping[str, Any]] = []
+    for number, turn in enumerate(messages):
+        content = turn.get("content")
+        if not isinstance(content, list | tuple):
+            turns.append(turn)
+            continue
+        texts: list[str] = []
+        for index, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            is_text = isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str)
+            option = f"messages.{number}.content.{index}.type"
+            require(is_text, option, "'text', because models read text only", kind, "leave the part out")
+            texts.append(part["text"])
+        turns.append({**turn, "content": "".join(texts)})
+    return turns
+
+
 _MARKS_BEGINNING = re.compile("prepend_scheme|Prepend|add_prefix_space=True")
 """In the description of a tokenizer that encodes a text's beginning differently."""
 
@@ -170,7 +193,7 @@ def _render(
     is_open: bool = True,
     chat_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the turns' text; special tokens' names that users wrote are marked."""
+    """Return the text of turns, with users' names of special tokens marked."""
     roles = ", ".join(str(turn["role"]) for turn in turns)
     if not tokenizer.chat_template:
         expected = "one turn, as the tokenizer has no chat template"
@@ -286,7 +309,7 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
 
 
 def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
-    """Split a text; return for every part whether it names an added token, special or not."""
+    """Return the parts of a text, and whether a part is the name of an added token, special or not."""
     names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
     parts = re.split(f"({'|'.join(map(re.escape, names))})" if names else "(?!)", text)
     return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
