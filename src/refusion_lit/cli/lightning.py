@@ -36,7 +36,7 @@ from refusion_lit.plugins import load_plugins
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal, ValidateLastStep
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.optimizer import is_slow_precision
-from refusion_lit.utils.files import read_yaml
+from refusion_lit.utils.files import read_yaml, require_writable
 from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
@@ -257,6 +257,9 @@ class RefusionCLI(LightningCLI):
             require(is_free, "run_version", "a new run", f"{directory}, which holds {results}", fix)
         if not is_continued:
             self._first_steps = (0, 0)
+        if self.subcommand == "fit":
+            for folder in (directory / "checkpoints", *resume.list_dirpaths(config)):
+                require_writable(folder, "runs_dir" if folder.parent == directory else "trainer.callbacks.dirpath")
         RefusionCLI.claim = run_directory.claim(directory)
         RefusionCLI.run_directory = directory
 

@@ -24,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
-from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config
+from refusion_lit.reports.results import CONFIG, ENVIRONMENT, RESULTS, environment, read_config
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import (
     Lock,
@@ -41,6 +41,7 @@ from refusion_lit.utils.require import require
 
 PLACE = ("runs_dir", "run_name", "run_version")
 """Options that name a run's directory."""
+METRICS = "metrics.csv"
 
 
 def check_names(run_name: str, run_version: str | None) -> None:
@@ -106,6 +107,10 @@ def claim(directory: Path) -> Claim | None:
     if int(rank) > 0:
         return None
     created = [path for path in (directory, *directory.parents) if not path.exists()]
+    for name in (CONFIG, ENVIRONMENT, RESULTS, METRICS):
+        is_free = not (directory / name).is_dir()
+        got = f"{directory / name}, which is a directory"
+        require(is_free, "runs_dir", f"a place for the file {name}", got, "remove it, or choose another run_version")
     fix = "wait for it, or choose another name"
     try:
         lock = acquire_lock(directory / ".lock", "run_version", f"other process that writes to {directory}", fix)
