@@ -18,8 +18,9 @@ EXTRAS = "eval,gguf,peft,serve,sweep,tensorboard"
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
 # Two processes; one that has run its tests takes over tests of the other.
 IN_PARALLEL = ("-n", "2", "--dist", "worksteal")
-# Tests of programs around the package; they have a session of their own, so that `tests` stays short.
-EXPERIMENTS = ("tests/experiments", "tests/benchmarks")
+# Tests of programs around the package, and of the programs on documentation pages. They have a session of their own, so
+# that `tests` stays short.
+EXPERIMENTS = ("tests/experiments", "tests/benchmarks", "tests/docs/programs")
 
 
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
@@ -50,7 +51,7 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def tests_experiments(session: nox.Session) -> None:
-    """Run the tests of the experiments, of the mutation tool and of the benchmarks."""
+    """Run the tests of experiments, benchmarks and the mutation tool, and every command and notebook of the docs."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
     session.run("pytest", *IN_PARALLEL, *(session.posargs or EXPERIMENTS), env=ENVIRONMENT)
 
