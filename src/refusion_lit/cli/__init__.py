@@ -44,10 +44,10 @@ COMMANDS = {
     "sweep": "sweep.run",
     "init": "init.run",
 }
-"""Module and function of the commands without a Lightning Trainer."""
+"""Module and function per command that uses no Lightning Trainer."""
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
-"""Subcommands of LightningCLI."""
+"""LightningCLI's subcommands."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -59,14 +59,14 @@ _FIT_CKPT_PATH = (
 
 
 class OneLineLightningParser(OneLineParser, LightningArgumentParser):
-    """Lightning's parser with errors of one line."""
+    """Lightning's parser with one-line errors."""
 
 
 class RefusionCLI(LightningCLI):
     """LightningCLI with runs in ``runs/NAME/VERSION``, one-line errors, and checkpoints that override no option.
 
     Attributes:
-        run_directory: Directory of this process's run; ``None`` until the directory is chosen. The attribute belongs to
+        run_directory: This process's run directory; ``None`` until the directory is chosen. The attribute belongs to
             the class, because the constructor does the whole work and may raise.
         claim: The right to write to the directory; ``None`` on processes that do not write to it.
 
@@ -129,7 +129,7 @@ class RefusionCLI(LightningCLI):
         self.config = self.parse(parser, args)
 
     def parse(self, parser: LightningArgumentParser, args: Sequence[str]) -> Namespace:
-        """Parse arguments; ``--model.decoders.NAME`` may be the YAML file of a decoder.
+        """Parse arguments; ``--model.decoders.NAME`` may be a decoder's YAML file.
 
         ``seed_everything`` is the default of ``model.seed`` and ``data.seed``.
 
@@ -165,7 +165,7 @@ class RefusionCLI(LightningCLI):
         """Do nothing. Lightning's instantiators copy the config for hyperparameters, which our modules do not save."""
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
-        """Create the trainer: with our progress bar, loggers of the run's directory, and atomic checkpoints."""
+        """Create the trainer: with our progress bar, the run directory's loggers, and atomic checkpoints."""
         if self.run_directory is not None:
             config["default_root_dir"] = str(self.run_directory)  # Lightning writes here without a logger
             if config["logger"] is not False:  # the run's loggers first: trainer.log_dir is the directory of the first
@@ -229,7 +229,7 @@ class RefusionCLI(LightningCLI):
                 _check_backbone(config.model.backbone, self.subcommand)
 
     def _set_threads(self, num_threads: int | None) -> None:
-        """Use the number of threads of the command line, of OMP_NUM_THREADS, or of the config, in this order."""
+        """Set the thread count from the command line, OMP_NUM_THREADS or the config, in this order."""
         if num_threads is not None:
             require_at_least("num_threads", num_threads, 1)
             if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
@@ -285,7 +285,7 @@ def _config_files(args: Sequence[str]) -> list[Path]:
 
 
 def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], path: Path) -> None:
-    """Refuse ``model: 3`` in a config, because jsonargparse ignores a value in place of a group of options."""
+    """Refuse ``model: 3`` in a config, because jsonargparse ignores a value in place of an option group."""
     for name in parser.groups or ():
         value: Any = values
         for part in name.split("."):
@@ -307,9 +307,9 @@ def _find_file(message: str, args: Sequence[str], files: Iterable[Path]) -> str:
 
 
 def _read_decoder_files(args: Sequence[str]) -> list[str]:
-    """Replace ``--model.decoders.NAME FILE`` by the content of the file.
+    """Replace ``--model.decoders.NAME FILE`` by the file's content.
 
-    jsonargparse reads files of options, but no files of entries of a mapping.
+    jsonargparse reads option files, but no files for a mapping's entries.
 
     Raises:
         ValueError: If a file holds no decoder.
@@ -351,7 +351,7 @@ def _check_trainer(trainer: Namespace) -> None:
 
 
 def _choose_precision(trainer: Namespace) -> None:
-    """Replace a 16-bit precision of a config file by 32-true where the processor has no instructions for it.
+    """Replace a config file's 16-bit precision by 32-true if the processor has no instructions for it.
 
     Config files are recipes for several machines. A precision on the command line stays.
     """
@@ -365,7 +365,7 @@ def _choose_precision(trainer: Namespace) -> None:
 def _use_source(config: Namespace, source: str) -> None:
     """Take architecture and tokenizer from a checkpoint or directory; all other options stay.
 
-    Lightning loads the weights of a checkpoint from ``config.ckpt_path``. A directory becomes the backbone's source, so
+    Lightning loads a checkpoint's weights from ``config.ckpt_path``. A directory becomes the backbone's source, so
     ``config.ckpt_path`` is set to ``None``.
 
     Raises:
@@ -443,7 +443,7 @@ def _check_backbone(backbone: Namespace, command: str) -> None:
 
 
 def _as_list(value: Any) -> list[Any]:  # noqa: ANN401 - loggers or callbacks
-    """Return the values of an option of the Trainer that takes an object, a list or null."""
+    """Return the values in a Trainer option that takes an object, a list or null."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 

@@ -1,10 +1,11 @@
-"""The parser of all commands: jsonargparse, with errors on one line. It imports no torch, so that help is fast."""
+"""All commands' parser: jsonargparse, with errors on one line. It imports no torch, so that help is fast."""
 
 from __future__ import annotations
 
 import re
 from argparse import Action
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from difflib import SequenceMatcher, get_close_matches
 from types import NoneType
 from typing import Any, NoReturn, cast, get_args
@@ -19,7 +20,7 @@ PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeErro
 
 
 class PlainHelp(DefaultHelpFormatter):
-    """jsonargparse's help without docstring markup and without the modules of our classes."""
+    """jsonargparse's help without docstring markup and module names."""
 
     def _expand_help(self, action: Action) -> str:
         text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", super()._expand_help(action)).replace("``", "`")
@@ -31,7 +32,7 @@ class PlainHelp(DefaultHelpFormatter):
 class OneLineParser(ArgumentParser):
     """jsonargparse's parser with errors on one line.
 
-    jsonargparse makes a parser of the same type for each class that an option takes.
+    jsonargparse makes a parser with the same type for every class that an option takes.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
@@ -49,8 +50,15 @@ class OneLineParser(ArgumentParser):
         """
         allow_bare_flags(self)
         self._refuse_repeated(args)
+        return self._create(lambda: self.parse_args(args))
+
+    def parse_values(self, values: Mapping[str, Any]) -> Namespace:
+        """Check a file's values and create the components that they name; see :meth:`parse`."""
+        return self._create(lambda: self.parse_object(deepcopy(dict(values))))
+
+    def _create(self, parse: Callable[[], Namespace]) -> Namespace:
         try:
-            parsed = self.parse_args(args)
+            parsed = parse()
         except PARSER_ERRORS as error:
             raise ValueError(explain_error(self, error)) from error
         try:
@@ -80,7 +88,7 @@ def allow_bare_flags(parser: ArgumentParser) -> None:
 
 
 def as_list(value: str | list[str]) -> list[str]:
-    """Return the values of an option that takes a text or a list."""
+    """Return an option's values, if it takes a text or a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -96,23 +104,23 @@ _REPEATED = re.compile(
     r"Expected a path but|Does not validate against|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
     r"|Subclass types expect|a class path \(|a dict with|Unable to load config '"
 )
-"""Lines in which jsonargparse repeats the type or the value of an option."""
+"""Lines in which jsonargparse repeats an option's type or value."""
 _TYPE = re.compile(r"Expected an? (?:<class '(?P<name>.+?)'>|typing\.Literal\[(?P<choices>.+?)\])")
 _CLASS = re.compile(r"Expected a dot import path string: ?(.*)|Not a valid subclass of \w+\. Got value: (.*)")
 
 
 def explain_error(parser: ArgumentParser, error: Exception) -> str:
-    """Return the line of an error of parsing; an error in a user's module has its type and place."""
+    """Return a parsing error as a line; an error in a user's module has its type and place."""
     if isinstance(error, ValueError):
         return explain(parser, str(error))
     return f"{type(error).__name__}: {error}{user_code_location(error)}"
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
-    """Shorten a message of jsonargparse to ``option: reason`` on one line, with the nearest known name.
+    """Shorten jsonargparse's message to ``option: reason`` on one line, with the nearest known name.
 
-    The message about an option of a class arrives first, from the parser of the class, and again within the message
-    about the option that takes the class.
+    The message about a class's option arrives twice: from the class's parser, and within the message about the option
+    that takes the class.
     """
     if unknown := _UNKNOWN.match(message):
         name = ".".join(filter(None, unknown.groups()))
@@ -143,6 +151,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
         reason = " ".join(line for line in lines if line not in types)
         fix = "name the class before its options, and define all abstract methods"
         reason = re.sub(r"Expected an instantiatable class.*", f"expected a class that is not abstract; {fix}", reason)
+        reason = re.sub(r"Not a valid subclass of \w+$", "expected options; write them as NAME: VALUE", reason)
         fix = "run in the module's directory with PYTHONPATH=. set, or correct the name"
         reason = re.sub(r"(No module named '.+?').*", rf"\1; {fix}", reason)
         reason = re.sub(
@@ -166,9 +175,10 @@ def _option_names(parser: ArgumentParser) -> list[str]:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'NAME'?`` for the most similar name, or a short list of all names.
+    """Return ``; did you mean 'NAME'?`` for the most similar name, or list all names if there are few.
 
-    Last parts are compared (``precision`` is near ``trainer.precision``). The whole name decides between equal parts.
+    Last parts are compared (``precision`` is near ``trainer.precision``), then the word's first part. The whole name
+    decides between equal parts.
 
     >>> suggest("precison", ["trainer.precision", "model.seed"])
     "; did you mean 'trainer.precision'?"
@@ -179,19 +189,20 @@ def suggest(word: str, known: Iterable[str]) -> str:
     word = word.lower().replace("-", "_")
     names = sorted(names, key=lambda name: SequenceMatcher(None, word, name.lower()).ratio())
     last_parts = {name.lower().rpartition(".")[2]: name for name in names}
-    if close := get_close_matches(word.rpartition(".")[2], last_parts, n=1, cutoff=_MIN_SIMILARITY):
-        return f"; did you mean {last_parts[close[0]]!r}?"
+    for part in (word.rpartition(".")[2], word.partition(".")[0]):
+        if close := get_close_matches(part, last_parts, n=1, cutoff=_MIN_SIMILARITY):
+            return f"; did you mean {last_parts[close[0]]!r}?"
     if not 0 < len(names) <= _MAX_LISTED:
         return "; --help lists them"
     return f"; choose one of {', '.join(sorted(names))}"
 
 
 def locate(error: ValueError, components: Mapping[str, Any]) -> ValueError:
-    """Return an error of a component's ``__post_init__`` with the option that names the component.
+    """Return an error from a component's ``__post_init__`` with the option that names the component.
 
     Args:
-        error: The error of jsonargparse, which may contain the component's error among others.
-        components: Class and options of each component, by the option that names the component.
+        error: jsonargparse's error, which may contain the component's error among others.
+        components: Every component's class and options, by the option that names the component.
     """
     from lightning.pytorch.cli import instantiate_class  # imports torch, which only an error may
 

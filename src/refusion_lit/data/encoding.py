@@ -28,9 +28,9 @@ def encode_prompt(
 ) -> list[int]:
     """Encode a query as a prompt.
 
-    With a chat template, the query is a user turn (or ``messages`` are the turns), followed by the opening of the
-    assistant's turn. Without a chat template, ``prompt_template`` is filled in. The name of a special token becomes the
-    token if the template contains it, and plain text if the query does. The text is encoded as a whole.
+    With a chat template, the query is a user turn (or ``messages`` are the turns), followed by the
+    assistant turn's opening. Without a chat template, ``prompt_template`` is filled in. A special token's name becomes
+    the token if the template contains it, and plain text if the query does. The text is encoded as a whole.
 
     The prompt begins with the BOS token if the tokenizer's policy says so
     (:func:`~refusion_lit.modeling.vocabulary.set_add_bos`) and the template does not write it. With ``add_bos: auto``,
@@ -41,14 +41,14 @@ def encode_prompt(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
-        tools: Descriptions of tools for the chat template.
-        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
+        tools: Tool descriptions for the chat template.
+        chat_options: Chat template options besides the options kept with the tokenizer.
 
     Raises:
         ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
             or the prompt is empty.
     """
-    turns = list(messages) or [{"role": "user", "content": query}]
+    turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, *_texts_in([turns, tools])])
     if chat_options:
         check_chat_options(tokenizer, chat_options)
@@ -71,8 +71,8 @@ def encode_response(
 ) -> list[int]:
     """Encode a response as a part of the whole text, including its end.
 
-    Prompt and response together are the tokens of the rendered conversation, up to the special token that ends the
-    assistant's turn. Without a chat template, they are the tokens of the whole text, followed by EOS. If the whole text
+    Prompt and response together are the rendered conversation's tokens, up to the special token that ends the
+    assistant's turn. Without a chat template, they are the whole text's tokens, followed by EOS. If the whole text
     is split within the prompt's last token, the response is encoded as text within a text.
 
     Args:
@@ -82,12 +82,12 @@ def encode_response(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
-        tools: Descriptions of tools for the chat template.
+        tools: Tool descriptions for the chat template.
 
     Raises:
         ValueError: If a character is unknown.
     """
-    turns = list(messages) or [{"role": "user", "content": query}]
+    turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, response, *_texts_in([turns, tools])])
     opened = _render(tokenizer, guard, turns, prompt_template, query, tools)
     eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
@@ -155,6 +155,29 @@ def encode_within(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
+def _read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return chat turns whose contents are texts; the text parts of a content are joined.
+
+    Raises:
+        ValueError: If a content has a part of another type, such as an image, which a template may render silently.
+    """
+    turns: list[Mapping[str, Any]] = []
+    for number, turn in enumerate(messages):
+        content = turn.get("content")
+        if not isinstance(content, list | tuple):
+            turns.append(turn)
+            continue
+        texts: list[str] = []
+        for index, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            is_text = isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str)
+            option = f"messages.{number}.content.{index}.type"
+            require(is_text, option, "'text', because models read text only", kind, "leave the part out")
+            texts.append(part["text"])
+        turns.append({**turn, "content": "".join(texts)})
+    return turns
+
+
 _MARKS_BEGINNING = re.compile("prepend_scheme|Prepend|add_prefix_space=True")
 """In the description of a tokenizer that encodes a text's beginning differently."""
 
@@ -170,7 +193,7 @@ def _render(
     is_open: bool = True,
     chat_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of turns, with users' names of special tokens marked."""
+    """Return the turns' text; special tokens' names that users wrote are marked."""
     roles = ", ".join(str(turn["role"]) for turn in turns)
     if not tokenizer.chat_template:
         expected = "one turn, as the tokenizer has no chat template"
@@ -240,8 +263,8 @@ def _encode_parts(
         return encode_text(tokenizer, "".join(text for text, _ in parts), special=True)
     pieces: list[tuple[str, bool]] = []  # text, and whether it is a special token
     for text, is_template in parts:
-        found = pattern.split(text) if is_template else [text]
-        for index, piece in enumerate(found):
+        split = pattern.split(text) if is_template else [text]
+        for index, piece in enumerate(split):
             is_name = is_template and index % 2 == 1
             if pieces and not is_name and not pieces[-1][1]:
                 pieces[-1] = (pieces[-1][0] + piece, False)
@@ -316,7 +339,7 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
 
 
 def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
-    """Return the parts of a text, and whether a part is the name of an added token, special or not."""
+    """Split a text; return for every part whether it names an added token, special or not."""
     names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
     parts = re.split(f"({'|'.join(map(re.escape, names))})" if names else "(?!)", text)
     return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]

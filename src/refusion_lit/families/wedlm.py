@@ -1,4 +1,4 @@
-"""WeDLM (arXiv 2512.22737): causal attention, masks that predict their own tokens, and a window of masks.
+"""WeDLM (arXiv 2512.22737): causal attention, masks that predict their own tokens, and a mask window.
 
 The decoder ``WeDLM``, the objective ``DualStream`` with a clean and a masked stream, and the format of the published
 checkpoints, which are a Qwen2.5 (7B) and a Qwen3 (8B).
@@ -85,7 +85,7 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class WeDLM(Decoder):
-    """Fills masks of a window in parallel, and caches the filled tokens at the window's start a forward later.
+    """Fills a window's masks in parallel, and caches the filled tokens at the window's start a forward later.
 
     A forward feeds the window's filled tokens in text order, then its masks in text order, with their positions in the
     text. Causal attention over this sequence shows a mask all filled tokens and the masks to its left. Filled tokens
@@ -183,7 +183,7 @@ class WeDLM(Decoder):
         state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _choose(self, reading: Reading, distances: Sequence[int]) -> list[int]:
-        """Return the indices of the masks to fill, given their distances from the first mask."""
+        """Return indices for the masks to fill, given their distances from the first mask."""
         if self.selection == "entropy":
             threshold = math.inf if self.entropy_threshold is None else -self.entropy_threshold
             penalties = (self.position_penalty * distance for distance in distances)
@@ -209,7 +209,7 @@ class WeDLM(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class DualStream(Objective):
-    """Predicts the masks of a block from its clean tokens, from earlier masks, and from all earlier clean blocks.
+    """Predicts a block's masks from its clean tokens, from earlier masks, and from all earlier clean blocks.
 
     WeDLM (arXiv 2512.22737): a forward over ``[prediction; memory]`` with repeated position ids. The memory stream is
     the clean text. In the prediction stream, every block draws a share gamma, uniform in [0, 1), and masks exactly this
@@ -256,7 +256,7 @@ class DualStream(Objective):
     ) -> CorruptedBatch:
         """Mask a share of every block, move masks to the block's end, append the clean text.
 
-        With ``mask_ratio``, all blocks of a row have this share; see :meth:`Objective.corrupt`.
+        With ``mask_ratio``, all blocks in a row have this share; see :meth:`Objective.corrupt`.
         """
         mask_token_id = required_mask_id(self, special_tokens)
         num_tokens = batch.input_ids.shape[1]

@@ -1,4 +1,4 @@
-"""The values of a training step: the clean batch, the corrupted batch and the loss."""
+"""A training step's values: the clean batch, the corrupted batch and the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""Label of a position without a target."""
+"""Label for a position without a target."""
 
 
 class _Movable:
@@ -28,12 +28,12 @@ class _Movable:
 
 @dataclass(kw_only=True)
 class ResponseBatch(_Movable):
-    """A clean micro-batch of prompts with responses, padded on the right.
+    """A clean micro-batch: prompts with responses, padded on the right.
 
     Attributes:
         input_ids: Prompt, then response with its EOS token, then padding.
-        prompt_lengths: Number of prompt tokens per sample.
-        response_lengths: Number of response tokens per sample, EOS token included; at least 1.
+        prompt_lengths: Prompt tokens per sample.
+        response_lengths: Response tokens per sample, EOS token included; at least 1.
         sample_keys: 64-bit hashes of the samples' ids, which key the noise.
         ids: The samples' ids.
         rows: For packing: the samples' row indices, from 0 without gaps. ``None``: a row per sample.
@@ -95,7 +95,7 @@ class CorruptedBatch(_Movable):
     Attributes:
         input_ids: Tokens in sequence order, which need not be text order.
         position_ids: The tokens' positions in the text.
-        labels: Targets of the logits, or ``IGNORE_INDEX``. No further shift is applied.
+        labels: The logits' targets, or ``IGNORE_INDEX``. No further shift is applied.
         weights: Weights of the cross-entropies in the sums of their terms.
         terms: Indices into :attr:`Objective.terms`, by labelled position.
         counts: Denominators (numbers of tokens or samples), by term.
@@ -104,7 +104,7 @@ class CorruptedBatch(_Movable):
             :attr:`ResponseBatch.bidirectional`.
         is_masked: Positions that corruption replaced by the mask token.
         is_real: Positions that hold tokens and not padding. ``None``: unknown; the batch cannot be packed.
-        num_views: Number of views per sample.
+        num_views: Views per sample.
         rejected: Tokens that the positions should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
             two texts. The batch cannot be packed then.
         num_drafts: The last tokens of a row are this many draft masks, which run in a second pass with the model's

@@ -1,4 +1,4 @@
-"""Gradient accumulation: an optimizer step's micro-batches, their denominators, and the scale of the loss."""
+"""Gradient accumulation: an optimizer step's micro-batches, their denominators, and the loss's scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 
 
 class OptimizerStep:
-    """All micro-batches of an optimizer step on this process.
+    """An optimizer step's micro-batches on this process.
 
     The micro-batches' losses add up to the loss of a single batch with all samples on all processes. The denominators
     (labelled tokens or samples) differ between micro-batches, so a mean of means would be a different loss. Therefore
@@ -24,8 +24,8 @@ class OptimizerStep:
         batches: Clean micro-batches on this process, in order.
 
     Attributes:
-        num_positions: Number of token positions in the step on all processes, padding included.
-        padding: Share of padding among these positions.
+        num_positions: Token positions in the step on all processes, padding included.
+        padding: What share of these positions is padding.
 
     Examples:
         >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([2])}
@@ -43,7 +43,7 @@ class OptimizerStep:
 
     @property
     def sample_ids(self) -> list[str]:
-        """Ids of the samples on this process."""
+        """The samples' ids on this process."""
         return [name for batch in self.batches for name in batch.ids]
 
     def begin(self, corrupted: Sequence[CorruptedBatch]) -> None:
@@ -80,7 +80,7 @@ class OptimizerStep:
 
         Args:
             num_accumulated: ``trainer.accumulate_grad_batches``, by which Lightning divides the loss.
-            world_size: Number of processes, over which gradients are averaged.
+            world_size: How many processes there are, over which gradients are averaged.
 
         Examples:
             >>> OptimizerStep.scale(num_accumulated=4, world_size=2)

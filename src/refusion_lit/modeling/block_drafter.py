@@ -1,4 +1,4 @@
-"""Block drafter (DFlash): a small network that drafts a block of tokens from hidden states of a frozen model.
+"""Block drafter (DFlash): a small network that drafts a token block from a frozen model's hidden states.
 
 The network is transformers' assistant ``muse_glimmer_assistant``, so that its directories load here and there. Its keys
 and values come from hidden states of the model's layers; its queries are the last token and a block of masks. The
@@ -30,13 +30,13 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.transformers_forward import LibraryCache
 from refusion_lit.modeling.visibility import AttentionMask, as_mask
-from refusion_lit.modeling.weights import stored_shapes, weights_digest
+from refusion_lit.modeling.weights import missing_shards, stored_shapes, weights_digest
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import check_options, require
 
 MODEL_TYPE = MuseGlimmerAssistantConfig.model_type
 FOLDER = "drafter"
-"""Folder of a block drafter in the directory of its model."""
+"""A block drafter's folder in its model's directory."""
 ENTRY = "refusion_lit"
 """Key of the assistant's config for what transformers does not know: the name and digest of the model."""
 _CONFIG = "config.json"
@@ -45,19 +45,19 @@ _OPTIONS = (
     "rms_norm_eps", "rope_parameters", "max_position_embeddings", "sliding_window", "layer_types", "hidden_act",
     "bos_token_id", "eos_token_id", "pad_token_id", "block_size", "mask_token_id", "target_layer_ids",
 )  # fmt: skip
-"""Options of the assistant's config that say what the network computes."""
+"""Assistant config options that say what the network computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterOptions:
-    """Options of a new block drafter. Its widths, heads and rotary embeddings are the model's.
+    """Options for a new block drafter. Its widths, heads and rotary embeddings are the model's.
 
     Attributes:
-        block_size: Tokens of a block, at least 2: the last token and the masks after it.
-        num_layers: Layers of the drafter, at least 1.
-        target_layer_ids: Layers of the model, from 0, whose outputs the drafter reads. ``None``: as many as the drafter
+        block_size: Tokens per block, at least 2: the last token and the masks after it.
+        num_layers: The drafter's layers, at least 1.
+        target_layer_ids: Model layers, from 0, whose outputs the drafter reads. ``None``: as many as the drafter
             has layers, evenly from the second to the third from the end.
-        config: Options of transformers' ``MuseGlimmerAssistantConfig`` in place of the derived options.
+        config: Options for transformers' ``MuseGlimmerAssistantConfig`` that replace the derived options.
     """
 
     ranges = {"block_size": 2, "num_layers": 1}
@@ -104,21 +104,21 @@ class BlockDrafterOptions:
 
 
 def _spread(number: int, num_layers: int) -> list[int]:
-    """Return layers of a model, evenly from the second to the third from the end."""
+    """Return evenly spaced layers, from the second to the third from the end."""
     first = min(1, num_layers - 1)
     last = max(num_layers - 3, first)
     return sorted({round(first + i * (last - first) / max(number - 1, 1)) for i in range(number)})
 
 
 class BlockDrafter(nn.Module):
-    """Transformers' assistant network with the KV cache of the model that it drafts for.
+    """Transformers' assistant network, which shares the KV cache with its model.
 
     Args:
         config: The assistant's config; the caller has checked that it fits the model.
-        base: Directory or hub id of the model; ``None`` if its weights are random.
+        base: The model's directory or hub id; ``None`` if its weights are random.
 
     Attributes:
-        network: The network of transformers.
+        network: Transformers' network.
         base: As in the arguments.
     """
 
@@ -138,27 +138,27 @@ class BlockDrafter(nn.Module):
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
-        """Layers of the model that the network reads."""
+        """Model layers that the network reads."""
         return tuple(self.network.config.target_layer_ids or ())
 
     @property
     def num_layers(self) -> int:
-        """Layers of the network, and of the KV cache that it needs."""
+        """The network's layers, which are also the KV cache layers that it needs."""
         return self.network.config.num_hidden_layers
 
     @property
     def num_masks(self) -> int:
-        """Masks of a block."""
+        """Masks per block."""
         return self.network.config.block_size - 1
 
     def storing_context(
         self, run: Callable[..., Tensor], first_layer: int
     ) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return a model's forward that also stores the drafter's keys and values of its tokens.
+        """Return a model's forward that also stores the drafter's keys and values.
 
         Args:
             run: The model's forward; takes a dict as its last argument and fills in the layers' outputs.
-            first_layer: Number of the drafter's first layer in the cache.
+            first_layer: The drafter's first layer in the cache.
         """
         layers = self.target_layer_ids
 
@@ -177,7 +177,7 @@ class BlockDrafter(nn.Module):
     def _store(
         self, features: Float[Tensor, "token width"], positions: Int[Tensor, " token"], cache: KVCache, first_layer: int
     ) -> None:
-        """Write the keys and values of text into the cache, where its forward wrote the model's."""
+        """Write the text's keys and values into the cache, where its forward wrote the model's."""
         network = self.network
         context = network.encoder(features.to(network.dtype))
         cos, sin = (angles[0, :, None] for angles in network.rotary_emb(context[None], positions[None]))
@@ -191,14 +191,14 @@ class BlockDrafter(nn.Module):
     def draft_runner(
         self, embedding: nn.Module, first_mask: int, first_layer: int
     ) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return the network's forward over blocks, with the arguments of :meth:`LanguageModel.hidden_states`.
+        """Return the network's forward over blocks; it takes what :meth:`LanguageModel.hidden_states` takes.
 
-        An index of the cache must be the position of its token, because sliding layers measure distances by it.
+        A cache index must equal its token's position, because sliding layers measure distances by it.
 
         Args:
             embedding: The model's embedding.
             first_mask: Ids from here on are masks.
-            first_layer: Number of the network's first layer in the cache.
+            first_layer: The network's first layer in the cache.
         """
         network = self.network
         width = len(self.target_layer_ids) * network.config.hidden_size
@@ -224,7 +224,7 @@ class BlockDrafter(nn.Module):
         positions: Int[Tensor, "batch token"],
         key_positions: Int[Tensor, "batch key"],
     ) -> dict[str, Tensor]:
-        """Return the masks of full and of sliding layers: a query sees keys at most ``sliding_window`` places away."""
+        """Return masks for full and sliding layers: a query sees keys at most ``sliding_window`` places away."""
         is_near = (positions[:, :, None] - key_positions[:, None]).abs() <= self.network.config.sliding_window
         sliding = visible & is_near
         sliding = sliding.where(sliding.any(-1, keepdim=True), visible)  # padding, which would see nothing
@@ -237,13 +237,13 @@ class BlockDrafter(nn.Module):
         position_ids: Int[Tensor, "batch token"],
         length: int,
     ) -> Float[Tensor, "batch token hidden"]:
-        """Return hidden states of text without gradients, and of the masks after it with the network's gradients.
+        """Return hidden states: the text's without gradients, and the masks' with the network's gradients.
 
         Args:
             body: The model's body.
-            input_ids: The text, then the masks of blocks, block by block.
-            position_ids: Position of each token. A block's anchor is the text's token before its first mask.
-            length: Number of tokens of the text.
+            input_ids: The text, then the blocks' masks, block by block.
+            position_ids: Position per token. A block's anchor is the text's token before its first mask.
+            length: The text's tokens.
         """
         network = self.network
         layers = self.target_layer_ids
@@ -287,9 +287,9 @@ def is_block_drafter(directory: str | Path) -> bool:
 
 
 def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssistantConfig:  # noqa: ANN401 - one class per architecture
-    """Return the config of an assistant's directory; refuse a directory that does not fit a model.
+    """Return the config in an assistant's directory; refuse a directory that does not fit a model.
 
-    Only configs and the headers of the weights are read.
+    Only configs and weight headers are read.
 
     Args:
         directory: A directory in transformers' assistant layout.
@@ -320,6 +320,8 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
         raise _refused(folder, expected, f"mask_token_id {config.mask_token_id}", fix)
     if config.block_size < 2:
         raise _refused(folder, "blocks of at least 2 tokens", f"block_size {config.block_size}", "correct config.json")
+    if missing := missing_shards(folder):
+        raise _refused(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     shapes = stored_shapes(folder)
     if not shapes:
         raise _refused(folder, "safetensors files with weights", "none that can be read", "fetch it again")
@@ -339,7 +341,7 @@ def check_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> No
 
     Args:
         directory: The drafter's directory.
-        vocabulary: Ids of the model's tokenizer by token.
+        vocabulary: The model tokenizer's ids by token.
 
     Raises:
         ValueError: Naming a token that has another id.
@@ -364,9 +366,9 @@ def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtyp
     """Load a directory in transformers' assistant layout.
 
     Args:
-        body: The body of the model that it drafts for.
+        body: The body that it drafts for.
         directory: The directory.
-        dtype: Type of the weights; by default the body's.
+        dtype: The weights' type; by default the body's.
 
     Raises:
         ValueError: As :func:`check_block_drafter`, or if the drafter says that it was trained for other weights.
@@ -391,11 +393,11 @@ def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtyp
 
 
 def save_block_drafter(drafter: BlockDrafter, body: nn.Module, directory: Path) -> None:
-    """Write a drafter in transformers' assistant layout, with the name and the digest of its model.
+    """Write a drafter in transformers' assistant layout, with its model's name and digest.
 
     Args:
         drafter: The drafter.
-        body: The body of its model.
+        body: Its model's body.
         directory: An existing directory.
     """
     config = drafter.network.config

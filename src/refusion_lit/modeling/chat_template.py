@@ -1,4 +1,4 @@
-"""Options of a chat template, such as ``enable_thinking`` of Qwen3, which are kept with the tokenizer."""
+"""Chat template options, such as Qwen3's ``enable_thinking``, which are kept with the tokenizer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_chat_options(tokenizer: Any, options: object) -> None:  # noqa: ANN401
 def _names_in(template: str | Mapping[str, str]) -> set[str]:
     """Return the names that a chat template reads and does not assign.
 
-    Templates use tags of transformers' own, so they are split into tokens instead of parsed.
+    Templates use tags that only transformers knows, so they are split into tokens instead of parsed.
     """
     sources = [template] if isinstance(template, str) else [*template.values()]
     names: set[str] = set()

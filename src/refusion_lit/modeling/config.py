@@ -1,4 +1,4 @@
-"""Transformers configs, built from a model type or from a ``config.json``, and checks of their options.
+"""Transformers configs, built from a model type or from a ``config.json``, and checks on their options.
 
 Models that the backbone would silently compute wrongly are refused.
 """
@@ -43,7 +43,7 @@ _HEAD_CHANGES = (
 
 
 def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build the config of a model type; vocabulary size and special ids default to the tokenizer's.
+    """Build a model type's config; vocabulary size and special ids default to the tokenizer's.
 
     Args:
         options: The config's options, ``model_type`` among them.
@@ -78,14 +78,14 @@ def load_config(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build the transformers config of a directory or hub id from the contents of its ``config.json``.
+    """Build a directory's or hub id's transformers config from its ``config.json``.
 
     Args:
         source: The directory or hub id.
-        values: Contents of ``config.json``; empty if there is none.
+        values: What ``config.json`` holds; empty if the file is missing.
         overrides: Options to replace.
-        published: Format of the checkpoint, if it is published in another format than transformers'.
-        revision: Pinned revision of a hub id.
+        published: The checkpoint's format, if it is not transformers'.
+        revision: A hub id's pinned revision.
         trust_remote_code: Allow a source without a known format to run its Python code.
 
     Raises:
@@ -133,7 +133,7 @@ def load_config(
 
 
 def _published_config(published: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one class per architecture
-    """Return transformers' config for the config of a published checkpoint."""
+    """Return transformers' config for a published checkpoint's config."""
     try:
         config = AutoConfig.for_model(**published.library_options(values))
         for name, value in overrides.items():
@@ -174,7 +174,7 @@ def read_traits(entry: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
 
 
 def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse invalid sizes; not every architecture has all of these options."""
+    """Refuse invalid sizes; not every architecture has all these options."""
     for name in _SIZES:
         value = getattr(config, name, None)
         if value is not None:
@@ -192,7 +192,7 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
 
 
 def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse an override that leaves out the type or base of rotary positions, because it replaces all options."""
+    """Refuse an override without the rotary type or base, because it replaces all rotary options."""
     for name in ("rope_parameters", "rope_scaling"):  # transformers takes the second as another name of the first
         if name in overrides:
             rope = config.rope_parameters
@@ -204,7 +204,7 @@ def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN
 
 
 def _check_frequencies(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse rotary frequencies that transformers chooses by the longest text of a batch (LongRoPE).
+    """Refuse rotary frequencies that transformers chooses by a batch's longest text (LongRoPE).
 
     Equal factors are harmless, and so is a context that never reaches the long factors.
     """
@@ -224,10 +224,10 @@ def _check_frequencies(config: Any, where: str) -> None:  # noqa: ANN401 - one c
 
 
 def freeze_frequencies(body: nn.Module) -> None:
-    """Stop rotary embeddings from changing their frequencies with the longest text of a batch.
+    """Stop rotary embeddings from changing their frequencies with a batch's longest text.
 
     Within the model's context, no frequency changes anyway. Masks beyond the context (a last block or slot) would
-    change the frequencies of the whole batch.
+    change the whole batch's frequencies.
     """
     changing = ("dynamic", "longrope")  # the types of transformers' ``dynamic_rope_update``
     module: Any
@@ -240,14 +240,14 @@ def freeze_frequencies(body: nn.Module) -> None:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error message, which holds the reason."""
+    """Return an error message's last line, which holds the reason."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().removesuffix(".")
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
     """Refuse a model type that transformers does not know, and misspelt options, which it would store and not use.
 
-    Names that resemble no option of the architecture pass, because architectures accept some options under other
+    Names that resemble no option pass, because architectures accept some options under other
     names. Configs that transformers wrote pass, too, perhaps in another version.
 
     Raises:
@@ -307,14 +307,14 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
 
 
 def sliding_window(config: Any) -> int | None:  # noqa: ANN401 - one class per architecture
-    """Return the number of tokens that layers with sliding-window attention see; ``None`` without such layers."""
+    """Return how many tokens sliding-window layers see; ``None`` without such layers."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     return window if not layer_types or "sliding_attention" in layer_types else None
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper
-    """Return whether a model has learnt position embeddings: an embedding, besides the tokens', of context length."""
+    """Return whether a model has learnt position embeddings: a second embedding, as long as the context."""
     limit = getattr(model.config, "max_position_embeddings", None)
     embeddings = [module for module in body.modules() if isinstance(module, nn.Embedding)]
     sizes = [module.num_embeddings for module in embeddings if module is not model.get_input_embeddings()]

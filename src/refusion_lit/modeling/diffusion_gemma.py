@@ -19,7 +19,7 @@ from refusion_lit.modeling.transformers_forward import LibraryCache, layer_masks
 from refusion_lit.modeling.visibility import AttentionMask
 
 VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-"""Prefixes of the weights that read images; they are not loaded."""
+"""Prefixes that weights for images have; they are not loaded."""
 
 
 class SoftcappedHead(nn.Linear):
@@ -27,8 +27,8 @@ class SoftcappedHead(nn.Linear):
 
     Args:
         softcap: The limit.
-        in_features: Size of hidden states.
-        out_features: Number of ids.
+        in_features: Hidden size.
+        out_features: Ids in the vocabulary.
     """
 
     def __init__(self, softcap: float, in_features: int, out_features: int) -> None:
@@ -43,17 +43,17 @@ class SoftcappedHead(nn.Linear):
 
 
 class CanvasAttention(library.DiffusionGemmaDecoderTextAttention):
-    """The decoder's attention, with keys and values of the canvas placed where the masks expect them."""
+    """The decoder's attention, with the canvas's keys and values placed where the masks expect them."""
 
     def append_to_cache(
         self, past_key_values: Cache, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of text and canvas."""
+        """Return the text's and the canvas's keys and values."""
         return past_key_values.update(key_states, value_states, self.layer_idx)
 
 
 class TextStates(Cache):
-    """Keys and values of a text in training: the encoder stores them, and passes of the decoder only read them."""
+    """A text's keys and values in training: the encoder stores them, and the decoder only reads them."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -67,7 +67,7 @@ class TextStates(Cache):
         *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's states at the first call; at later calls, append the states of a canvas to them."""
+        """Store a layer's states at the first call; at later calls, append a canvas's states to them."""
         if layer_idx not in self._stored:
             self._stored[layer_idx] = (key_states, value_states)
             return key_states, value_states
@@ -91,7 +91,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
 
     @property
     def window(self) -> int:
-        """Number of tokens that layers with a sliding window see."""
+        """How many tokens sliding-window layers see."""
         config: Any = self.config
         return config.text_config.sliding_window
 
@@ -122,12 +122,12 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
         """Run the decoder over canvases.
 
         Args:
-            input_ids: Tokens of the canvases.
+            input_ids: The canvases' tokens.
             position_ids: Their positions in the text.
             attention_mask: What they see: the text, and the whole canvas. Layers with a sliding window see the last
                 ``window - 1`` tokens of the text, from every place of the canvas.
             cache: The text's keys and values.
-            signal: Soft embeddings of the previous step's prediction; ``None``: zeros, as in the first step.
+            signal: The previous prediction's soft embeddings; ``None``: zeros, as in the first step.
         """
         decoder: Any = self.decoder
         masks = layer_masks(self, attention_mask, position_ids, self.window)
@@ -161,7 +161,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the encoder over texts and the decoder over the canvases behind them, with gradients.
 
-        Self-conditioning takes two passes of the decoder: the prediction of the first pass, which has no gradients,
+        Self-conditioning takes two decoder passes: the first pass's prediction, which has no gradients,
         conditions the second.
 
         Args:
@@ -169,7 +169,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
             input_ids: Texts, then canvases.
             position_ids: Positions in the text.
             visible: What the tokens see; texts are read causally, whatever is stated.
-            num_canvas: Number of tokens of a canvas.
+            num_canvas: Tokens per canvas.
             is_conditioned: Rows with self-conditioning; the others get zeros.
         """
         num_text = input_ids.shape[1] - num_canvas
@@ -185,7 +185,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
 
 
 class DiffusionGemmaForBlockDiffusion(library.DiffusionGemmaForBlockDiffusion):
-    """Transformers' model of the same name, so that saved configs name it, without the vision tower."""
+    """Transformers' model with the same name, so that saved configs name it, without the vision tower."""
 
     _keys_to_ignore_on_load_unexpected = [rf"^{prefix}" for prefix in VISION]
 

@@ -1,6 +1,6 @@
 """Drafter: low-rank adapters and learnt mask embeddings with which a frozen model drafts several tokens ahead.
 
-:class:`Drafter` is trained in the forward of transformers; :class:`DraftMasks` is its form in the fused backbone.
+:class:`Drafter` is trained in transformers' forward; :class:`DraftMasks` is its form in the fused backbone.
 
 The adapters act at mask positions only, so ordinary tokens go through the untouched model and its KV cache entries stay
 exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
@@ -40,25 +40,25 @@ from refusion_lit.utils.require import check_options, require
 OPTIONS_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
 FORMAT = 2
-"""Format 1 is refused: its digest included the embedding's number of rows, which changes when a mask token is added."""
+"""Format 1 is refused: its digest included the embedding's row count, which changes when a mask token is added."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers of a block that are adapted."""
+"""Adapted linear layers in a block."""
 _FUSED_PARTS = {
     "attention": ("self_attn-q_proj", "self_attn-k_proj", "self_attn-v_proj"),
     "output": ("self_attn-o_proj",),
     "mlp": ("mlp-gate_proj", "mlp-up_proj"),
     "down": ("mlp-down_proj",),
 }
-"""Adapted linear layers by part of a block. The fused backbone computes the layers of a part in one matrix product."""
+"""Adapted linear layers by block part. The fused backbone computes a part's layers in one matrix product."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
-    """Options of a drafter.
+    """Options for a drafter.
 
     Attributes:
-        num_masks: Number of mask embeddings, K, at least 1: the tokens drafted after the next one.
-        rank: Rank of the adapters, at least 1.
+        num_masks: Mask embeddings, K, at least 1: the tokens drafted after the next one.
+        rank: The adapters' rank, at least 1.
         alpha: The adapters are scaled by alpha / rank, as in LoRA.
     """
 
@@ -77,7 +77,7 @@ class DrafterOrigin:
 
     Attributes:
         options: The options.
-        base: Directory or hub id of the model; ``None`` if its weights were initialised at random.
+        base: The model's directory or hub id; ``None`` if its weights were initialised at random.
     """
 
     options: DrafterOptions | BlockDrafterOptions
@@ -96,7 +96,7 @@ class DrafterOrigin:
 
     @classmethod
     def of(cls, drafter: Drafter | BlockDrafter) -> DrafterOrigin:
-        """Return the origin of a drafter."""
+        """Return a drafter's origin."""
         return cls(options=drafter.options, base=drafter.base)
 
 
@@ -108,7 +108,7 @@ class Drafter(nn.Module):
     Args:
         body: The body that is adapted; it is not changed.
         options: Sizes.
-        base: Directory or hub id of the model, ``None`` if its weights are random.
+        base: The model's directory or hub id, ``None`` if its weights are random.
 
     Attributes:
         options: Sizes.
@@ -116,7 +116,7 @@ class Drafter(nn.Module):
         masks: The masks' embeddings [mask, hidden].
         down: Matrices [rank, input] by the layer's name in the body, with dashes for dots.
         up: Likewise [output, rank].
-        scale: Factor of the updates.
+        scale: Factor on the updates.
     """
 
     def __init__(self, body: nn.Module, options: DrafterOptions, base: str | None = None) -> None:
@@ -136,7 +136,7 @@ class Drafter(nn.Module):
 
     @property
     def num_masks(self) -> int:
-        """Number of masks."""
+        """How many masks there are."""
         return self.options.num_masks
 
     @contextmanager
@@ -165,7 +165,7 @@ def draft_states(
     length: int,
     first: int,
 ) -> Float[Tensor, "batch token hidden"]:
-    """Return hidden states of text without gradients, and of the draft masks after it, with those of the drafter.
+    """Return hidden states: the text's without gradients, and the draft masks' with the drafter's gradients.
 
     The text runs first, causally and without the drafter; the masks then see it through the KV cache.
 
@@ -173,10 +173,10 @@ def draft_states(
         body: The model's body.
         drafter: Its drafter.
         input_ids: The text, then draft masks.
-        position_ids: Position of each token.
-        visible: What each token sees, as a matrix or as ranges of tokens; only that of the draft masks is read.
-        length: Number of tokens of the text.
-        first: Id of the first draft mask.
+        position_ids: Position per token.
+        visible: What every token sees, as a matrix or as token ranges; only the draft masks' part is read.
+        length: The text's tokens.
+        first: The first draft mask's id.
     """
     assert drafter is not None
     assert isinstance(visible, Tensor)
@@ -203,9 +203,9 @@ def check_draft(directory: str | Path, target: Any, vocabulary: Mapping[str, int
     """Refuse an assistant's directory that does not fit a model, before weights are read.
 
     Args:
-        directory: Directory of a drafter.
+        directory: The drafter's directory.
         target: The model's config.
-        vocabulary: Ids of the model's tokenizer by token.
+        vocabulary: The model tokenizer's ids by token.
 
     Raises:
         ValueError: Naming what does not fit.
@@ -216,10 +216,10 @@ def check_draft(directory: str | Path, target: Any, vocabulary: Mapping[str, int
 
 
 def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDrafter:
-    """Load what :func:`~refusion_lit.modeling.saving.save_drafter` wrote, or an assistant of transformers.
+    """Load what :func:`~refusion_lit.modeling.saving.save_drafter` wrote, or transformers' assistant.
 
     Args:
-        body: The body of the model that it was trained for.
+        body: The body that it was trained for.
         directory: Where the drafter is.
 
     Raises:
@@ -240,13 +240,13 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
             f"({error_reason(error)}); check the path, or export the drafter again."
         ) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
-    found = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
+    actual = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
     # In float16, the digest's bfloat16 values have been rounded twice, so that the model's own digest is another one.
     is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
-    if digest != found and not is_rounded_twice:
+    if digest != actual and not is_rounded_twice:
         raise ValueError(
             f"draft: expected the model of {path} ({origin.base}; weights {digest}; see its README), got weights "
-            f"{found}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
+            f"{actual}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
         )
     assert isinstance(origin.options, DrafterOptions)
     drafter = Drafter(body, origin.options, origin.base)
@@ -261,16 +261,16 @@ def _linears(body: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that are adapted, by name with dashes for dots.
 
     Raises:
-        ValueError: If the body has none of the expected layers.
+        ValueError: If the body lacks the expected layers.
     """
-    found = {
+    linears = {
         name.replace(".", "-"): module
         for name, module in body.named_modules()
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
     }
     expected = f"a body with linear layers named {', '.join(TARGETS)}"
-    require(bool(found), "backbone.drafter", expected, type(body).__name__, "use a Llama, Qwen2 or Qwen3 model")
-    return found
+    require(bool(linears), "backbone.drafter", expected, type(body).__name__, "use a Llama, Qwen2 or Qwen3 model")
+    return linears
 
 
 class DraftMasks:
@@ -282,12 +282,12 @@ class DraftMasks:
     Args:
         drafter: The drafter.
         embedding: The body's embedding; ids from its end on are draft masks.
-        num_layers: Blocks of the body.
+        num_layers: The body's blocks.
 
     Attributes:
         embedding: The body's embedding.
-        first_id: Id of the first draft mask.
-        masks: Embeddings of the draft masks.
+        first_id: The first draft mask's id.
+        masks: The draft masks' embeddings.
     """
 
     def __init__(self, drafter: Drafter, embedding: Float[Tensor, "row hidden"], num_layers: int) -> None:
@@ -299,7 +299,7 @@ class DraftMasks:
 
     @cached_property
     def layers(self) -> list[dict[str, list[tuple[Tensor, Tensor]]]]:
-        """Adapters of each block's products, as pairs of matrices down and up [input, rank], [rank, output].
+        """Adapters per block and product: matrices down [input, rank] and up [rank, output].
 
         Made when the first draft mask comes: it takes as long as a forward, and many decodes have none.
         """
@@ -330,7 +330,7 @@ class DraftMasks:
 
 @dataclass(frozen=True, slots=True)
 class DraftGate:
-    """The tokens of a forward that are draft masks, and what they need.
+    """A forward's tokens that are draft masks, and what they need.
 
     Attributes:
         drafts: The weights.
@@ -344,7 +344,7 @@ class DraftGate:
     rows: slice | Tensor
 
     def embed(self, ids: Int[Tensor, " token"]) -> Float[Tensor, "token hidden"]:
-        """Return embeddings of tokens and draft masks."""
+        """Embed tokens and draft masks."""
         first = self.drafts.first_id
         hidden = F.embedding(ids.clamp(max=first - 1), self.drafts.embedding)
         masks = F.embedding((ids - first).clamp(min=0), self.drafts.masks)
@@ -353,7 +353,7 @@ class DraftGate:
     def add(
         self, layer: int, part: str, x: Float[Tensor, "token input"], output: Float[Tensor, "token output"]
     ) -> None:
-        """Add the adapters' updates to the output of linear layers, in place, for draft masks only."""
+        """Add the adapters' updates to linear layers' output, in place, for draft masks only."""
         adapters = self.drafts.layers[layer][part]
         x = x[self.rows].to(adapters[0][0].dtype)
         update = torch.cat([x @ down @ up for down, up in adapters], -1).to(output.dtype)

@@ -1,4 +1,4 @@
-"""The interface of a language model, implemented by real backbones and by the fakes of tests."""
+"""The interface of a language model, implemented by real backbones and by tests' fakes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LanguageModel(ABC):
     Attributes:
         traits: What the model was trained to do.
         special_tokens: Its special ids.
-        max_positions: Length of its context; ``None`` if it has no limit.
+        max_positions: Context length; ``None`` if it has no limit.
         image_token_ids: Ids that stand for images, which are not read.
-        window: Number of tokens that layers with a sliding window see, which limits the length of texts that are not
+        window: How many tokens sliding-window layers see, which limits the length of texts that are not
             computed in text order; ``None`` without such layers.
         learns_positions: Whether no position beyond its context can be computed, as with learnt position embeddings.
     """
@@ -35,7 +35,7 @@ class LanguageModel(ABC):
     image_token_ids: tuple[int, ...] = ()
 
     def context(self, *, in_text_order: bool) -> int | None:
-        """Return the maximum length of a text; ``None`` without a limit.
+        """Return the maximum text length; ``None`` without a limit.
 
         Args:
             in_text_order: Whether tokens stand in the KV cache in the order of the text.
@@ -46,7 +46,7 @@ class LanguageModel(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """The weights' device."""
 
     def hidden_states(
         self,
@@ -59,7 +59,7 @@ class LanguageModel(ABC):
 
         Args:
             input_ids: Tokens in sequence order.
-            position_ids: Position of each token in the final text; need not be monotonic.
+            position_ids: Position per token in the final text; need not be monotonic.
             attention_mask: The keys that tokens see. Keys are the tokens or, with a cache, the cache's entries, to
                 which the tokens are written first. Without a cache, it may also be ranges without spans, or ``None``
                 for causal attention over the sequence.
@@ -73,11 +73,11 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return a function like :meth:`hidden_states` for many calls of an unchanged model."""
+        """Return a function like :meth:`hidden_states` for many calls with an unchanged model."""
 
     @abstractmethod
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
-        """Return a function like :meth:`logits` for many calls of an unchanged model."""
+        """Return a function like :meth:`logits` for many calls with an unchanged model."""
 
     def canvas_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return a function for canvases: :meth:`hidden_states` with a further argument, the ``signal``.
@@ -93,7 +93,7 @@ class LanguageModel(ABC):
         return None
 
     def draft_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]] | None:
-        """Return the forward of a drafter with layers of its own, like :meth:`runner`; ``None`` without one."""
+        """Return the drafter's forward, like :meth:`runner`; ``None`` unless a drafter has further layers."""
         return None
 
     @property

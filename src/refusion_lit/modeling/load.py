@@ -1,4 +1,4 @@
-"""Backbones from a config with random weights, or from the weights of a Hugging Face directory or hub id."""
+"""Backbones from a config with random weights, or from a Hugging Face directory's or hub id's weights."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """Options of a backbone: where its weights come from, and how they are trained and decoded.
+    """Options for a backbone: where its weights come from, and how they are trained and decoded.
 
     Attributes:
         source: A local Hugging Face directory or a hub id to load weights from; ``None`` for random weights.
         config: Options that replace options in the source's transformers config. With ``source: null``, the whole
-            config, which needs ``model_type``. A whole config sets the base of rotary positions with ``rope_theta``,
+            config, which needs ``model_type``. A whole config sets the rotary base with ``rope_theta``,
             a replacement with ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``).
-        revision: Pinned revision of a hub id.
-        checkpoint_format: Published format of the source (see :data:`~refusion_lit.modeling.formats.FORMATS`);
+        revision: A hub id's pinned revision.
+        checkpoint_format: The source's published format (see :data:`~refusion_lit.modeling.formats.FORMATS`);
             ``None`` derives the format from ``model_type``.
         attention: Attention pattern; ``None`` takes the pattern in the source's config, causal by default.
-        block_size: Number of tokens in a block, with ``attention: block_causal``.
-        dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
-        attn_implementation: Implementation of attention (``attn_implementation`` in transformers).
+        block_size: Tokens per block, with ``attention: block_causal``.
+        dtype: The weights' type; ``auto``: see :func:`decoding_dtype`.
+        attn_implementation: Attention implementation (``attn_implementation`` in transformers).
             ``flex_attention`` is for training on GPUs; the fused backbone then decodes with ``sdpa``.
         fused_body: Decode with the fused backbone if it supports the architecture (Qwen2, Qwen3, Llama with
             ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). The
             hidden states are equal up to rounding, and small models decode about twice as fast. Training and
             checkpoints do not depend on this option.
         batch_invariant: Decode so that a token's logits are bitwise identical alone, in a batch, and together with
-            drafts, in every type. For CPUs, the architectures of ``fused_body`` with widths that are multiples of 32,
+            drafts, in every type. For CPUs, ``fused_body`` architectures whose widths are divisible by 32,
             and ``attn_implementation: sdpa``; slower (see Speed in the documentation).
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
-        lora: Train low-rank adapters instead of all weights.
+        lora: Train low-rank adapters only.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
         block_drafter: Freeze the model and train a block drafter for it (DFlash), with the objective ``BlockDraft``.
-        draft: Directory of a drafter to train further, for example on other texts, instead of a new drafter.
+        draft: A drafter's directory, to train it further, for example on other texts, instead of a new drafter.
         trust_remote_code: Allow the source to run its Python code on this machine.
 
     >>> import refusion_lit
@@ -103,7 +103,7 @@ class BackboneConfig:
         require(fits, "backbone.gradient_checkpointing", "false with a drafter", self.gradient_checkpointing, fix)
 
     def open_source(self, option: str = "backbone.source") -> ModelSource:
-        """Read the config of the source.
+        """Read the source's config.
 
         Args:
             option: The option that named the source, for messages.
@@ -122,7 +122,12 @@ class BackboneConfig:
         )
 
     def build(
-        self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None, source: ModelSource | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int | None = None,
+        source: ModelSource | None = None,
+        is_sharded: bool = False,
     ) -> Backbone:
         """Build the backbone for a tokenizer.
 
@@ -132,6 +137,7 @@ class BackboneConfig:
             tokenizer: The tokenizer; its mask token becomes the model's mask token.
             seed: Seeds random weights without changing the global generator's state.
             source: The source, if the caller has opened it already.
+            is_sharded: Whether the caller will shard the weights over processes.
 
         Raises:
             ValueError: If the source cannot be loaded or is not supported.
@@ -143,6 +149,9 @@ class BackboneConfig:
         fix = "train all weights"
         expected = "null for a model whose encoder and decoder share weights"
         require(self.lora is None or not shares, "backbone.lora", expected, self.lora, fix)
+        expected = "a strategy with whole weights for a model whose encoder and decoder share weights"
+        fits = not (is_sharded and shares)
+        require(fits, "trainer.strategy", expected, "one that shards weights", "use the strategy ddp")
         name = decoding_dtype(config, default_device()) if self.dtype == "auto" else self.dtype
         if self.draft is not None:
             check_draft(self.draft, config, tokenizer.get_vocab())
@@ -179,7 +188,7 @@ class BackboneConfig:
 
 
 def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelTraits:  # noqa: ANN401 - one class per architecture
-    """Return what the config says that the weights were trained to do, with the attention pattern of the options."""
+    """Return what the config says that the weights were trained to do, with the options' attention pattern."""
     traits = read_traits(getattr(config, "refusion_lit", None) or {}, options.source)
     if options.attention is not None:
         traits = replace(
@@ -248,7 +257,7 @@ def decoding_dtype(config: Any, device: str | torch.device) -> DType:  # noqa: A
 
     Args:
         config: The transformers config, or its values.
-        device: Device of the model.
+        device: The model's device.
     """
     values = config if isinstance(config, Mapping) else {"dtype": getattr(config, "dtype", None)}
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")

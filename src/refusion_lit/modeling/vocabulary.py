@@ -1,4 +1,4 @@
-"""Special tokens of tokenizers, the BOS policy, and the rows of a model's embedding and head for new tokens."""
+"""Special tokens, the BOS policy, and embedding and head rows for new tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from refusion_lit.utils.require import require
 AddBos = Literal["auto"] | bool
 """Whether prompts begin with the BOS token; ``auto``: as the tokenizer itself does."""
 ADD_BOS = "add_bos"
-"""Entry of ``tokenizer_config.json`` with the BOS policy, unless it is ``auto``; it is saved with the tokenizer."""
+"""Entry in ``tokenizer_config.json`` with the BOS policy, unless it is ``auto``; it is saved with the tokenizer."""
 EOS_IDS = "ends_of_sequence"
-"""Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
+"""Entry in ``tokenizer_config.json`` with further EOS token ids; it is saved with the tokenizer."""
 DRAWS_PADDING = "draws_padding"
-"""Entry of ``tokenizer_config.json`` of models that predict padding; see ``SpecialTokens.draws_padding``."""
+"""Entry in ``tokenizer_config.json`` for models that predict padding; see ``SpecialTokens.draws_padding``."""
 
 _NEW_MASK = "mask_token_is_new"
 
@@ -51,12 +51,12 @@ def read_special_tokens(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a to
 
 
 def vocabulary_size(tokenizer: Any) -> int:  # noqa: ANN401 - a tokenizer of transformers
-    """Return a tokenizer's highest id plus 1: more than its number of tokens if there are gaps between the ids."""
+    """Return a tokenizer's highest id plus 1: more than it has tokens if there are gaps between the ids."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def set_add_bos(tokenizer: PreTrainedTokenizerBase, add_bos: AddBos) -> None:
-    """Set the BOS policy of a tokenizer, which is saved with the tokenizer.
+    """Set a tokenizer's BOS policy, which is saved with the tokenizer.
 
     Args:
         tokenizer: Changed in place.
@@ -76,7 +76,7 @@ def set_add_bos(tokenizer: PreTrainedTokenizerBase, add_bos: AddBos) -> None:
 
 
 def get_add_bos(tokenizer: Any) -> AddBos:  # noqa: ANN401 - a tokenizer of transformers
-    """Return the BOS policy of a tokenizer."""
+    """Return a tokenizer's BOS policy."""
     return tokenizer.init_kwargs.get(ADD_BOS, "auto")
 
 
@@ -135,7 +135,7 @@ def ensure_mask_token(
         tokenizer: Changed in place.
         mask_token_id: Id that the model's config names. Its token becomes the mask token unless the tokenizer names
             a mask token.
-        texts: Texts of the mask token in the model's published format. With them, no token is ever added.
+        texts: The mask token's texts in the model's published format. With them, no token is ever added.
 
     Raises:
         ValueError: If a published format's mask token is missing.
@@ -173,7 +173,7 @@ def mask_is_untrained(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pretrained: bool) -> tuple[int, ...]:
-    """Give embedding and head a row for every token; new rows start as the mean of the rows before them.
+    """Give embedding and head a row for every token; new rows start as the mean over earlier rows.
 
     Many models have spare, untrained rows beyond their tokenizer's vocabulary. If a new mask token gets a spare row,
     the row starts like an added row.
@@ -202,13 +202,13 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
 
 
 def _initialise_as_mean(model: PreTrainedModel, start: int, stop: int) -> None:
-    """Set rows ``start`` to ``stop`` of embedding and head to the mean of the rows before them."""
+    """Set embedding and head rows ``start`` to ``stop`` to the mean over earlier rows."""
     with torch.no_grad():
         for weight in _rows(model):
             weight[start:stop] = weight[:start].mean(0, keepdim=True)
 
 
 def _rows(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the weights of embedding and head; the same tensor twice if they are tied."""
+    """Return embedding and head weights; the same tensor twice if they are tied."""
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [layer.weight for layer in layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import warnings
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from refusion_lit.utils.require import require
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 disable_progress_bar()  # otherwise a bar for every load interrupts a program's output
+# Transformers prints a table of missing and unexpected weights; load_weights refuses them in one line.
+logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
 def initialise_weights(
@@ -60,7 +63,7 @@ def _from_config(config: Any, *, trust_remote_code: bool, **options: Any) -> Pre
 
 
 def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Load the model of a Hugging Face directory or hub id.
+    """Load a Hugging Face directory's or hub id's model.
 
     Raises:
         ValueError: If the files are damaged, or do not hold exactly the weights that the config asks for.
@@ -116,12 +119,12 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
 
 
 def _experts_options(dtype: torch.dtype) -> dict[str, str]:
-    """Return the implementation of experts to load; torch's grouped products, the default, have no float64."""
+    """Return the experts' implementation to load; torch's grouped products, the default, have no float64."""
     return {"experts_implementation": "eager"} if dtype is torch.float64 else {}
 
 
 class _SplitRows(ConversionOps):
-    """Split the rows of a stored tensor into the parameters of several modules."""
+    """Split a stored tensor's rows into several modules' parameters."""
 
     def convert(
         self,
@@ -130,7 +133,7 @@ class _SplitRows(ConversionOps):
         target_patterns: list[str],
         **kwargs: Any,  # noqa: ANN401
     ) -> dict[str, Any]:
-        """Return the rows of every target, as many as its parameter has."""
+        """Return every target's rows, as many as its parameter has."""
         [[tensor]] = input_dict.values()
         names = [kwargs["full_layer_name"].replace(target_patterns[0], target) for target in target_patterns]
         sizes = [kwargs["model"].get_parameter(name).shape[0] for name in names]
@@ -145,9 +148,9 @@ class _SplitRows(ConversionOps):
 
 
 def _splitting_class(config: Any, published: CheckpointFormat) -> type[PreTrainedModel]:  # noqa: ANN401 - one class per architecture
-    """Return a subclass of transformers' class that splits the fused tensors of a format while it loads.
+    """Return a subclass that splits a format's fused tensors while it loads.
 
-    transformers finds conversions by the name of the class, so that its own class stays as it is.
+    transformers finds conversions by the class's name, so that its own class stays as it is.
     """
     base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = f"{base.__name__}From{published.name}"
@@ -167,26 +170,29 @@ def _in_layer(name: str) -> str:
 
 @torch.no_grad()
 def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> dict[str, Tensor]:
-    """Return a model's weights with the names and shapes of a published format: the inverse of loading."""
+    """Return a model's weights with a published format's names and shapes, as loading read them."""
     model._weight_conversions = None  # type: ignore[assignment] - transformers then splits the experts
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     for name, weight in revert_weight_conversion(model, model.state_dict()).items():
         published_name, rank = published.locate(name)
         parts.setdefault(published_name, []).append((rank, weight))
-    ordered = {name: [weight for _, weight in sorted(found, key=itemgetter(0))] for name, found in parts.items()}
+    ordered = {name: [weight for _, weight in sorted(ranked, key=itemgetter(0))] for name, ranked in parts.items()}
     return {name: weights[0] if len(weights) == 1 else torch.cat(weights) for name, weights in ordered.items()}
 
 
 def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
-    """Compare the headers of a directory's files with the config, before memory is allocated for weights.
+    """Compare a directory's file headers with the config, before memory is allocated for weights.
 
-    Returns the shapes of the stored tensors, see :func:`stored_shapes`.
+    Returns the stored tensors' shapes, see :func:`stored_shapes`.
 
     Raises:
-        ValueError: If the config asks for far more weights than the files hold, or for another number of experts, or
-            if a tensor of a published mixture of experts is missing or has another shape.
+        ValueError: If the config asks for far more weights than the files hold, or for another expert count, or
+            if a published mixture of experts lacks a tensor, a tensor has another shape, or a shard is missing.
     """
     _check_shard_names(Path(source.name))
+    missing = missing_shards(Path(source.name))
+    where = f"backbone.source: {source.name!r}"
+    require(not missing, where, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     shapes = stored_shapes(Path(source.name))
     config = source.config.get_text_config()
     if not shapes or getattr(source.config, "quantization_config", None) is not None:  # quantised weights are packed
@@ -247,7 +253,7 @@ def _missing(source: ModelSource, names: Sequence[str]) -> ValueError:
 
 
 def _check_shard_names(folder: Path) -> None:
-    """Refuse an index of shards that names a file outside its directory, because directories are not trusted."""
+    """Refuse a shard index that names a file outside its directory, because directories are not trusted."""
     for index in folder.glob("*.index.json"):
         with suppress(AttributeError, LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
             for name in {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}:
@@ -255,18 +261,25 @@ def _check_shard_names(folder: Path) -> None:
                 require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
 
 
+def missing_shards(folder: Path) -> list[str]:
+    """Return the safetensors files that a directory's index names and the directory lacks."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file() or (folder / "model.safetensors").is_file():  # transformers prefers the single file
+        return []
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        return sorted(name for name in shards if not (folder / name).is_file())
+    return []
+
+
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a directory's safetensors files, by name.
+    """Return tensor shapes in a directory's safetensors files, by name.
 
     The result is empty if a file is missing or damaged, which loading reports.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        with suppress(AttributeError, LookupError, TypeError, ValueError):
-            shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-            if not all((folder / name).is_file() for name in shards):
-                return {}
+    if missing_shards(folder):
+        return {}
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt") as file:
@@ -278,7 +291,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def weights_digest(model: torch.nn.Module) -> str | None:
-    """Return a digest of a model's weights, 16 hexadecimal digits.
+    """Digest a model's weights into 16 hexadecimal digits.
 
     The digest covers the names and shapes of all parameters and 64 values per parameter, which is fast for large
     models. Values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.

@@ -39,7 +39,7 @@ _REQUEST_SECONDS = 30.0
 """Maximum time in which a client must send a whole request, unless ``max_seconds`` is less."""
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MAX_CONNECTIONS = max((_FILES - 64) // 2, 8) if 0 <= _FILES < 2048 else 1024
-"""Maximum number of open connections: about half of the files that the process may have open."""
+"""Maximum open connections: about half as many as the process may open files."""
 _BACKLOG = max(MAX_CONNECTIONS // 4, 1)
 """Connections that the event loop accepts at once, before it can refuse any."""
 _TOO_MANY = "the server has too many connections; try again later."
@@ -140,7 +140,7 @@ def _check_requests(app: ASGIApp, key: str | None, max_bytes: int) -> ASGIApp:
     Args:
         app: The application that gets the other requests.
         key: The API key; without, the host must be this machine.
-        max_bytes: Maximum size of a body, by the declared length or by the number of bytes read.
+        max_bytes: Maximum body size, by the declared length or by the bytes read.
     """
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -248,7 +248,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read a part of a request."""
+        """Read a request's next part."""
         super().data_received(data)
         self._follow()
 
@@ -298,7 +298,7 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _follow(self) -> None:
-        """Set the state, and the time limit of a new state."""
+        """Set the state, and a new state's time limit."""
         state = "waiting" if not self.is_answering else "stalled" if self.flow.write_paused else "busy"
         if state == self.state:
             return
@@ -359,7 +359,7 @@ class Server(uvicorn.Server):
 
     @property
     def num_cut(self) -> int:
-        """Number of answers that clients did not get to their end because the server stopped."""
+        """Answers that clients received only in part because the server stopped."""
         return self.worker.num_cut or self._num_aborted
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -378,7 +378,7 @@ class Server(uvicorn.Server):
                 copy.listen(2048)
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop when the engine's thread has ended or hangs in a call of the model."""
+        """Stop when the engine's thread has ended or hangs in a model call."""
         hangs = time.monotonic() > self.worker.stop_at + self.worker.grace_seconds
         self.should_exit = self.should_exit or hangs or not self.worker.thread.is_alive()
         return await super().on_tick(counter)

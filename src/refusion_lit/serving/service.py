@@ -1,4 +1,4 @@
-"""Turns requests of the API into jobs of the worker, and the jobs' results into answers or streams."""
+"""Turns API requests into the worker's jobs, and the jobs' results into answers or streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import OptionError, require
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
-"""Names of options in the API, by their names in the engine."""
+"""Option names in the API, by their names in the engine."""
 _RESPONSES_NAMES = {
     "max_new_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -50,7 +50,7 @@ _RESPONSES_NAMES = {
     "prompt": "input",
     "tool_choice.function.name": "tool_choice.name",
 }
-"""Names of options in ``/v1/responses``, by their names in chats and in the engine."""
+"""Option names in ``/v1/responses``, by their names in chats and in the engine."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ToolCalls:
     Attributes:
         functions: The functions by name.
         tool_format: How the model writes calls.
-        are_forced: Whether the response consists of calls.
+        are_forced: Whether the response is all calls.
         are_parallel: Whether such a response may have several calls.
     """
 
@@ -77,9 +77,9 @@ class ServedRequest:
     Attributes:
         body: The request's body.
         id: The request's id in the answer and in the log.
-        started: Time of arrival (:func:`time.monotonic`).
+        started: Arrival time (:func:`time.monotonic`).
         jobs: A job per choice.
-        events: The worker's updates of the jobs.
+        events: The worker's updates on the jobs.
     """
 
     body: ChatRequest | CompletionRequest
@@ -90,7 +90,7 @@ class ServedRequest:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Token counts in OpenAI's form, number of forward passes and tokens per forward pass."""
+        """Token counts in OpenAI's form, forward passes and tokens per forward pass."""
         results = [job.result for job in self.jobs if job.result]
         num_prompt_tokens = sum(len(job.prompt.token_ids) for job in self.jobs) // self.body.n
         num_tokens = sum(row.num_tokens for row in results)
@@ -104,7 +104,7 @@ class ServedRequest:
         }
 
     def make_answer(self, *choices: dict[str, Any], **more: object) -> dict[str, Any]:
-        """Return the body of an answer, or of a chunk of a stream."""
+        """Return the body for an answer or a stream's chunk."""
         kind = f"chat.completion{'.chunk' * self.body.stream}" if self.body.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.body.model}
         return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
@@ -112,11 +112,11 @@ class ServedRequest:
     def make_choice(
         self, job: Job, pieces: Sequence[str | CallPiece], entries: LogprobEntries, model: TextModel
     ) -> dict[str, Any]:
-        """Return a choice, or a chunk's part of it; the first part of a choice has the role.
+        """Return a choice, or a chunk's part of it; a choice's first part has the role.
 
         Args:
             job: The choice's job.
-            pieces: Its text, and the calls of tools in it.
+            pieces: Its text, and the tool calls in it.
             entries: Tokens with their log-probabilities.
             model: Gives the tokens' text.
         """
@@ -160,7 +160,7 @@ class Service:
     Args:
         worker: Runs the jobs.
         name: The model's name.
-        tool_format: How the model writes calls of tools: a key of :data:`~refusion_lit.data.tool_calls.FORMATS`, or
+        tool_format: How the model writes tool calls: a key in :data:`~refusion_lit.data.tool_calls.FORMATS`, or
             ``auto`` for the chat template's format.
 
     Attributes:
@@ -193,33 +193,39 @@ class Service:
         Raises:
             HTTPException: If the request is refused, or fails.
         """
-        served = await self._accept(body, request, _API_NAMES)
+        served = await self._accept(lambda: body, request, _API_NAMES)
         if body.stream:
             return StreamingResponse(self._stream(served), media_type="text/event-stream")
         return await self._wait(self._collect(served), request)
 
     async def respond(self, body: ResponsesRequest, request: Request) -> Response:
-        """Answer a request of ``/v1/responses``.
+        """Answer a request to ``/v1/responses``.
 
         Raises:
             HTTPException: If the request is refused, or fails.
         """
-        served = await self._accept(body.to_chat(), request, _RESPONSES_NAMES)
-        builder = ResponseBuilder(body, served.id.replace("chatcmpl-", "resp_"), served.jobs[0].sampling)
+        served = await self._accept(body.to_chat, request, _RESPONSES_NAMES)
+        response_id = served.id.replace("chatcmpl-", "resp_")
+        builder = ResponseBuilder(body, response_id, served.jobs[0].sampling, self.model)
         if body.stream:
             return StreamingResponse(self._stream_response(served, builder), media_type="text/event-stream")
         return await self._wait(self._collect_response(served, builder), request)
 
     async def _accept(
-        self, body: ChatRequest | CompletionRequest, request: Request, names: Mapping[str, str]
+        self, read: Callable[[], ChatRequest | CompletionRequest], request: Request, names: Mapping[str, str]
     ) -> ServedRequest:
-        """Begin a request; ``names`` has names of options in the API, by their names elsewhere.
+        """Begin a request.
+
+        Args:
+            read: Returns the body of the request as a chat or completion.
+            request: The request.
+            names: Option names in the API, by their names elsewhere.
 
         Raises:
             HTTPException: If the request is refused.
         """
         try:
-            served = await self._begin(body, request.state.arrived)
+            served = await self._begin(read(), request.state.arrived)
         except (ValueError, HTTPException) as error:
             self.requests.labels("refused").inc()
             if isinstance(error, HTTPException):
@@ -227,7 +233,7 @@ class Service:
             name = names.get(error.option) if isinstance(error, OptionError) else None
             message = error.rename(name) if isinstance(error, OptionError) and name else str(error)
             raise HTTPException(400, message) from error
-        request.state.is_stream = body.stream
+        request.state.is_stream = served.body.stream
         return served
 
     async def _wait(self, answer: Coroutine[Any, Any, dict[str, Any]], request: Request) -> Response:
@@ -319,7 +325,7 @@ class Service:
         calls: ToolCalls | None,
         sampling: SamplingParams,
     ) -> list[Prompt]:
-        """Return prompts whose responses keep a request's schema, or are calls of its tools.
+        """Return prompts whose responses keep a request's schema, or are calls to its tools.
 
         Raises:
             ValueError: If a schema cannot be kept.
@@ -365,7 +371,7 @@ class Service:
         return sampling
 
     def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """Return the prompts' tokens; names of special tokens in texts stay text."""
+        """Return the prompts' tokens; special tokens' names in texts stay text."""
         if isinstance(body, ChatRequest):
             turns = [message.to_turn() for message in body.messages]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
@@ -441,7 +447,7 @@ class Service:
         yield "data: [DONE]\n\n"
 
     async def _collect_response(self, served: ServedRequest, builder: ResponseBuilder) -> dict[str, Any]:
-        """Return the body of a response."""
+        """Return a response's body."""
         async for _ in self._response_events(served, builder):
             pass
         return builder.response
@@ -459,6 +465,7 @@ class Service:
         for event in builder.begin():
             yield event
         async for job, update in self._events(served):
+            builder.add_logprobs(update.logprobs)
             for piece in filter(None, _read(job, update)):
                 for event in builder.add(piece):
                     yield event
@@ -469,7 +476,7 @@ class Service:
 
 
 def _read(job: Job, update: Update) -> list[str | CallPiece]:
-    """Return the text and the pieces of calls in an update."""
+    """Return the text and the call pieces in an update."""
     if job.reader is None:
         return [update.text]
     return job.reader.read(update.text, is_last=update.generation is not None)

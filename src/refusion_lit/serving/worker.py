@@ -1,6 +1,6 @@
 """The thread that owns the engine: it takes jobs while it runs, and confines a failure to the job that causes it.
 
-A response depends on its job alone, so jobs in flight may always start again. After a failed call of the model, every
+A response depends on its job alone, so jobs in flight may always start again. After a failed model call, every
 job runs alone, and only a job that fails alone gets the error. Streamed text is not sent twice.
 """
 
@@ -37,11 +37,11 @@ log = logging.getLogger("refusion_lit.serving")  # users' texts are logged at le
 
 @dataclass(frozen=True)
 class Update:
-    """A change of a response.
+    """A change in a response.
 
     Attributes:
         text: New text.
-        rounds: Drafted, verified and committed tokens of new forward passes, if the job wants them.
+        rounds: Drafted, verified and committed tokens in new forward passes, if the job wants them.
         logprobs: The tokens whose text is sent with this update, with their log-probabilities (``None`` for tokens that
             a schema gives), if the job wants them.
         generation: The whole response, once it has ended.
@@ -60,15 +60,15 @@ class Job:
     Attributes:
         prompt: The prompt.
         sampling: Length limit, sampling options and stop strings.
-        notify: Receives pairs of the job and an update, or finally an error; called by the worker's thread.
+        notify: Receives job and update in pairs, or finally an error; called by the worker's thread.
         deadline: Time (:func:`time.monotonic`) at which the job is dropped; 0 if no client waits for it.
         wants_rounds: Whether updates describe every forward pass.
-        num_top_logprobs: Number of alternatives per token with log-probabilities; ``None``: no log-probabilities.
+        num_top_logprobs: Alternatives per token with log-probabilities; ``None``: no log-probabilities.
         stream: Splits the text into pieces.
-        num_rounds: Number of forward passes that updates have described.
-        num_sent: Number of tokens whose log-probabilities were sent.
-        num_characters: Number of characters of the tokens whose log-probabilities were sent. Set by the service.
-        reader: Splits the text into text and calls of tools, if the response may call tools. Used by the service.
+        num_rounds: Forward passes that updates have described.
+        num_sent: Tokens whose log-probabilities were sent.
+        num_characters: Characters in the tokens whose log-probabilities were sent. Set by the service.
+        reader: Splits the text into text and tool calls, if the response may call tools. Used by the service.
         has_begun: Whether the client has received a part of the response. Set by the service.
         result: The response, once the service has received it.
     """
@@ -114,12 +114,12 @@ class CheckedModel(LanguageModel):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """The weights' device."""
         return self._model.device
 
     @property
     def forward_cost(self) -> float:
-        """The model's cost of a forward pass."""
+        """The model's cost per forward pass."""
         return self._model.forward_cost
 
     def runner(self) -> Callable[..., Tensor]:
@@ -135,11 +135,11 @@ class CheckedModel(LanguageModel):
         return self._model.soft_embeddings(probabilities)
 
     def draft_runner(self) -> Callable[..., Tensor] | None:
-        """Return the forward of the model's drafter."""
+        """Return the model drafter's forward."""
         return self._model.draft_runner()
 
     def head_runner(self) -> Callable[..., Tensor]:
-        """Return the model's head with a check of the logits.
+        """Return the model's head with a check on the logits.
 
         Raises:
             ArithmeticError: By the returned function, if a logit is NaN.
@@ -164,20 +164,20 @@ class Worker:
 
     Args:
         model: The model.
-        decoder: The decoder of all jobs.
-        sampling: Length limit and sampling options of requests that set none.
-        options: Number of rows and options of batching.
-        limits: Limits of requests.
+        decoder: The decoder for all jobs.
+        sampling: Length limit and sampling options for requests that set none.
+        options: How many rows there are, and batching options.
+        limits: Limits for requests.
 
     Attributes:
-        checked_model: The model with a check of its logits.
+        checked_model: The model with a check on its logits.
         engine: The engine.
         thread: The thread that runs the engine.
         is_ready: Whether the model has run once.
         is_draining: Whether further jobs are refused.
         failure: Why the thread has ended early: no new engine could be made after a failed call.
-        grace_seconds: Time that a running call of the model gets after ``stop_at``, and that streams get to be read.
-        stop_at: Time (:func:`time.monotonic`) at which the thread ends, unless a call of the model hangs.
+        grace_seconds: Time that a running model call gets after ``stop_at``, and that streams get to be read.
+        stop_at: Time (:func:`time.monotonic`) at which the thread ends, unless a model call hangs.
         active: Jobs in flight by number.
         waiting: Jobs that wait for a row.
     """
@@ -230,7 +230,7 @@ class Worker:
 
     @property
     def num_cut(self) -> int:
-        """Number of answers that clients wait for, or waited for when the thread ended."""
+        """Answers that clients wait for, or waited for when the thread ended."""
         return self._num_cut + sum(job.deadline > 0 for job in (*self.active.values(), *self.waiting))
 
     def _run(self, num_threads: int) -> None:

@@ -1,4 +1,4 @@
-"""The interface of tasks and examples."""
+"""The interface for tasks and examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Example:
         messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data; the chat template
             gets them as they are.
         meta: Additional values for the task's scoring, and ``tools`` for the chat template.
-        spans: Character ranges ``(start, stop)`` of the response to fill in, in text order; the rest of the response is
+        spans: Character ranges ``(start, stop)`` to fill in, in text order; the rest of the response is
             given. Without spans, nothing is given.
     """
 
@@ -41,10 +41,10 @@ class Example:
 class Task(ABC):
     """Examples to train and test on, and a scoring function for responses.
 
-    Examples are read from files or generated as deterministic functions of a seed. Splits are disjoint.
+    Examples are read from files or generated deterministically from a seed. Splits are disjoint.
 
     Attributes:
-        metrics: Names of further metrics that :meth:`score` returns beside the score.
+        metrics: Further metrics, by name, that :meth:`score` returns beside the score.
 
     >>> class Reversal(Task):
     ...     def examples(self, split):
@@ -72,7 +72,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, example: Example, response: str) -> float | Mapping[str, float] | None:
-        """Return the score of a response in [0, 1]; ``None`` if it is scored later.
+        """Return a response's score in [0, 1]; ``None`` if it is scored later.
 
         A task with ``metrics`` returns a mapping with ``score`` and a finite number for every name in ``metrics``.
 
@@ -88,7 +88,7 @@ class Task(ABC):
         return math.nan if score is None else float(score)
 
     def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
-        """Return the rewards of responses; see :meth:`reward`."""
+        """Return the responses' rewards; see :meth:`reward`."""
         return [self.reward(example, response) for example, response in zip(examples, responses, strict=True)]
 
     def describe_test_split(self) -> str:

@@ -29,9 +29,9 @@ class CodeTask(FileTask):
     ``refusion-lit score`` computes them later from the predictions file.
 
     Attributes:
-        files: File or files of the benchmark (JSON or JSONL, also ``.gz``).
+        files: The benchmark's file or files (JSON or JSONL, also ``.gz``).
         allow_code_execution: Whether generated code may run on this machine.
-        minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, or ``full`` (no access to
+        minimum_isolation: Minimum isolation for generated code: resource ``limits`` only, or ``full`` (no access to
             outside files, no network, no processes).
         limits: Resource limits per program.
     """
@@ -49,7 +49,7 @@ class CodeTask(FileTask):
 
     @abstractmethod
     def read(self, row: DataRow) -> tuple[Split, Example]:
-        """Return the split and the example of a row; the example's id names the problem.
+        """Return a row's split and example; the example's id names the problem.
 
         Raises:
             ValueError: If a field is missing; the message names file and line.
@@ -60,7 +60,7 @@ class CodeTask(FileTask):
         """Return a response's program and the problem's tests."""
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples of a split."""
+        """Return a split's examples."""
         return self._problems[split]
 
     def score(self, example: Example, response: str) -> float | None:
@@ -117,7 +117,7 @@ class HumanEval(CodeTask):
         require(has_prompt, "task.template", "a text with {prompt} in it", self.template, "add {prompt}")
 
     def read(self, row: DataRow) -> tuple[Split, Example]:
-        """Convert a row of the published format."""
+        """Convert a row in the published format."""
         names = ("prompt", "canonical_solution", "test", "entry_point", "task_id")
         prompt, solution, test, entry_point, identity = map(row.text, names)
         meta = {"prompt": prompt, "test": test, "entry_point": entry_point}
@@ -154,7 +154,7 @@ class Mbpp(CodeTask):
         require("{text}" in self.template, "task.template", "a text with {text} in it", self.template, "add {text}")
 
     def read(self, row: DataRow) -> tuple[Split, Example]:
-        """Convert a row of the published format."""
+        """Convert a row in the published format."""
         values = row.require_values()
         number = values.get("task_id")
         tests = values.get("test_list")
@@ -178,7 +178,7 @@ class Mbpp(CodeTask):
 
 
 def extract_code(response: str) -> str:
-    r"""Return a response's longest fenced block of Python or unnamed language; without fences, the whole response.
+    r"""Return a response's longest fenced block in Python or an unnamed language; without fences, the whole response.
 
     >>> extract_code("Sure:\n```python\nx = 1\n```\nDone.")
     'x = 1'

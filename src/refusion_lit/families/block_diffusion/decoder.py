@@ -1,4 +1,4 @@
-"""Block diffusion: decodes blocks left to right over an exact KV cache, and unmasks tokens of a block in parallel."""
+"""Block diffusion: decodes blocks left to right over an exact KV cache, and unmasks a block's tokens in parallel."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from refusion_lit.utils.require import require
 
 @dataclass(kw_only=True)
 class SubBlockState(RowState):
-    """State of block diffusion.
+    """State while :class:`BlockDiffusion` decodes.
 
     Attributes:
-        span_step: Number of steps done in the current sub-block.
+        span_step: Steps done in the current sub-block.
         cached_block: Start of the block whose noisy tokens are all cached; -1 for none.
     """
 
@@ -40,7 +40,7 @@ class SubBlockState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDecoder(Decoder):
-    """Base of decoders for block-causal models, in which a block sees itself and earlier blocks.
+    """Base for decoders on block-causal models, in which a block sees itself and earlier blocks.
 
     The KV cache of complete blocks is exact, because complete blocks do not depend on later blocks.
 
@@ -77,7 +77,7 @@ class BlockDecoder(Decoder):
         return 0 if self.requires.prompt_is_block else max(num_blocks, 0) * self.block_size
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas for the longest response, extended to the end of the last block."""
+        """Create a canvas for the longest response, extended to the last block's end."""
         # Tokens of the prompt in the first block with generated tokens.
         num_before = 0 if self.requires.prompt_is_block else len(prompt.token_ids) % self.block_size
         length = num_before + max_length(prompt, sampling, special_tokens)
@@ -94,7 +94,7 @@ class BlockDecoder(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDiffusion(BlockDecoder):
-    """Decodes block by block; masks of a block are unmasked in parallel, with bidirectional attention in the block.
+    """Decodes block by block; a block's masks are unmasked in parallel, with bidirectional attention in the block.
 
     Blocks are counted from position 0, prompt included, as in training. A prompt that ends inside a block begins the
     first decoded block. Tokens beyond ``max_new_tokens`` in the last block are computed, but not returned. Decoding
@@ -126,7 +126,7 @@ class BlockDiffusion(BlockDecoder):
         num_steps: Steps per sub-block, for ``threshold`` and ``sequential`` (``denoising_steps`` in SDAR). The quota of
             a step is its equal share of the sub-block; ``None``: 1.
         confidence: Distribution of probabilities and entropies: ``raw`` softmax, or ``filtered`` by temperature, top-k
-            and top-p, as in the programs of SDAR and Fast-dLLM v2. At temperatures below 0.3, filtered probabilities
+            and top-p, as in SDAR's and Fast-dLLM v2's programs. At temperatures below 0.3, filtered probabilities
             round to 1: they leave masks in text order and pass any threshold.
         sub_block_size: Tokens per sub-block; sub-blocks of a block are decoded left to right. A divisor of
             ``block_size``; ``None``: a single sub-block.
@@ -193,7 +193,7 @@ class BlockDiffusion(BlockDecoder):
         return "filtered" if is_filtered else None
 
     def step(self, state: SubBlockState) -> Steps[None]:  # type: ignore[override]
-        """Draw tokens of the current sub-block, or a block's first token if the previous block predicts it."""
+        """Draw tokens for the current sub-block, or a block's first token if the previous block predicts it."""
         first = state.prompt_length + state.is_masked.index(True)
         block_start = first // self.block_size * self.block_size
         if self.shifted and first == block_start:
@@ -213,12 +213,12 @@ class BlockDiffusion(BlockDecoder):
             state.span_step = state.span_step + 1 if masked_in(state, first, span_end) else 0
 
     def _quota(self, state: SubBlockState) -> int:
-        """Return the minimum number of tokens of this step."""
+        """Return how many tokens this step fills at least."""
         quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
         return max(quota, 1)
 
     def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
-        """Forward the block, after clean blocks that are not cached yet; commit some of the drawn tokens."""
+        """Forward the block, after clean blocks that are not cached yet; commit some drawn tokens."""
         branch = self._noisy_branch(state, block_start, drawn)
         draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic=self._statistic)
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
@@ -227,7 +227,7 @@ class BlockDiffusion(BlockDecoder):
         state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _choose(self, reading: Reading, quota: int) -> list[int]:
-        """Return the indices of the drafts to commit."""
+        """Return which drafts to commit, by index."""
         if self.sampling_rule == "sequential":
             return [*range(len(reading.tokens))]
         if self.sampling_rule == "entropy_bounded":

@@ -1,4 +1,4 @@
-"""Training of block diffusion: autoregressive over blocks, masked diffusion inside a block."""
+"""Trains block diffusion: autoregressive over blocks, masked diffusion inside a block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MIN_PROBABILITY = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMasked(Objective):
-    """Predicts the masks of a block from the noisy block itself and all earlier clean blocks.
+    """Predicts a block's masks from the noisy block itself and all earlier clean blocks.
 
     BD3-LM (arXiv 2503.09573): a forward over the doubled sequence ``[noisy; clean]`` with repeated position ids and the
     three-part mask of :func:`three_part_ranges`; outputs of the clean half are not used. Blocks are counted from
@@ -39,7 +39,7 @@ class BlockMasked(Objective):
     Deliberate differences: the noise interval is fixed, not searched during training, and masks are not redrawn until
     their share lies in it. t is stratified, in random order, over a sample's blocks instead of the batch's blocks,
     because a sample's noise must not depend on its neighbours. A sample whose length is a multiple of the block size
-    gets no block of padding.
+    gets no padding block.
 
     Attributes:
         block_size: Tokens per block, at least 1.
@@ -145,7 +145,7 @@ class BlockMasked(Objective):
     def _with_whole_blocks(
         self, batch: ResponseBatch, special_tokens: SpecialTokens
     ) -> tuple[ResponseBatch, Int[Tensor, " batch"]]:
-        """Complete the last blocks; return the batch and the rows' numbers of visible tokens."""
+        """Complete the last blocks; return the batch and how many tokens every row shows."""
         lengths = (batch.ends + self.block_size - 1) // self.block_size * self.block_size
         token_id = None if self.fill_blocks_with == "eos" else required_mask_id(self, special_tokens)
         filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=token_id)
@@ -185,9 +185,9 @@ def three_part_ranges(
     and all earlier clean blocks. A clean token sees the clean blocks up to and including its block, and no noisy token.
 
     Args:
-        num_tokens: Number of tokens in a half.
+        num_tokens: Tokens in a half.
         block_size: Tokens per block; blocks are counted from position 0 of both halves.
-        lengths: Number of real tokens in a half, by row. Padding sees itself and clean tokens.
+        lengths: Real tokens in a half, by row. Padding sees itself and clean tokens.
         causal: Inside a block, let a token see only earlier tokens and itself; ``clean``: in the clean half alone.
     """
     tokens = torch.arange(2 * num_tokens, device=lengths.device)

@@ -1,4 +1,4 @@
-"""Fast-dLLM: faster decoding of LLaDA and Dream by confidence thresholds and an approximate KV cache.
+"""Fast-dLLM: decodes LLaDA and Dream faster by confidence thresholds and an approximate KV cache.
 
 Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the released code
 accepts an additional token when its scan reaches the last candidate.
@@ -20,7 +20,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class FastDLLM(Decoder):
-    """Unmasks the certain tokens of a block in parallel, block by block, on a bidirectional model.
+    """Unmasks a block's certain tokens in parallel, block by block, on a bidirectional model.
 
     The caches are approximate: with bidirectional attention a token's KV cache entries depend on later tokens. A
     forward over the whole canvas refreshes the cache at the start of every block.
@@ -36,7 +36,7 @@ class FastDLLM(Decoder):
             block needs at most as many as it has tokens. ``None``: as many as tokens. With a threshold (Dream's version
             without a cache): a step may unmask an equal share of the response and what earlier steps left over; from
             the last step on, all tokens that reach the threshold.
-        order: Definition of confidence. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: the
+        order: How confidence is defined. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: the
             probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
             ``entropy``: the negative entropy of the filtered distribution, on Dream's time schedule inside a block
             (Dream with a cache and any other ``alg``); needs ``threshold`` null.
@@ -116,7 +116,7 @@ class FastDLLM(Decoder):
         return state
 
     def _pace(self, sampling: SamplingParams) -> tuple[int, int]:
-        """Return the number of tokens and of steps of a block without given tokens."""
+        """Return how many tokens and steps a block without given tokens has."""
         nominal = self.block_length or sampling.max_new_tokens
         return nominal, nominal if self.steps is None else self.steps // -(-sampling.max_new_tokens // nominal)
 
@@ -126,7 +126,7 @@ class FastDLLM(Decoder):
         return self.shifted and self.cache != "none"
 
     def step(self, state: RowState) -> Steps[None]:
-        """Run a forward and unmask the certain tokens of the block."""
+        """Run a forward and unmask the block's certain tokens."""
         length = len(state.tokens)
         size = self.block_length or length
         start = state.is_masked.index(True) // size * size
@@ -157,7 +157,7 @@ class FastDLLM(Decoder):
         state.finished = not any(state.is_masked)
 
     def _branch(self, state: RowState, places: Sequence[int], block: range, *, is_whole: bool) -> Branch:
-        """Return the branch of a round: the whole canvas, the block and later tokens, or only the block."""
+        """Return a round's branch: the whole canvas, the block and later tokens, or only the block."""
         length = state.prompt_length + len(state.tokens)
         first = 0 if is_whole else state.prompt_length + block.start
         last = length if is_whole or self.cache == "prefix" else state.prompt_length + block.stop
@@ -166,7 +166,7 @@ class FastDLLM(Decoder):
         return replace(branch, visible=((0, first), (last, length)))
 
     def _choose(self, state: RowState, confidences: Sequence[float], block: range, number: int) -> list[int]:
-        """Return the indices of the masks to unmask in the block's forward with this number, from 0."""
+        """Return which masks to unmask, by index, in the block's forward with this number, from 0."""
         ranked = most_certain(confidences)
         if self.threshold is not None:
             allowed = ranked[: self._allowance(state, number)]

@@ -1,4 +1,4 @@
-"""Training of a block drafter (DFlash): blocks of masks after random tokens of a response predict what follows."""
+"""Trains a block drafter (DFlash): mask blocks after random response tokens predict what follows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDraft(Objective):
-    """Trains a block drafter to predict the next tokens of a frozen causal model (``backbone.block_drafter``; DFlash).
+    """Trains a block drafter to predict a frozen causal model's next tokens (``backbone.block_drafter``; DFlash).
 
     Anchors are drawn at random among the tokens of the response. A block is an anchor and the drafter's masks after it.
     All tokens of a block see one another and, by hidden states of the frozen model, the text before the anchor. A mask
@@ -29,7 +29,7 @@ class BlockDraft(Objective):
     ``draft``, is a mean over all masks inside the response, weighted by ``decay``. Source: DFlash, arXiv 2602.06036.
 
     Attributes:
-        num_anchors: Maximum number of anchors in a response, at least 1.
+        num_anchors: Maximum anchors in a response, at least 1.
         decay: Base of the weights, in (0, 1]: mask k has weight decay^(k - 1), because a draft counts only if all
             earlier drafts are accepted. DFlash's exp(-1 / gamma) is 0.87 for blocks of 16 tokens, 0.78 for 8.
 

@@ -1,4 +1,4 @@
-"""Training of a drafter: masks after many anchors of a text predict the frozen model's next tokens."""
+"""Trains a drafter: masks after many anchors in a text predict the frozen model's next tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDraft(Objective):
-    """Trains a drafter's masks to predict the next tokens of a frozen causal model (``backbone.drafter``).
+    """Trains a drafter's masks to predict a frozen causal model's next tokens (``backbone.drafter``).
 
     An anchor, at position a, is the prompt's last token or a token of the response. The drafter's K masks follow at
     positions a+1 to a+K. They see the text up to the anchor and earlier masks of the anchor, but no masks of other
@@ -50,10 +50,10 @@ class GatedDraft(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Append groups of masks to the text; see :meth:`Objective.corrupt`.
+        """Append mask groups to the text; see :meth:`Objective.corrupt`.
 
         Raises:
-            ValueError: If the model has no drafter of adapters.
+            ValueError: If the model has no drafter with adapters.
         """
         del mask_ratio  # nothing is masked
         masks = special_tokens.draft_token_ids
