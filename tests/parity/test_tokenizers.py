@@ -22,6 +22,7 @@ from refusion_lit import SlotDiffusionModule, load
 from refusion_lit.cli import main
 from refusion_lit.contrib.rl import GroupPolicy, Reward
 from refusion_lit.data.detokenizer import Detokenizer
+from refusion_lit.data.examples import encode_example
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import Autoregressive
@@ -80,10 +81,16 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if form != "plain":
         turns = [{"role": "user", "content": QUERY}]
         prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return Reference(folder, prompt, library_answer(folder, prompt), form != "plain")
+
+
+def library_answer(folder: Path, prompt: list[int]) -> list[int]:
+    """Return the tokens of transformers' greedy ``generate``."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([prompt])
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "pad_token_id": 0}
-    answer = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-    return Reference(folder, prompt, answer, form != "plain")
+    # Without a mask, generate takes tokens with the padding's id for padding.
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -140,22 +147,18 @@ def test_the_harness_asks_as_transformers(reference: Reference, model: TextModel
     prompts: list[list[int]] = []
     generate = model.generate_ids
 
-    def recorded(ids: Any, **options: Any) -> Any:
-        prompts.extend(ids)
-        rows = generate(ids, **options)
-        assert [row.token_ids for row in rows] == [reference.answer]
+    def recorded(asked: Any, **options: Any) -> Any:
+        prompts.extend(asked)
+        rows = generate(asked, **options)
+        assert [row.token_ids for row in rows] == [answer]
         return rows
 
-    context = QUERY
-    expected = reference.prompt
+    context, expected, answer = QUERY, reference.prompt, reference.answer
     if reference.has_template:
         context = adapter.apply_chat_template([{"role": "user", "content": QUERY}])
         if expected[0] != model.tokenizer.bos_token_id:  # the harness adds BOS where a template writes none
             expected = reference.tokenizer(context)["input_ids"]
-            reference = Reference(reference.folder, expected, [], True)
-            reference.answer = model.generate_ids(
-                [expected], decoder=Autoregressive(), max_new_tokens=NUM_TOKENS
-            )[0].token_ids
+            answer = library_answer(reference.folder, expected)
     adapter.model.generate_ids = recorded  # type: ignore[method-assign]
     try:
         options = {"until": [], "max_gen_toks": NUM_TOKENS, "do_sample": False}
@@ -212,10 +215,7 @@ def test_an_export_asks_and_answers_as_transformers(reference: Reference, tmp_pa
     scope: dict[str, Any] = {"tokenizer": tokenizer}
     exec(prompt_code(tokenizer, "{query}").replace('"..."', json.dumps(QUERY)), scope)
     assert scope["input_ids"].tolist() == [reference.prompt]
-    library = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "pad_token_id": 0}
-    answer = library.generate(scope["input_ids"], **options)[0, len(reference.prompt) :].tolist()
-    assert answer == reference.answer
+    assert library_answer(tmp_path / "out", reference.prompt) == reference.answer
     assert load(tmp_path / "out", device="cpu").encode(QUERY) == reference.prompt
 
 
@@ -247,13 +247,12 @@ def test_every_assistant_turn_is_trained_as_the_template_renders_it(reference: R
     assert len(ends) == 2
 
 
-def test_an_example_has_the_tokens_of_its_text(reference: Reference) -> None:
-    """Names of special tokens in a query are text at its place."""
-    from refusion_lit.data.examples import encode_example
-
+def test_names_of_special_tokens_in_a_query_are_text(reference: Reference) -> None:
     tokenizer = load(reference.folder, device="cpu").tokenizer
     name = str(tokenizer.eos_token)
-    sample = encode_example(tokenizer, Example(id="0", query=f"What is {name} here?", response="A token."))
-    assert tokenizer.eos_token_id not in [*sample.prompt_ids]
-    shown = str(tokenizer.decode([*sample.prompt_ids]))
-    assert f"What is {name} here?" in shown
+    named, plain = (
+        [*encode_example(tokenizer, Example(id="0", query=f"What is {word} here?", response="A token.")).prompt_ids]
+        for word in (name, "it")
+    )
+    assert named.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id)
+    assert str(tokenizer.decode(named)) == str(tokenizer.decode(plain)).replace("is it here", f"is {name} here")

@@ -159,7 +159,9 @@ def _real_tokenizer(kind: str, *, chat: bool) -> PreTrainedTokenizerFast:
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent)
         template = "{{ bos_token }}" + _template(
-            "{{ '<｜User｜>' + m['content'] if m['role'] == 'user' else m['content'] + eos_token }}", "<｜Assistant｜>"
+            "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}{% else %}"
+            "{{ '<｜Assistant｜>' + m['content'] + eos_token }}{% endif %}",
+            "<｜Assistant｜>",
         )
     tokenizer.chat_template = template if chat else None
     return tokenizer

@@ -271,12 +271,25 @@ def _encode_parts(
             elif piece:
                 pieces.append((piece, is_name))
     ids: list[int] = []
+    name = None
     for piece, is_name in pieces:
         if is_name:
             ids.append(int(tokenizer.convert_tokens_to_ids(piece)))  # type: ignore[arg-type]
+            name = piece
         else:
-            ids += encode_within(tokenizer, piece) if ids or within else encode_text(tokenizer, piece)
+            begins = not (ids or within) or (name is not None and _begins_after(tokenizer, name))
+            ids += encode_text(tokenizer, piece) if begins else encode_within(tokenizer, piece)
     return ids
+
+
+def _begins_after(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Return whether text after a special token is encoded as a text's beginning, as old SentencePiece files do."""
+    for letter in ("a", "0"):
+        try:
+            return encode_text(tokenizer, name + letter, special=True)[1:] == encode_text(tokenizer, letter)
+        except ValueError:  # the tokenizer does not know the letter
+            continue
+    return False
 
 
 def _texts_in(value: object) -> Iterator[str]:
