@@ -151,7 +151,7 @@ def _real_tokenizer(kind: str, *, chat: bool) -> PreTrainedTokenizerFast:
     path = Path(spec.submodule_search_locations[0]) / name
     tokenizer: Any
     if kind.startswith("mistral"):
-        pytest.importorskip("google.protobuf", reason="needs protobuf")
+        pytest.importorskip("sentencepiece", reason="needs sentencepiece (nox -s parity)")
         folder = tempfile.mkdtemp()
         shutil.copy(path, Path(folder) / "tokenizer.model")
         tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True, legacy=False)

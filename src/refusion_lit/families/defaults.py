@@ -48,7 +48,7 @@ GUESSED = (
 
 
 def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
-    """Return a model's default decoder; warn if the model's training is unknown.
+    """Return a model's default decoder; warn if it is not the named one, or the model's training is unknown.
 
     Args:
         traits: What the model was trained to do.
@@ -62,6 +62,11 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
     Autoregressive()
     """
     decoder = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
+    named = entry.get("decoder")
+    if named is not None and not has_drafter and type(decoder) is not type(built := _build(named)):
+        reason = "; ".join(built.requirements().mismatches(traits))
+        name, other = type(built).__name__, type(decoder).__name__
+        warnings.warn(f"the model's config names the decoder {name}, but {reason}; {other} is used", stacklevel=3)
     if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
         warnings.warn(GUESSED, stacklevel=3)
     return decoder
