@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
-from support.tiny import make_base
+from support.tiny import make_base, training_config
 
 CHARACTERS = "0123456789+=,;>"
 WINDOW = 64
@@ -39,32 +39,8 @@ def make_windowed_base(path: Path, model_type: str, window: int = WINDOW) -> Pat
 
 
 def fit(folder: Path, source: Path, max_length: int) -> int | None:
-    values = {
-        "run_name": "windowed",
-        "trainer": {
-            "accelerator": "cpu", "max_steps": 4, "limit_val_batches": 1, "val_check_interval": 4,
-            "enable_progress_bar": False,
-            "callbacks": [{
-                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                "init_args": {"save_last": True, "every_n_train_steps": 4, "save_top_k": -1},
-            }],
-        },
-        "model": {
-            "backbone": {"source": str(source)},
-            "objective": {"class_path": "Hybrid", "init_args": {"slot_sizes": [4]}},
-            "sampling": {"max_new_tokens": 12},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.02}},
-            "schedule": {"warmup_steps": 1},
-        },
-        "data": {
-            "task": {"class_path": "Additions",
-                     "init_args": {"num_train": 64, "num_validation": 4, "num_test": 3}},
-            "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"source": str(source)}},
-            "batch_size": 8, "max_length": max_length,
-        },
-    }  # fmt: skip
     path = folder / "fit.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump(training_config("windowed", source, num_steps=4, interval=4, max_length=max_length)))
     return main(["fit", "--config", str(path), "--num_threads=1", f"--runs_dir={folder}"])
 
 
@@ -93,4 +69,5 @@ def test_samples_longer_than_the_window_are_refused_in_one_line(
     source = make_windowed_base(tmp_path / "base", "mistral", window=16)
     assert fit(tmp_path, source, 128) == 2
     [line] = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
-    assert "16" in line
+    assert "data.max_length" in line
+    assert "16 tokens" in line

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import refusion_lit
 from refusion_lit.cli import main
@@ -142,6 +143,20 @@ def test_another_number_of_layers_is_refused(name: str, tmp_path: Path, capfd: p
     """Transformers prints a table of missing weights, which must not reach the user."""
     num_layers = text_options(config(name))["num_hidden_layers"]
     assert "layer" in refusal(copied(name, tmp_path, num_hidden_layers=num_layers + 1), capfd)
+
+
+def test_transformers_own_report_is_printed_for_models_that_transformers_loads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading a model here leaves the loggers of transformers as they are."""
+    path = copied(TARGET.name, tmp_path)
+    weights = load_file(path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert "norm" in refusal(path, capfd)
+    assert "REPORT" not in caplog.text
+    AutoModelForCausalLM.from_pretrained(path)
+    assert "REPORT" in caplog.text
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])

@@ -102,9 +102,9 @@ def test_log_probabilities_are_those_of_chats(client: Any) -> None:
         for response in (respond(client, tools=functions, **asked), check_events(events)):
             [part] = response.output[0].content
             assert part.text == choice.message.content
-            for found, entry in zip(part.logprobs, expected, strict=True):
-                assert (found.token, found.forward) == (entry.token, entry.forward)
-                assert found.logprob == pytest.approx(entry.logprob, abs=1e-5)
+            for actual, entry in zip(part.logprobs, expected, strict=True):
+                assert (actual.token, actual.forward) == (entry.token, entry.forward)
+                assert actual.logprob == pytest.approx(entry.logprob, abs=1e-5)
             assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * len(expected)
             assert response.top_logprobs == 2
         deltas = [event for event in events if event.type == "response.output_text.delta"]
@@ -131,9 +131,9 @@ def test_tools_are_rendered_as_in_chats(client: Any) -> None:
     turns: Any = [{"role": "user", "content": "Rome?"}]
     options: dict[str, Any] = {"temperature": 0, "tool_choice": "required", "parallel_tool_calls": False}
     chat = client.chat.completions.create(model=NAME, messages=turns, tools=tools, max_tokens=60, **options)
-    found = respond(client, tools=[{"type": "function", **function}], max_output_tokens=60, **options)
-    assert found.usage.input_tokens == chat.usage.prompt_tokens
-    assert found.output[0].arguments == chat.choices[0].message.tool_calls[0].function.arguments
+    response = respond(client, tools=[{"type": "function", **function}], max_output_tokens=60, **options)
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.output[0].arguments == chat.choices[0].message.tool_calls[0].function.arguments
 
 
 def test_a_schema_is_kept(client: Any) -> None:

@@ -18,7 +18,7 @@ _PLAIN_VALUES = "meta.pt"
 
 
 def is_sharded_checkpoint(path: str | Path) -> bool:
-    """Return whether a path is a sharded checkpoint's directory."""
+    """Whether a path is the directory of a sharded checkpoint."""
     return (Path(path) / INDEX).is_file()
 
 

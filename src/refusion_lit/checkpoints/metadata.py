@@ -1,4 +1,4 @@
-"""Checkpoint metadata: what a model is, in plain values, so that a checkpoint needs no config to load."""
+"""Metadata of checkpoints: what a model is, in plain values, so that a checkpoint needs no config to load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """Describes a checkpoint's model in plain values, which torch loads with ``weights_only``.
+    """Description of a checkpoint's model in plain values, which torch loads with ``weights_only``.
 
     Attributes:
         architecture: The transformers config as JSON values, with the vocabulary size of the stored weights.
@@ -46,7 +46,7 @@ class CheckpointMetadata:
 
     @classmethod
     def of(cls, model: TextModel) -> CheckpointMetadata:
-        """Describe a model."""
+        """Return the description of a model."""
         backbone = model.backbone
         return cls(
             architecture=backbone.config.to_dict(),

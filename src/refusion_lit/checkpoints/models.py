@@ -55,8 +55,8 @@ def load(
     """Load a model with its tokenizer for inference. A checkpoint's adapters are merged into its weights.
 
     Args:
-        source: A checkpoint's path, a run's directory, a Hugging Face directory, or a hub id.
-        dtype: The weights' type. ``auto``: the checkpoint's type, but float32 on a CPU that has no instructions for
+        source: Path of a checkpoint, a run's directory or a Hugging Face directory, or a hub id.
+        dtype: Type of the weights. ``auto``: the checkpoint's type, but float32 on a CPU that has no instructions for
             a 16-bit type.
         device: The weights' device. ``auto``: a GPU that CUDA finds, else the CPU.
         revision: A hub id's pinned revision.
@@ -208,7 +208,7 @@ def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device)
 
 
 def _from_directory(options: BackboneConfig, device: torch.device, draft: str | Path | None) -> TextModel:
-    """Return a Hugging Face directory's or hub id's model, without a drafter; refuse another model's draft."""
+    """Return the model of a Hugging Face directory or a hub id, without a drafter; refuse a draft of another model."""
     source = options.open_source("ckpt_path")
     config = source.config  # refuses an unknown architecture before its tokenizer
     prompt_template = source.prompt_template

@@ -44,7 +44,7 @@ COMMANDS = {
     "sweep": "sweep.run",
     "init": "init.run",
 }
-"""Module and function per command that uses no Lightning Trainer."""
+"""Module and function of the commands without a Lightning Trainer."""
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 """LightningCLI's subcommands."""

@@ -27,7 +27,7 @@ order: [2]12[1]+34 below an answer says that forward 2 decoded "12" and forward 
 
 
 def build_parser() -> ModelParser:
-    """Return the parser for ``chat``."""
+    """Return the parser of ``chat``."""
     parser = ModelParser(prog="refusion-lit chat", description="Talk to a model; /help lists its commands.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--system", type=str | None, default=None, help="system message, for chat templates with one")
@@ -40,7 +40,7 @@ def run(args: list[str]) -> int:
     """Run the loop.
 
     Raises:
-        ValueError: If an option or the model is wrong. An error in a chat line is only printed.
+        ValueError: If an option or the model is wrong. An error in a line of the conversation is only printed.
     """
     options = build_parser().parse(args)
     setup = load_setup(options)
@@ -63,7 +63,7 @@ def run(args: list[str]) -> int:
 
 
 def _lines(console: Console):  # noqa: ANN202 - a generator of lines
-    """Read lines until the input ends; prompt for them at a terminal only."""
+    """Read lines until the end of input; prompt for them at a terminal only."""
     asking = sys.stdin.isatty()
     if asking:
         import readline  # noqa: F401 - editing of the line
@@ -186,7 +186,7 @@ class _Watch(GenerationCallback):
 
 
 def order_line(trace: Trace) -> Text:
-    """Return an answer's text, with the forward pass's number before the tokens that it decoded."""
+    """Return an answer's text, with the number of the forward pass before tokens that it decoded."""
     text = Text("order: ", "dim")
     before = -1
     for token, number in zip(trace.token_ids, timeline(trace).final_forwards(), strict=False):

@@ -1,4 +1,4 @@
-"""Progress bars while decoding: finished answers, tokens per second and time left, a bar per decoder."""
+"""Progress bars of decoding: finished answers, tokens per second and time left, with a bar for each decoder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from refusion_lit.decoding import Generation, GenerationCallback, RowState
 
 
 class Pace(GenerationCallback):
-    """Counts a decoder's answers and tokens, and moves its bar.
+    """Counts the answers and tokens of a decoder, and moves the decoder's bar.
 
     Attributes:
-        num_answers: Finished answers.
-        num_tokens: Committed tokens.
-        seconds: Time spent in ``decode``.
+        num_answers: Number of finished answers.
+        num_tokens: Number of committed tokens.
+        seconds: Time spent in calls of ``decode``.
     """
 
     def __init__(self, bars: Progress, task: TaskID) -> None:
@@ -28,7 +28,7 @@ class Pace(GenerationCallback):
         self._start = time.monotonic()
 
     def begin(self) -> None:
-        """Begin a ``decode`` call, which numbers its prompts from 0."""
+        """Begin a call of ``decode``, which numbers its prompts from 0."""
         self._counted.clear()
         self._start = time.monotonic() - self.seconds
 
@@ -76,12 +76,12 @@ class DecodingProgress(Progress):
         self.paces: dict[str, Pace] = {}
 
     def watch(self, name: str, total: int, finished: int = 0) -> GenerationCallback:
-        """Return a callback for a ``decode`` call.
+        """Return a callback for one call of ``decode``.
 
         Args:
-            name: The decoder's name; calls with the same name share a bar.
-            total: How many answers there are in all.
-            finished: How many answers an interrupted run has left.
+            name: Name of the decoder; calls with the same name share a bar.
+            total: Number of all answers.
+            finished: Number of answers from an interrupted run.
         """
         if name not in self.paces:
             self.start()

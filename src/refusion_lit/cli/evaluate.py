@@ -1,4 +1,4 @@
-"""``refusion-lit evaluate``: run lm-evaluation-harness tasks, and print throughput beside the scores."""
+"""``refusion-lit evaluate``: tasks of the lm-evaluation-harness, with the throughput beside the scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from refusion_lit.utils.require import require, require_at_least
 
 
 def build_parser() -> ModelParser:
-    """Return the parser for ``evaluate``."""
+    """Return the parser of ``evaluate``."""
     parser = ModelParser(prog="refusion-lit evaluate", description="Run tasks of the lm-evaluation-harness.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--tasks", type=list[str] | str, required=True, help="task of the harness; several as [A, B]")

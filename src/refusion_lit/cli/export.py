@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> ModelParser:
-    """Return the parser for ``export``."""
+    """Return the parser of ``export``."""
     parser = ModelParser(prog="refusion-lit export", description="Write a Hugging Face directory.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, directory or hub id to export")
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
@@ -161,7 +161,7 @@ def _own_entry(model: TextModel, published: CheckpointFormat, output: str) -> di
 
 
 def _card(options: Namespace, model: TextModel, published: CheckpointFormat | None) -> str:
-    """Return the model card; refuse ``--results`` that used other weights."""
+    """Return the model card; refuse ``--results`` of other weights."""
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.block_drafter import BlockDrafter
     from refusion_lit.modeling.drafter import DrafterOrigin
@@ -214,7 +214,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         path: The directory to create, named by the option ``output``; it may exist if it is empty.
 
     Raises:
-        ValueError: If space or permission is missing to write the directory.
+        ValueError: If the directory cannot be written, for lack of space or permission.
     """
     target = Path(path).resolve()
     unfinished = target.with_name(f".{target.name}.unfinished")

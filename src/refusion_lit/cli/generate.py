@@ -1,4 +1,4 @@
-"""``refusion-lit generate``: answer a prompt or a prompt file with a model."""
+"""``refusion-lit generate``: answer a prompt, or a file of prompts, with a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SECONDS_BETWEEN_WRITES = 1.0
 
 
 def build_parser() -> ModelParser:
-    """Return the parser for ``generate``."""
+    """Return the parser of ``generate``."""
     parser = ModelParser(prog="refusion-lit generate", description="Answer prompts.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     parser.add_argument("--prompt", type=str, default=None, help="one prompt; its answer is printed as it grows")
@@ -112,7 +112,7 @@ class AnswerStream(GenerationCallback):
         print(self._stream.piece(state.final_prefix()), end="", flush=True)
 
     def on_finished(self, index: int, output: Generation) -> None:  # noqa: ARG002
-        """Print the remaining text, and the decoder's figures on standard error."""
+        """Print the rest of the text, and on standard error the decoder's figures."""
         print(output.text if self._stream is None else self._stream.rest(output.text), flush=True)
         figures = f"{output.num_tokens} tokens, {output.num_forwards} forwards, {output.seconds:.2f} s"
         sys.stderr.write(f"{self._decoder}: {figures}, {output.finish_reason}\n")
@@ -164,7 +164,7 @@ def _write_answers(options: Namespace) -> None:
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """A prompt from a file.
+    """A prompt of a file.
 
     Attributes:
         id: The prompt's name in the output.
@@ -224,7 +224,7 @@ def _check_output(options: Namespace) -> None:
     """Refuse an output file that cannot be written, or whose content would be lost, before the model is loaded.
 
     Raises:
-        ValueError: If the file cannot be written, or holds anything but this package's predictions.
+        ValueError: If the file cannot be written, or holds other data than predictions of this package.
     """
     if options.output is None:
         return
@@ -243,7 +243,7 @@ class AnswerWriter(GenerationCallback):
 
     Args:
         file: The file; ``None`` for standard output.
-        requests: The prompts, ordered by the decoder's indices.
+        requests: The prompts, in the order of the decoder's indices.
         decoder: The decoder's name.
     """
 
@@ -304,8 +304,8 @@ def read_prompts(source: str, template: str | None = None) -> Iterator[PromptReq
     A plain line is one prompt. A JSON object has ``prompt``, and optionally ``id``, ``reference`` and ``template``.
 
     Args:
-        source: The file's path, or ``-``.
-        template: Template for prompts without a template.
+        source: Path of the file, or ``-``.
+        template: Template of the prompts without one.
 
     Raises:
         ValueError: If the file is missing or a line is malformed.

@@ -27,7 +27,7 @@ def run(args: list[str]) -> int:
     """Copy the configs. Equal files, as in a clone, are kept.
 
     Raises:
-        ValueError: If there is no directory, or a file in it differs from the config with the same name.
+        ValueError: If there is no directory, or a file in it differs from a config of the same name.
     """
     parser = ArgumentParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
     parser.add_argument("directory", metavar="DIR", help="where to put them; made if missing")

@@ -59,7 +59,7 @@ _FIT_CKPT_PATH = (
 
 
 class OneLineLightningParser(OneLineParser, LightningArgumentParser):
-    """Lightning's parser with one-line errors."""
+    """Lightning's parser with errors of one line."""
 
 
 class RefusionCLI(LightningCLI):
@@ -229,7 +229,7 @@ class RefusionCLI(LightningCLI):
                 _check_backbone(config.model.backbone, self.subcommand)
 
     def _set_threads(self, num_threads: int | None) -> None:
-        """Set the thread count from the command line, OMP_NUM_THREADS or the config, in this order."""
+        """Use the number of threads of the command line, of OMP_NUM_THREADS, or of the config, in this order."""
         if num_threads is not None:
             require_at_least("num_threads", num_threads, 1)
             if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
@@ -285,7 +285,7 @@ def _config_files(args: Sequence[str]) -> list[Path]:
 
 
 def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], path: Path) -> None:
-    """Refuse ``model: 3`` in a config, because jsonargparse ignores a value in place of an option group."""
+    """Refuse ``model: 3`` in a config, because jsonargparse ignores a value in place of a group of options."""
     for name in parser.groups or ():
         value: Any = values
         for part in name.split("."):
@@ -309,7 +309,7 @@ def _find_file(message: str, args: Sequence[str], files: Iterable[Path]) -> str:
 def _read_decoder_files(args: Sequence[str]) -> list[str]:
     """Replace ``--model.decoders.NAME FILE`` by the file's content.
 
-    jsonargparse reads option files, but no files for a mapping's entries.
+    jsonargparse reads files of options, but no files of entries of a mapping.
 
     Raises:
         ValueError: If a file holds no decoder.
@@ -351,7 +351,7 @@ def _check_trainer(trainer: Namespace) -> None:
 
 
 def _choose_precision(trainer: Namespace) -> None:
-    """Replace a config file's 16-bit precision by 32-true if the processor has no instructions for it.
+    """Replace a 16-bit precision of a config file by 32-true where the processor has no instructions for it.
 
     Config files are recipes for several machines. A precision on the command line stays.
     """
@@ -443,7 +443,7 @@ def _check_backbone(backbone: Namespace, command: str) -> None:
 
 
 def _as_list(value: Any) -> list[Any]:  # noqa: ANN401 - loggers or callbacks
-    """Return the values in a Trainer option that takes an object, a list or null."""
+    """Return the values of an option of the Trainer that takes an object, a list or null."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class ModelParser(OneLineParser):
-    """Parser for a command with a model and a decoder. Decoder options may stand before ``--decoder``."""
+    """Parser of a command with a model and a decoder. Options of the decoder may stand before ``--decoder``."""
 
     def parse(self, args: Sequence[str]) -> Namespace:
         """Parse arguments. ``--decoder.NAME`` without ``--decoder`` changes the model's default decoder."""
@@ -57,7 +57,7 @@ def _without_decoder(args: Sequence[str]) -> list[str]:
 
 
 def _read_default_decoder(options: Namespace) -> Decoder:
-    """Return the named model's default decoder, without loading weights.
+    """Return the default decoder of the model that a command names, without loading weights.
 
     Raises:
         ValueError: If the model's config cannot be read, or names no decoder.
@@ -95,7 +95,7 @@ def add_decoder_option(
 
 
 def add_decoding_options(parser: OneLineParser, *names: str) -> None:
-    """Add the named options that say how prompts are decoded, by default all."""
+    """Add options of how prompts are decoded, all of them by default."""
     known = [field.name for field in fields(DecodingOptions)]
     left_out: set[str | int] = {name for name in known if names and name not in names}
     parser.add_class_arguments(DecodingOptions, skip=left_out)
@@ -176,7 +176,7 @@ class Setup:
 
     Attributes:
         model: The loaded model.
-        decoder: The decoder from the options, or the model's default decoder fitted to the length limit.
+        decoder: The strategy: the one of the options, or the model's own, fitted to the length limit.
         sampling: Length limit, sampling options and stop strings.
         decoding: How prompts are batched and decoded.
     """
@@ -212,10 +212,10 @@ def load_setup(options: Namespace) -> Setup:
 
 
 def build_options(kind: type[T], options: Namespace, **others: object) -> T:
-    """Create a dataclass from options and other values; missing options keep their defaults.
+    """Return a dataclass's instance of options and other values; what a command does not have stays at its default.
 
     Raises:
-        ValueError: If an option exceeds its range.
+        ValueError: If an option is out of range.
     """
     names = [field.name for field in fields(kind) if field.name in options]  # type: ignore[arg-type] - a dataclass
     return kind(**{name: options[name] for name in names} | others)

@@ -1,4 +1,4 @@
-"""All commands' parser: jsonargparse, with errors on one line. It imports no torch, so that help is fast."""
+"""The parser of all commands: jsonargparse, with errors on one line. It imports no torch, so that help is fast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeErro
 
 
 class PlainHelp(DefaultHelpFormatter):
-    """jsonargparse's help without docstring markup and module names."""
+    """jsonargparse's help without docstring markup and without the modules of our classes."""
 
     def _expand_help(self, action: Action) -> str:
         text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", super()._expand_help(action)).replace("``", "`")
@@ -32,7 +32,7 @@ class PlainHelp(DefaultHelpFormatter):
 class OneLineParser(ArgumentParser):
     """jsonargparse's parser with errors on one line.
 
-    jsonargparse makes a parser with the same type for every class that an option takes.
+    jsonargparse makes a parser of the same type for each class that an option takes.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
@@ -88,7 +88,7 @@ def allow_bare_flags(parser: ArgumentParser) -> None:
 
 
 def as_list(value: str | list[str]) -> list[str]:
-    """Return an option's values, if it takes a text or a list."""
+    """Return the values of an option that takes a text or a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -110,7 +110,7 @@ _CLASS = re.compile(r"Expected a dot import path string: ?(.*)|Not a valid subcl
 
 
 def explain_error(parser: ArgumentParser, error: Exception) -> str:
-    """Return a parsing error as a line; an error in a user's module has its type and place."""
+    """Return the line of an error of parsing; an error in a user's module has its type and place."""
     if isinstance(error, ValueError):
         return explain(parser, str(error))
     return f"{type(error).__name__}: {error}{user_code_location(error)}"
@@ -119,8 +119,8 @@ def explain_error(parser: ArgumentParser, error: Exception) -> str:
 def explain(parser: ArgumentParser, message: str) -> str:
     """Shorten jsonargparse's message to ``option: reason`` on one line, with the nearest known name.
 
-    The message about a class's option arrives twice: from the class's parser, and within the message about the option
-    that takes the class.
+    The message about an option of a class arrives first, from the parser of the class, and again within the message
+    about the option that takes the class.
     """
     if unknown := _UNKNOWN.match(message):
         name = ".".join(filter(None, unknown.groups()))
@@ -175,13 +175,17 @@ def _option_names(parser: ArgumentParser) -> list[str]:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'NAME'?`` for the most similar name, or list all names if there are few.
+    """Return ``; did you mean 'NAME'?`` for the most similar name, or a short list of all names.
 
-    Last parts are compared (``precision`` is near ``trainer.precision``), then the word's first part. The whole name
-    decides between equal parts.
+    Last parts are compared (``precision`` is near ``trainer.precision``); the whole name decides between equal parts.
+    Then the first part is, unless it names a known group.
 
     >>> suggest("precison", ["trainer.precision", "model.seed"])
     "; did you mean 'trainer.precision'?"
+    >>> suggest("gird.slot_size", ["grid", "base"])
+    "; did you mean 'grid'?"
+    >>> suggest("model.speed_limit", ["model", "model.seed", "data", "data.seed", "trainer"])
+    '; choose one of data, data.seed, model, model.seed, trainer'
     >>> suggest("x", ["model", "data"])
     '; choose one of data, model'
     """
@@ -189,7 +193,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
     word = word.lower().replace("-", "_")
     names = sorted(names, key=lambda name: SequenceMatcher(None, word, name.lower()).ratio())
     last_parts = {name.lower().rpartition(".")[2]: name for name in names}
-    for part in (word.rpartition(".")[2], word.partition(".")[0]):
+    first_part = word.partition(".")[0]
+    for part in (word.rpartition(".")[2], *[first_part] * (first_part not in names)):
         if close := get_close_matches(part, last_parts, n=1, cutoff=_MIN_SIMILARITY):
             return f"; did you mean {last_parts[close[0]]!r}?"
     if not 0 < len(names) <= _MAX_LISTED:
@@ -198,11 +203,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def locate(error: ValueError, components: Mapping[str, Any]) -> ValueError:
-    """Return an error from a component's ``__post_init__`` with the option that names the component.
+    """Return an error of a component's ``__post_init__`` with the option that names the component.
 
     Args:
-        error: jsonargparse's error, which may contain the component's error among others.
-        components: Every component's class and options, by the option that names the component.
+        error: The error of jsonargparse, which may contain the component's error among others.
+        components: Class and options of each component, by the option that names the component.
     """
     from lightning.pytorch.cli import instantiate_class  # imports torch, which only an error may
 

@@ -1,4 +1,4 @@
-"""``refusion-lit report RUN_OR_SWEEP...``: a page, plots and tables on finished tests."""
+"""``refusion-lit report RUN_OR_SWEEP...``: a page, plots and tables of finished tests."""
 
 from __future__ import annotations
 

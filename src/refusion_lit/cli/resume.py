@@ -1,4 +1,4 @@
-"""Resumes an interrupted run: its command's arguments, and the checkpoint to continue from."""
+"""Resumes an interrupted run: the arguments of its command, and the checkpoint that it continues from."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from refusion_lit.utils.require import require
 
 
 def expand_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
-    """Return arguments for a command that resumes a run.
+    """Return the arguments of a command that resumes a run.
 
     Args:
         command: ``fit``, ``test`` or ``predict``.
         args: The other arguments.
-        resume: The run's directory, or its version, or nothing for the newest run with the name.
+        resume: The run's directory, or its version, or nothing for the newest run of the name.
 
     Raises:
         ValueError: If the command cannot be resumed, or ``resume`` is neither a run nor a version.
@@ -70,7 +70,7 @@ def _read_place(args: Sequence[str]) -> dict[str, str | None]:
 
 
 def _newest_run(folder: Path, command: str) -> Path | None:
-    """Return the directory of a command's newest run in a folder."""
+    """Return the directory of the newest run of a command in a folder of runs."""
     runs = sorted(folder.glob(f"*/{CONFIG}"), key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
     return next((path.parent for path in runs if _read_command(path) == command), None)
 
@@ -90,7 +90,7 @@ def _read_command(config: Path) -> str:
 
 
 def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
-    """Return the run name's newest checkpoint; for ``fit``, the run version's if a version is named.
+    """Return the newest checkpoint of the run's name; for ``fit``, of the run's version if one is named.
 
     Raises:
         ValueError: If there is none, except for a ``fit``, whose version may not have one yet.
@@ -113,7 +113,7 @@ def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
 
 
 def check_unfinished(path: Path, trainer: Namespace) -> int:
-    """Return after how many steps a checkpoint was saved, if the trainer's options ask for more.
+    """Return the number of steps after which a checkpoint was saved, if the trainer's options ask for more.
 
     Raises:
         NothingToDoError: If all steps or epochs are done.

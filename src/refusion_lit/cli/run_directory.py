@@ -1,4 +1,4 @@
-"""A run's directory, RUNS_DIR/RUN_NAME/VERSION: name, lock, config and loggers."""
+"""The directory of a run, RUNS_DIR/RUN_NAME/VERSION: its name, its lock, its config and its loggers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLACE = ("runs_dir", "run_name", "run_version")
 
 
 def check_names(run_name: str, run_version: str | None) -> None:
-    """Refuse names that lead out of RUNS_DIR.
+    """Refuse names that lead out of the directory of runs.
 
     Raises:
         ValueError: If a name is empty or leads to another directory.
@@ -82,7 +82,7 @@ class Claim:
     lock: Lock
 
     def release(self, *, failed: bool) -> None:
-        """Unlock the directory; remove a failed run's directories if it has no result."""
+        """Unlock the directory; remove the directories of a run that failed without a result."""
         release_lock(self.lock)
         if failed and self.created and all(map(_is_beginning, self.directory.rglob("*"))):
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -200,7 +200,7 @@ def create_loggers(directory: Path, first_step: int, held: Claim | None) -> list
 
 
 class _MetricsWriter(ExperimentWriter):
-    """Writes ``metrics.csv``. A resumed run keeps the rows before step ``first_step``."""
+    """Writes ``metrics.csv``. A resumed run keeps the rows of steps before ``first_step``."""
 
     def __init__(self, log_dir: str, first_step: int | None) -> None:
         super().__init__(log_dir)
@@ -210,7 +210,7 @@ class _MetricsWriter(ExperimentWriter):
         """Keep the file; Lightning would remove it."""
 
     def save(self) -> None:
-        """Append new rows. The first call drops rows whose steps are logged again."""
+        """Append new rows. The first call drops the rows of steps that are logged again."""
         path = Path(self.metrics_file_path)
         with _writing(str(path)):
             if self.metrics and self._first_step is not None:
@@ -254,7 +254,7 @@ class _Events(TensorBoardLogger):
 
 @contextmanager
 def _writing(path: str) -> Iterator[None]:
-    """Add the file's name to a write error, as on a full disk."""
+    """Add the file's name to the error of a failed write, as on a full disk."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -267,7 +267,7 @@ def _writing(path: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_writers() -> Iterator[None]:
-    """Print no traceback when a write fails in TensorBoard's thread, because :class:`_Events` raises the error."""
+    """Print no traceback of TensorBoard's thread for a failed write, because :class:`_Events` raises the error."""
     before = threading.excepthook
 
     def hook(args: Any) -> None:  # noqa: ANN401 - threading's type is private

@@ -23,7 +23,7 @@ from refusion_lit.utils.require import require, require_at_least
 
 
 def build_parser() -> OneLineParser:
-    """Return the parser for ``score``."""
+    """Return the parser of ``score``."""
     parser = OneLineParser(prog="refusion-lit score", description="Score a predictions file.")
     parser.add_argument("predictions", type=str, help="JSON lines that test, predict or generate wrote")
     task = "class of the task, or a YAML file, with the options that the predictions were made with"

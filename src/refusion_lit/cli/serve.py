@@ -22,7 +22,7 @@ from refusion_lit.serving import Limits
 from refusion_lit.utils.require import require
 
 _CUT = 3
-"""Exit status if the server stopped before all answers in flight were complete."""
+"""Exit status of a server that stopped before all answers in flight were complete."""
 
 
 def build_parser() -> ModelParser:

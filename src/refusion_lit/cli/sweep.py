@@ -1,4 +1,4 @@
-"""``refusion-lit sweep``: many runs that differ in some options, and a table with their results."""
+"""``refusion-lit sweep``: many runs that differ in some options, and one table of their results."""
 
 from __future__ import annotations
 

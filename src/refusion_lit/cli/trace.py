@@ -17,7 +17,7 @@ from refusion_lit.utils.require import require
 
 
 def build_parser() -> ModelParser:
-    """Return the parser for ``trace``."""
+    """Return the parser of ``trace``."""
     parser = ModelParser(prog="refusion-lit trace", description="Watch a decode, forward by forward.")
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="checkpoint, directory or hub id")
     parser.add_argument("--prompt", type=str | None, default=None, help="what is decoded")

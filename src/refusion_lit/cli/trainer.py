@@ -86,7 +86,7 @@ def run(command: str, args: list[str]) -> int:
 
 
 def _report_error(error: Exception) -> int:
-    """Print Lightning's error if the user caused it, and return the exit code; raise any other error."""
+    """Print an error of Lightning that the user caused, and return the exit code; raise any other error."""
     name, _, message = str(error).rstrip().rpartition("\n")[2].partition(": ")  # end of a forked process's traceback
     kinds = {"ValueError": ValueError, f"{NothingToDoError.__module__}.NothingToDoError": NothingToDoError}
     if name in kinds:
@@ -100,7 +100,7 @@ def _report_error(error: Exception) -> int:
 
 
 def show_own_logs() -> None:
-    """Print what this package logs with Lightning's loggers, and Lightning's warnings."""
+    """Print what this package logs with Lightning's loggers, and of Lightning's own records the warnings."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.handlers = [_Lines()]

@@ -1,4 +1,4 @@
-"""Progress bars and lines for ``fit``, ``validate``, ``test`` and ``predict``."""
+"""Progress bars and lines of ``fit``, ``validate``, ``test`` and ``predict``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from refusion_lit.decoding import GenerationCallback
 
 
 class TrainerProgress(ProgressBar):
-    """Shows a training's steps and losses, a validation's batches, and answers in a test or prediction.
+    """Shows steps and losses of a training, batches of a validation, and answers of a test or prediction.
 
     On a terminal, bars on standard error show the progress and disappear at the end. A training also prints a line
     after each validation.
@@ -44,11 +44,11 @@ class TrainerProgress(ProgressBar):
         self._bars.console.print(*args, **plain | options)
 
     def watch(self, name: str, total: int, finished: int = 0) -> list[GenerationCallback]:
-        """Return callbacks that show the answers in a ``decode`` call; see :meth:`DecodingProgress.watch`."""
+        """Return callbacks that show the answers of one call of ``decode``; see :meth:`DecodingProgress.watch`."""
         return [] if self._bars.console.quiet else [self._bars.watch(name, total, finished)]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print the model's size and show the step bar."""
+        """Print the size of the model and show the bar of the steps."""
         self._start_time, self._start_step = time.monotonic(), trainer.global_step
         trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
         size = sum(p.numel() for p in pl_module.parameters())
@@ -58,12 +58,12 @@ class TrainerProgress(ProgressBar):
         self._steps = self._add("training", trainer.estimated_stepping_batches, trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
-        """Move the step bar."""
+        """Move the bar of the steps."""
         text = ", ".join(filter(None, (_losses(trainer), self._pace(trainer))))
         self._bars.update(self._steps, completed=trainer.global_step, text=text)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Show the validation bar."""
+        """Show the bar of the validation's batches."""
         num_batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         self._batches = self._add("validation", sum(num_batches) if isinstance(num_batches, list) else num_batches)
 
@@ -85,7 +85,7 @@ class TrainerProgress(ProgressBar):
             self.print(f"step {step}: {', '.join(filter(None, (_losses(trainer), self._pace(trainer), time_left)))}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Remove the bars, and print the last losses. A validation loss from an earlier step names the step."""
+        """Remove the bars, and print the last losses. A validation loss of an earlier step names the step."""
         self._stop()
         seconds = time.monotonic() - self._start_time
         line = f"trained to step {trainer.global_step} in {timedelta(seconds=round(seconds))}"

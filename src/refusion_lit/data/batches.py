@@ -1,4 +1,4 @@
-"""Training batches: example order, padding, and the loader that groups optimizer steps."""
+"""Training batches: the order of examples, padding, and the loader of optimizer steps."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ _SORTED_BATCHES = 16
 class LengthGroupedBatches(DistributedSampler[list[int]]):
     """Shuffles samples, sorts them by length within groups of batches, and shuffles the batches.
 
-    The order depends on seed and epoch only. All ranks together see every sample once per epoch, except a
+    The order is a function of seed and epoch only. All ranks together see every sample once per epoch, except a
     remainder smaller than a global batch.
 
     The sampler yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning sets the
     epoch of a ``DistributedSampler``, and leaves it in place on several processes.
 
     Args:
-        num_samples: Samples in the dataset.
-        batch_size: Samples in a batch, per rank.
+        num_samples: Number of samples in the dataset.
+        batch_size: Number of samples in a batch, per rank.
         get_length: Returns a sample's length, or a number that grows with the length; ``None``: no grouping.
         seed: Seeds the order.
-        rank: This process's index.
-        num_ranks: How many processes there are.
-        pack_length: Tokens per packed row, which determine the samples in a row; ``None``: samples are not packed.
+        rank: Index of this process.
+        num_ranks: Number of processes.
+        pack_length: If samples are packed rows: the rows' number of tokens, which determines their samples.
 
     Attributes:
-        start: How many of this rank's batches to skip in the next pass, which resets it to zero.
+        start: Number of this rank's batches to skip in the next pass, which resets it to zero.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
             yield batch  # type: ignore[misc] - a micro-batch with its step, in place of the batch alone
 
     def _num_left_in_step(self) -> int:
-        """Count the micro-batches up to the end of the next step, which the epoch may cut short."""
+        """Return the number of micro-batches up to the end of the next one's step, which the epoch may cut short."""
         if self.trainer is None:
             return 1
         num_accumulated = self.trainer.accumulate_grad_batches

@@ -67,8 +67,8 @@ def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list
     """Distribute samples over rows: best fit, longest first, within random groups of samples.
 
     Args:
-        lengths: Tokens per sample, at most ``pack_length``.
-        pack_length: Maximum tokens in a row.
+        lengths: Numbers of tokens of the samples, at most ``pack_length``.
+        pack_length: Maximum number of tokens in a row.
         seed: Seeds the groups; the rows are the same in every epoch.
 
     Returns:

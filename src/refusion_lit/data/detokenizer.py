@@ -1,4 +1,4 @@
-"""Response text, decoded so that the prompt's text and the response's text join to the whole text.
+"""Text of responses, decoded as a part of the whole text: prompt + response text = text of all tokens.
 
 Some tokenizers decode a token differently at the beginning of a text: SentencePiece drops the space before the first
 word. A response is therefore decoded together with the last tokens of its prompt.
@@ -63,7 +63,7 @@ class Detokenizer:
         return text[len(commonprefix([before, text])) :]  # noqa: RUF071 - no paths
 
     def _decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Return the text of tokens that begin a text."""
+        """Return the text of tokens from the beginning of a text."""
         text = ""
         context: list[int] = []
         for tokens, literal in self._split(token_ids, stop):
@@ -105,7 +105,7 @@ class Detokenizer:
 
     @property
     def _anchor(self) -> list[int]:
-        """A letter's tokens: context for text that does not begin the whole text."""
+        """Tokens of a letter, as context of text that does not begin the whole text."""
         try:
             return encode_text(self._tokenizer, "a")
         except ValueError:

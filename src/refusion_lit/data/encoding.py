@@ -41,8 +41,8 @@ def encode_prompt(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
-        tools: Tool descriptions for the chat template.
-        chat_options: Chat template options besides the options kept with the tokenizer.
+        tools: Descriptions of tools for the chat template.
+        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
 
     Raises:
         ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
@@ -82,7 +82,7 @@ def encode_response(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
-        tools: Tool descriptions for the chat template.
+        tools: Descriptions of tools for the chat template.
 
     Raises:
         ValueError: If a character is unknown.
@@ -193,7 +193,7 @@ def _render(
     is_open: bool = True,
     chat_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the turns' text; special tokens' names that users wrote are marked."""
+    """Return the text of turns, with users' names of special tokens marked."""
     roles = ", ".join(str(turn["role"]) for turn in turns)
     if not tokenizer.chat_template:
         expected = "one turn, as the tokenizer has no chat template"
@@ -352,7 +352,7 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
 
 
 def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
-    """Split a text; return for every part whether it names an added token, special or not."""
+    """Return the parts of a text, and whether a part is the name of an added token, special or not."""
     names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
     parts = re.split(f"({'|'.join(map(re.escape, names))})" if names else "(?!)", text)
     return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]

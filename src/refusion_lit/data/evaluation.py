@@ -25,7 +25,7 @@ from refusion_lit.utils.require import require
 def encode_prompts(
     task: Task, tokenizer: PreTrainedTokenizerBase, prompt_template: str, max_prompts: int | None
 ) -> list[tuple[Prompt, Example]]:
-    """Encode a task's test prompts, including given response tokens.
+    """Encode the prompts of a task's test split, including given tokens of responses.
 
     Args:
         task: The task.
@@ -100,7 +100,7 @@ def evaluation_loader(
 class EvaluationBatches(DistributedSampler[list[int]]):
     """Gives every process a contiguous share of the samples, in batches, and repeats no sample.
 
-    The shares joined in rank order are all samples in order. All processes have equally many batches,
+    The shares joined in the order of ranks are all samples in order. All processes have the same number of batches,
     because strategies that gather weights in every forward pass need it: an extra sample goes into the last batch of
     its process. A process without samples has an empty batch, because without batches Lightning skips the epoch-end
     hooks, in which processes wait for each other.
@@ -109,10 +109,10 @@ class EvaluationBatches(DistributedSampler[list[int]]):
     ``DistributedSampler`` in place, but replaces other samplers by a sampler that repeats samples.
 
     Args:
-        num_samples: Samples in the dataset.
-        batch_size: Samples in a batch, per process.
-        rank: This process's index.
-        num_ranks: How many processes there are.
+        num_samples: Number of samples in the dataset.
+        batch_size: Number of samples in a batch, on each process.
+        rank: Index of this process.
+        num_ranks: Number of processes.
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int, num_ranks: int) -> None:

@@ -33,12 +33,12 @@ class InstructionDataModule(L.LightningDataModule):
     """Instruction data for training and decoding.
 
     Args:
-        task: Provides the examples and scores responses. In Python also a data set whose items are mappings (Hugging
-            Face's, torch's or a list), or a mapping of splits to data sets; see ``InstructionFiles.from_rows``.
+        task: Provides the examples and scores responses. In Python also a data set of mappings (Hugging Face's, torch's
+            or a list), or a mapping of splits to data sets; see ``InstructionFiles.from_rows``.
         tokenizer: Provides the tokenizer; in Python also a directory or hub id. Commands with a ``ckpt_path`` use the
             model's tokenizer instead.
-        batch_size: Training samples in a batch, per process; with ``pack_length``, rows.
-        eval_batch_size: Samples in a validation batch, and prompts in a test or prediction batch.
+        batch_size: Number of training samples in a batch, per process; with ``pack_length``, number of rows.
+        eval_batch_size: Number of samples in a validation batch, and of prompts in a batch of test and prediction.
         max_length: Samples with more tokens (prompt and response) are dropped and counted. In a generated split that is
             encoded while it is read, such a sample is an error.
         prompt_template: How a query becomes a prompt if the tokenizer has no chat template. ``None``: the model's
@@ -47,8 +47,8 @@ class InstructionDataModule(L.LightningDataModule):
             not see each other, and no loss changes. An objective that lengthens its sequences lengthens the rows.
             Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa' and
             little with 'flex_attention'. ``None``: a row per sample.
-        num_workers: Worker processes that collate batches. Changes no batch.
-        seed: Seeds the training samples' order.
+        num_workers: Number of worker processes that collate batches. Changes no batch.
+        seed: Seeds the order of the training samples.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
         add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does. The
             choice is stored with the model. ``None``: the stored choice, else ``auto``.
@@ -183,7 +183,7 @@ class InstructionDataModule(L.LightningDataModule):
         return text
 
     def train_dataloader(self) -> TrainingLoader:
-        """Return a loader with shuffled micro-batches, which do not depend on ``num_workers``."""
+        """Return a loader of shuffled micro-batches; the batches do not depend on the number of workers."""
         data = self._load_split("train")
         if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first ones, in order
             loader = TrainingLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ MAX_ITEMS = 4
 MAX_CHOICES = 100_000
 """Maximum number of tokens in a value's alternatives."""
 MAX_TOTAL = 1_000_000
-"""Maximum tokens in all alternatives for a schema's values."""
+"""Maximum number of tokens in the alternatives of all values of a schema."""
 _NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
 _KINDS: dict[object, tuple[set[type], set[str]]] = {
     "object": ({dict}, {"properties", "required", "additionalProperties"}),
@@ -43,7 +43,7 @@ _KINDS: dict[object, tuple[set[type], set[str]]] = {
     "boolean": ({bool}, set()),
     "null": ({NoneType}, set()),
 }
-"""By schema type: Python types that its enumerated values have, and its keywords."""
+"""By type of a schema: Python types of its values in an enumeration, and its keywords."""
 _FIX = "change the schema, or use Autoregressive or SelfSpeculative"
 _DIGITS = "0123456789"
 
@@ -78,7 +78,7 @@ class TemplateState(ConstraintState):
     """The remaining templates, and the remaining alternatives of their spans.
 
     Args:
-        vocab_size: Ids in the vocabulary.
+        vocab_size: Number of ids in the vocabulary.
         templates: For every template that the response may follow, its spans by the place of their first token. The
             spans of all templates cover the same places.
     """
@@ -120,7 +120,7 @@ class TemplateCompiler:
 
     Args:
         tokenizer: The model's tokenizer.
-        vocab_size: Ids in the vocabulary.
+        vocab_size: Number of ids in the vocabulary.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -283,7 +283,7 @@ class TemplateCompiler:
         yield "]"
 
     def _optional(self, before: str, parts: Iterable[str | Span], after: str, name: str) -> Span:
-        """Return a span for a value and the text around it, or for spaces alone."""
+        """Return a span of a value and the text around it, or of spaces alone."""
         alternatives: list[list[Tensor]] = [[]]
         pieces = [before, *parts, after]
         if sum(not isinstance(piece, str) for piece in pieces) > 1:
@@ -294,7 +294,7 @@ class TemplateCompiler:
         return self._pad([*alternatives, []], name)
 
     def _choice(self, options: Sequence[object], name: str) -> str | Span:
-        """Return the only option's text, or a span with several options."""
+        """Return the text of the only option, or a span of several options."""
         if not options:
             raise _refusal("no value", name)
         texts = [json.dumps(option) for option in options]
@@ -303,7 +303,7 @@ class TemplateCompiler:
         return self._pad(([torch.tensor([token]) for token in self._encode(text)] for text in texts), name)
 
     def _string(self, fewest: float, most: float | None, name: str) -> Span:
-        """Return a span for a string and its closing quote, with an alternative per token count."""
+        """Return a span of a string and its closing quote, with an alternative per number of tokens."""
         # Tokens have at most a quarter of the allowed characters, so a limit of characters becomes a limit of tokens.
         largest = int(self._sizes.max())
         largest = largest if most is None else max(1, min(largest, math.floor(most) // 4))
@@ -315,7 +315,7 @@ class TemplateCompiler:
         return self._pad(([*[body] * i, quote] for i in range(math.ceil(fewest), num + 1)), name)
 
     def _number(self, schema: Mapping[str, Any], name: str) -> Span:
-        """Return a span for an integer; if the type is ``number``, also for up to two decimals."""
+        """Return a span of an integer; if the type is ``number``, also of a number with up to two decimals."""
         high = math.floor(schema.get("maximum", max(MAX_NUMBER, schema.get("minimum", 0))))
         low = math.ceil(schema.get("minimum", min(-MAX_NUMBER, high)))
         if low > high:
@@ -374,7 +374,7 @@ def _decimals(low: int, high: int) -> Iterator[list[str]]:
 
 
 def _blocks(low: int, high: int) -> Iterator[list[str]]:
-    """Yield integer patterns: fixed digits, a digit range, then any digits."""
+    """Yield patterns of integers: fixed digits, a range of digits, then any digits."""
     while low <= high:
         digits = str(low)
         free = 0

@@ -43,7 +43,7 @@ _BYTE_ORDERS = (_ENDS + b"@./0123456789-_+ " + _LETTERS, *[_ENDS + _LETTERS + b"
 """Orders in which bytes are tried to complete a text, used in turn. Bytes that end a value come first (but last within
 strings). With a single order, a completion could repeat a byte forever, for example in a number above 0."""
 _MAX_COMPLETION = 2048
-"""Maximum tokens in a completion."""
+"""Maximum number of tokens of a completion."""
 _OPTION = "json_schema"
 _LONG_NUMBER = re.compile(rb"([0-9]{150}|[eE][+-]?[0-9]{3,})\Z")
 _MAX_DEPTH = 64  # of a text, because parsers and validators are recursive
@@ -255,8 +255,8 @@ class _GrammarCompiler:
         vocab_size: Number of ids.
         hub_tokenizer: The tokenizer.
         tokenizer: The tokenizer as llguidance wraps it.
-        byte_tokens: Single-byte tokens, in every order in ``_BYTE_ORDERS``.
-        quotes: The double quote's token, or nothing.
+        byte_tokens: Tokens of single bytes, in each order of ``_BYTE_ORDERS``.
+        quotes: The token of a double quote, or nothing.
         percent: Token that is allowed within strings only, if the vocabulary has it.
     """
 

@@ -1,7 +1,7 @@
-"""Response templates: text with spans whose token count is known or bounded.
+"""Response templates: text with spans of a known or bounded number of tokens.
 
-``{"name": "{{1-6}}", "age": {{2}}}`` has a span with 1 to 6 tokens and a span with 2 tokens. With ``{{...}}`` at the
-end, the response may continue after the template.
+``{"name": "{{1-6}}", "age": {{2}}}`` has a span of 1 to 6 tokens and a span of 2 tokens. With ``{{...}}`` at the end,
+the response may continue after the template.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS = 64
-"""Maximum combinations of span lengths tried for a prompt."""
+"""Maximum number of combinations of span lengths tried for one prompt."""
 MAX_SPAN = 1_000_000
 """Maximum number of tokens in a span."""
 
@@ -127,9 +127,9 @@ def fill_templates(
         templates: A template per prompt; ``None`` to give nothing.
         sampling: Length limit and sampling options.
         tokenizer: Encodes the given text.
-        callbacks: If a span has several possible lengths, callbacks are notified about finished responses only.
-        trace: Record every forward pass.
-        options: Further options for ``decode``.
+        callbacks: If a span has several possible lengths, callbacks are notified of finished responses only.
+        trace: Record a trace of every forward pass.
+        options: Further options of ``decode``.
 
     Raises:
         ValueError: If a template is wrong, and as ``decode``.
@@ -210,8 +210,8 @@ def choose_most_probable(
 ) -> Generation:
     """Return the generation with the most probable filling; on ties, the first generation.
 
-    The score is the generated tokens' mean log-probability, plus the mean log-probability of given tokens that follow
-    a span. A token's probability comes from the last draft at its place: the draft's probability p if the draft
+    The score is the mean log-probability of the generated tokens, plus the mean log-probability of the given tokens
+    right of spans. A token's probability comes from the last draft at its place: the draft's probability p if the draft
     is the token, and 1 - p otherwise. Given tokens that a stop string cuts off in any generation are left out for all.
     Forward passes, positions and seconds of the result are totals over all candidates.
 
@@ -243,7 +243,7 @@ def choose_most_probable(
 
 
 def _seams(prompt: Prompt) -> list[int]:
-    """Return the places where given tokens follow a span."""
+    """Return the places of given tokens right of a span."""
     given = prompt.given
     return [place for place in range(1, prompt.given_length) if given[place] is not None and given[place - 1] is None]
 

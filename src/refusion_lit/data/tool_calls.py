@@ -94,9 +94,9 @@ class CallPiece:
     """A part of a call.
 
     Attributes:
-        index: The call's number in the response.
-        name: The function's name in a call's first piece, ``None`` in further pieces.
-        arguments: Part of the arguments' JSON text.
+        index: Number of the call in the response.
+        name: The function's name in the first piece of a call, ``None`` in further pieces.
+        arguments: A part of the arguments' JSON text.
     """
 
     index: int
@@ -147,7 +147,7 @@ class CallReader:
         return pieces
 
     def _next_constrained(self, is_last: bool) -> list[str | CallPiece] | None:
-        """Return the next pieces of a response that is all calls; ``None`` if there are none yet."""
+        """Return the next pieces of a response that consists of calls; ``None`` if there are none yet."""
         if self._arguments is None:
             head = self._head.match(self._rest)
             if head is None:
@@ -239,7 +239,7 @@ class CallReader:
         return (calls, len(text)) if is_last else None
 
     def _decode(self, place: int) -> tuple[list[Any], int]:
-        """Return the calls' JSON values from ``place`` on, and the index where they end."""
+        """Return the JSON values of calls that begin at ``place``, and the index of their end."""
         decoder = json.JSONDecoder(parse_constant=_refuse_constant)
         values: list[Any] = []
         while True:

@@ -146,7 +146,7 @@ _CAUSAL: dict[str, type[Decoder]] = {
     "mask": WeDLM,
     "visible": UniformDiffusion,
 }
-"""Default decoders for causal models by what they predict; the first that fits."""
+"""Default decoders of causal models by what they predict; the first that fits."""
 
 
 def _build(named: Mapping[str, Any]) -> Decoder:

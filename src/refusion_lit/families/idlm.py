@@ -30,7 +30,7 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 @dataclass(frozen=True, kw_only=True)
 class _IDLMFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a config; ``block_size``, the masks per block in training, gives the decoding stride."""
+        """Convert a config; ``block_size``, the masks of a block in training, gives the stride of decoding."""
         options = super().library_options(values)
         if values.get("block_size") is not None:
             options["refusion_lit"]["decoder"]["init_args"] = {"stride": values["block_size"] + 1}
@@ -56,10 +56,10 @@ register(
 
 @dataclass(kw_only=True)
 class StridedState(RowState):
-    """State while :class:`IntrospectiveStrided` decodes.
+    """State of introspective strided decoding.
 
     Attributes:
-        drafts: Drafts for the tokens after the committed tokens.
+        drafts: Drafts of the tokens after the committed tokens.
     """
 
     drafts: list[int] = field(default_factory=list)
@@ -82,9 +82,9 @@ class IntrospectiveStrided(Decoder):
     probability.
 
     Attributes:
-        stride: Maximum tokens that a forward adds, N (``gen_block_size``), at least 1. A checkpoint trained
+        stride: Maximum number of tokens that a forward adds, N (``gen_block_size``), at least 1. A checkpoint trained
             with blocks of b masks has b + 1.
-        num_verified: How many drafts a forward verifies; the other drafts are taken as they are, so the
+        num_verified: Number of drafts of a forward that are verified; the other drafts are taken as they are, so the
             text is no longer exact. ``None``: all (1 is ``verify_num_specs``, 0 is ``use_spec_verify`` false).
 
     >>> import refusion_lit
@@ -146,7 +146,7 @@ class IntrospectiveStrided(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class Introspective(Objective):
-    """Predicts the next token at every mask in a fully masked response, and at every token in the clean text.
+    """Predicts the next token at every mask of a fully masked response, and at every token of the clean text.
 
     I-DLM (arXiv 2604.11035): a forward over ``[noisy; clean]`` with repeated position ids. In the noisy half all
     response tokens are masks. Attention is causal: a noisy token sees its block up to itself and the clean tokens of
@@ -158,7 +158,7 @@ class Introspective(Objective):
 
     Attributes:
         block_size: Masks per block, at least 1; a decoder's ``stride`` is larger by 1.
-        clean_weight: Coefficient on the term ``clean``, at least 0; without effect with ``auto_balance``.
+        clean_weight: Coefficient of the term ``clean``, at least 0; without effect with ``auto_balance``.
         auto_balance: Weigh the clean term by the ratio of the terms in every micro-batch.
         noisy_targets: Tokens that the noisy half predicts. ``masks``: tokens after a mask, so not the response's first
             token, which the denominator counts nevertheless (the authors' trainer). ``response``: all response tokens;

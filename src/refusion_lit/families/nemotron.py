@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion (arXiv 2607.05722): causal text, then a mask block whose masks see one another.
+"""Nemotron-Labs-Diffusion (arXiv 2607.05722): causal text, then a block of masks that see one another.
 
 The decoders ``CausalBlockDiffusion`` and ``LinearSpeculation``, the objective ``CausalBlockMasked``, and the format of
 the published checkpoints: a Ministral 3 under other names. ``Autoregressive`` is the third mode.
@@ -78,7 +78,7 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockOfMasks(Decoder):
-    """Base for decoders that feed mask blocks after causal text.
+    """Base of decoders that feed blocks of masks after causal text.
 
     Attributes:
         block_size: Tokens per block, at least 1 (``block_length``).
@@ -111,7 +111,7 @@ class _BlockOfMasks(Decoder):
         return super().begin(prompt, sampling, special_tokens)
 
     def _exceeds_thinking(self, state: RowState, tokens: Sequence[int], num_tokens: int) -> bool:
-        """Return whether ``num_tokens`` exceeds the thinking budget while ``tokens`` do not end the thinking.
+        """Return whether ``num_tokens`` exceeds the thinking budget while ``tokens`` have no end of the thinking.
 
         A constraint, such as a JSON schema, leaves no room for thinking.
         """
@@ -133,18 +133,18 @@ def _block_branch(state: RowState, block: Sequence[int], mask_offsets: Sequence[
 
 
 def _sure_or_best(probabilities: Sequence[float], threshold: float | None) -> list[int]:
-    """Return the indices where probabilities reach ``threshold``, or else the index of the highest."""
+    """Return the indices of all probabilities of at least ``threshold``, or else the index of the highest."""
     sure = [] if threshold is None else [i for i, value in enumerate(probabilities) if value >= threshold]
     return sure or most_certain(probabilities, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalBlockDiffusion(_BlockOfMasks):
-    """Fills mask blocks after causal text; the text predicts the next block's first token.
+    """Fills blocks of masks after causal text; the text predicts the first token of the next block.
 
-    Blocks are counted from the response's start. A forward feeds the block with bidirectional attention after the
-    cached text. It fills the masks whose probability reaches ``threshold``, or the most probable mask. When a
-    block is full, it is fed once more, with causal attention: for the cache, and for the next block's first token.
+    Blocks are counted from the start of the response. A forward feeds the block with bidirectional attention after the
+    cached text. It fills the masks of at least ``threshold`` probability, or the most probable mask. When a
+    block is full, it is fed once more, with causal attention: for the cache, and for the first token of the next block.
 
     Source: ``generate`` of Nemotron-Labs-Diffusion (arXiv 2607.05722). Deliberate differences: the last block is not
     fed once more, which saves a forward; a block that begins with EOS is not denoised, which saves another forward;
@@ -154,8 +154,8 @@ class CausalBlockDiffusion(_BlockOfMasks):
 
     Attributes:
         threshold: Fill every mask whose token has at least this probability, in [0, 1]; ``None``: a mask per forward.
-        causal_context: ``False``: the prompt and full blocks see themselves whole, and predict nothing, so that the
-            block's first token is a mask like the others.
+        causal_context: ``False``: the prompt and full blocks see all of themselves, and predict nothing, so that the
+            first token of a block is a mask like the others.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/published_2026/models/nld-tiny")
@@ -170,17 +170,17 @@ class CausalBlockDiffusion(_BlockOfMasks):
     causal_context: bool = True
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return how many common tokens precede the prompt's last token; 0 without ``causal_context``."""
+        """Return the number of common tokens without the prompt's last token; 0 without ``causal_context``."""
         return super().num_shareable(prompt_length, num_common) if self.causal_context else 0
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas with whole blocks."""
+        """Create a canvas of whole blocks."""
         super().begin(prompt, sampling, special_tokens)
         length = max_length(prompt, sampling, special_tokens)
         return self.state(prompt, sampling, special_tokens, -(-length // self.block_size) * self.block_size)
 
     def step(self, state: RowState) -> Steps[None]:
-        """Cache a complete block and begin the next one, or fill masks in the current block."""
+        """Cache a complete block and begin the next one, or fill masks of the current block."""
         place = state.is_masked.index(True) // self.block_size * self.block_size
         start = state.prompt_length + place
         if state.num_cached < start:

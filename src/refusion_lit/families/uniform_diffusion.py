@@ -22,7 +22,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class UniformDiffusion(Decoder):
-    """Denoises random canvases one after the other, as DiffusionGemma does.
+    """Denoises canvases of random tokens, one after the other, as DiffusionGemma does.
 
     A forward pass over the text, causal, fills the KV cache. Then a canvas of ``canvas_length`` random tokens is
     denoised in up to ``num_steps`` forward passes, which see the text and the whole canvas. A step samples a token at
@@ -32,7 +32,7 @@ class UniformDiffusion(Decoder):
     The next canvas follows, until an EOS token or ``max_new_tokens``; tokens beyond it in the last canvas are not
     returned. A forward pass over the text is counted once per canvas, beside the steps.
 
-    Temperature 0 draws with the schedule's temperatures, the same tokens in every run, whatever the seed. Above 0,
+    At temperature 0, the schedule's temperatures apply, and all seeds draw the same tokens. Above 0,
     ``temperature`` multiplies the schedule (1: as published), and the seed counts.
 
     Source: ``DiffusionGemmaForBlockDiffusion.generate`` of transformers. Deliberate differences: exactly
@@ -40,7 +40,7 @@ class UniformDiffusion(Decoder):
 
     Attributes:
         canvas_length: Tokens per canvas, at least 1; must be the length in training.
-        num_steps: Maximum steps per canvas (``max_denoising_steps``), at least 1.
+        num_steps: Maximum number of steps per canvas (``max_denoising_steps``), at least 1.
         t_min: The temperature falls from ``t_max`` towards this value, which no step reaches; in [0, 1000].
         t_max: The first step's temperature, in (0, 1000].
         entropy_bound: Accept tokens in rising order of entropy while the entropies before sum up to this many nats at
@@ -49,7 +49,7 @@ class UniformDiffusion(Decoder):
             confident. At least 0.
         confidence_threshold: A canvas is confident if the mean entropy of its places is below this many nats; at
             least 0.
-        num_noise_ids: Random tokens are below this id; ``None``: as many as the tokenizer has tokens.
+        num_noise_ids: Random tokens are below this id; ``None``: the tokenizer's number of tokens.
 
     >>> from refusion_lit.decoding import default_decoder
     >>> from refusion_lit.types import ModelTraits
@@ -121,7 +121,7 @@ class UniformDiffusion(Decoder):
         """Return whether the last draft is stable and confident.
 
         Args:
-            drafts: All steps' drafts so far.
+            drafts: The drafts of all steps so far.
             entropies: The last step's entropies.
         """
         *before, draft = drafts[-self.stability_threshold - 1 :]
@@ -129,7 +129,7 @@ class UniformDiffusion(Decoder):
         return is_stable and fmean(entropies) < self.confidence_threshold
 
     def random_tokens(self, state: RowState) -> list[int]:
-        """Return a canvas with uniform noise; it depends on seed, prompt and forward count alone."""
+        """Return a canvas of uniform noise; it depends on seed, prompt and number of forward passes alone."""
         key = stable_key("canvas", self._seed(state), state.prompt.id, state.num_forwards)
         bits = KeyedNoise(torch.tensor([key])).bits("token", self.canvas_length)[0]
         return (bits % (self.num_noise_ids or state.special_tokens.vocab_size)).tolist()
@@ -182,7 +182,7 @@ class UniformBlock(Objective):
     A sample shows its text, read causally, and one canvas behind it: a block of the response at a random multiple of
     ``canvas_length``. It draws t, and every token of the canvas is replaced, with probability t = (1 - eps) u + eps, by
     a token drawn uniformly from the vocabulary. The term ``diffusion`` is the mean cross-entropy over all tokens of the
-    canvases, replaced or not, with equal weights. The term ``ar`` is the text's mean next-token cross-entropy.
+    canvases, replaced or not, with equal weights. The term ``ar`` is the mean cross-entropy of the text's next token.
 
     DiffusionGemma computes the canvas with its decoder. With probability ``self_conditioning``, a first pass of the
     decoder, without gradients, conditions the second. Models without self-conditioning compute text and canvas in
@@ -195,7 +195,7 @@ class UniformBlock(Objective):
         canvas_length: Tokens per canvas, at least 1.
         eps: Smallest probability of replacement, in (0, 1].
         self_conditioning: Share of samples with self-conditioning, in [0, 1].
-        ar_weight: Coefficient on the term ``ar``, at least 0.
+        ar_weight: Coefficient of the term ``ar``, at least 0.
 
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> special = SpecialTokens(mask_token_id=None, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)

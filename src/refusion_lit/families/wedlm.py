@@ -1,4 +1,4 @@
-"""WeDLM (arXiv 2512.22737): causal attention, masks that predict their own tokens, and a mask window.
+"""WeDLM (arXiv 2512.22737): causal attention, masks that predict their own tokens, and a window of masks.
 
 The decoder ``WeDLM``, the objective ``DualStream`` with a clean and a masked stream, and the format of the published
 checkpoints, which are a Qwen2.5 (7B) and a Qwen3 (8B).
@@ -183,7 +183,7 @@ class WeDLM(Decoder):
         state.commit([places[i] for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _choose(self, reading: Reading, distances: Sequence[int]) -> list[int]:
-        """Return indices for the masks to fill, given their distances from the first mask."""
+        """Return the indices of the masks to fill, given their distances from the first mask."""
         if self.selection == "entropy":
             threshold = math.inf if self.entropy_threshold is None else -self.entropy_threshold
             penalties = (self.position_penalty * distance for distance in distances)
@@ -256,7 +256,7 @@ class DualStream(Objective):
     ) -> CorruptedBatch:
         """Mask a share of every block, move masks to the block's end, append the clean text.
 
-        With ``mask_ratio``, all blocks in a row have this share; see :meth:`Objective.corrupt`.
+        With ``mask_ratio``, all blocks of a row have this share; see :meth:`Objective.corrupt`.
         """
         mask_token_id = required_mask_id(self, special_tokens)
         num_tokens = batch.input_ids.shape[1]

@@ -134,7 +134,7 @@ def harmonic_factor(
 
     Args:
         place: A token's place in its slot, j from 0.
-        length: Tokens in the slot, n.
+        length: Number of tokens in the slot, n.
         mask_probability: p, by row.
         eps: Smallest mask probability.
     """
@@ -148,10 +148,10 @@ def harmonic_factor(
 
 @dataclass(kw_only=True)
 class GroupState(RowState):
-    """State while :class:`FirstHitting` decodes.
+    """State of FirstHitting.
 
     Attributes:
-        groups: Canvas places by group in decoding order; a forward decodes a group.
+        groups: Groups of canvas places in decoding order; a forward decodes a group.
     """
 
     groups: list[list[int]] = field(default_factory=list)
@@ -190,7 +190,7 @@ class FirstHitting(Decoder):
     diffusion_share: float = 0.75
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> GroupState:
-        """Create a canvas and draw the mask groups."""
+        """Create a canvas and draw the groups of masks."""
         state = GroupState(prompt, sampling, special_tokens)
         places = [place for place, is_masked in enumerate(state.is_masked) if is_masked]
         for size in self._sizes(state, len(places)):
@@ -212,7 +212,7 @@ class FirstHitting(Decoder):
                 num_masks -= size
 
     def _share_known(self, time: float) -> float:
-        """Return what share is expected to be known at a time in [0, 1]; time runs from 1 to 0."""
+        """Return the expected share of known tokens at a time in [0, 1]; time runs from 1 to 0."""
         return self.diffusion_share * (1 - (1 - _EPS) * time)
 
     def step(self, state: GroupState) -> Steps[None]:  # type: ignore[override]

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""Label for a position without a target."""
+"""Label of a position without a target."""
 
 
 class _Movable:
@@ -32,8 +32,8 @@ class ResponseBatch(_Movable):
 
     Attributes:
         input_ids: Prompt, then response with its EOS token, then padding.
-        prompt_lengths: Prompt tokens per sample.
-        response_lengths: Response tokens per sample, EOS token included; at least 1.
+        prompt_lengths: Number of prompt tokens per sample.
+        response_lengths: Number of response tokens per sample, EOS token included; at least 1.
         sample_keys: 64-bit hashes of the samples' ids, which key the noise.
         ids: The samples' ids.
         rows: For packing: the samples' row indices, from 0 without gaps. ``None``: a row per sample.
@@ -104,7 +104,7 @@ class CorruptedBatch(_Movable):
             :attr:`ResponseBatch.bidirectional`.
         is_masked: Positions that corruption replaced by the mask token.
         is_real: Positions that hold tokens and not padding. ``None``: unknown; the batch cannot be packed.
-        num_views: Views per sample.
+        num_views: Number of views per sample.
         rejected: Tokens that the positions should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
             two texts. The batch cannot be packed then.
         num_drafts: The last tokens of a row are this many draft masks, which run in a second pass with the model's

@@ -1,4 +1,4 @@
-"""The interface for training objectives: how a clean batch is corrupted, and the loss, computed in chunks."""
+"""The interface for training objectives: corruption of a clean batch, and the loss, computed in chunks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Objective(ABC):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Mask response tokens, and label the tokens to predict.
+        """Mask tokens of the responses, and label the tokens to predict.
 
         A sample's corruption depends on the sample and its noise only, not on the rest of the batch, the padding or
         the device. ``noise`` is the only source of randomness.
@@ -182,10 +182,10 @@ def map_chunks(
 
     Args:
         function: Takes a chunk's logits, and the same chunk of ``others``.
-        head: The head; called with hidden states in chunks.
+        head: The head; called with chunks of hidden states.
         states: Hidden states.
         others: Further values by position, such as labels.
-        chunk_size: Positions in a chunk, at least 1; ``None``: the largest number that keeps the chunk's
+        chunk_size: Number of positions in a chunk, at least 1; ``None``: the largest number that keeps the chunk's
             float32 logits below ``LOGITS_BYTES``.
     """
     if chunk_size is None:

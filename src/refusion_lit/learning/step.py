@@ -13,7 +13,7 @@ from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 
 
 class OptimizerStep:
-    """An optimizer step's micro-batches on this process.
+    """All micro-batches of an optimizer step on this process.
 
     The micro-batches' losses add up to the loss of a single batch with all samples on all processes. The denominators
     (labelled tokens or samples) differ between micro-batches, so a mean of means would be a different loss. Therefore
@@ -24,8 +24,8 @@ class OptimizerStep:
         batches: Clean micro-batches on this process, in order.
 
     Attributes:
-        num_positions: Token positions in the step on all processes, padding included.
-        padding: What share of these positions is padding.
+        num_positions: Number of token positions in the step on all processes, padding included.
+        padding: Share of padding among these positions.
 
     Examples:
         >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([2])}
@@ -80,7 +80,7 @@ class OptimizerStep:
 
         Args:
             num_accumulated: ``trainer.accumulate_grad_batches``, by which Lightning divides the loss.
-            world_size: How many processes there are, over which gradients are averaged.
+            world_size: Number of processes, over which gradients are averaged.
 
         Examples:
             >>> OptimizerStep.scale(num_accumulated=4, world_size=2)

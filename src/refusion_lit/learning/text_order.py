@@ -46,7 +46,7 @@ def shift_left(values: Tensor, fill: int | float) -> Tensor:
 
 
 def extend_to_multiple(batch: ResponseBatch, multiple: int, special_tokens: SpecialTokens) -> ResponseBatch:
-    """Append EOS tokens to responses until a number divides their lengths.
+    """Append EOS tokens to responses until their lengths are multiples of a number.
 
     Args:
         batch: Prompts and responses.
@@ -65,7 +65,7 @@ def text_then_masks(
     Text sees text causally. A mask sees a prefix of the text, some masks directly before it, and itself.
 
     Args:
-        num_text: Text tokens.
+        num_text: Number of text tokens.
         num_before: Length of the prefix, by mask; 0 for padding.
         distance: Number of visible masks directly before the mask, by mask; 0 for padding.
     """
@@ -84,7 +84,7 @@ def random_subset(
     Args:
         order: Random integers from :meth:`KeyedNoise.bits`; the candidates with the lowest integers are chosen.
         candidates: Places that may be chosen.
-        count: How many candidates to choose, by row.
+        count: Number of candidates to choose, by row.
     """
     ranks = order.where(candidates, 2**53).argsort(dim=-1, stable=True).argsort(dim=-1)  # bits stay below 2**53
     return candidates & (ranks < count[..., None])

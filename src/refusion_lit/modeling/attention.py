@@ -1,4 +1,4 @@
-"""Attention by key ranges, for training: flex attention's mask, and sdpa in chunks on CPUs."""
+"""Attention by ranges of keys, for training: the mask of flex attention, and sdpa in chunks on CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refusion_lit.modeling.devices import to_device
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, ranges_mask
 
 _BLOCK = 128
-"""Queries and keys per block in flex attention's mask."""
+"""Queries and keys of a block of flex attention's mask."""
 
 CHUNK = 128
 """Number of queries whose mask is in memory at once on CPUs."""
@@ -27,8 +27,8 @@ def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) ->
 
     Args:
         attention: What each token sees.
-        num_keys: How many keys there are, for ranges without spans.
-        device: The states' device.
+        num_keys: Number of keys, for ranges without spans.
+        device: Device of the states.
     """
     if isinstance(attention, Visibility):
         ranges = to_device(attention.ranges(), device)

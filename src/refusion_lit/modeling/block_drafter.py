@@ -1,4 +1,4 @@
-"""Block drafter (DFlash): a small network that drafts a token block from a frozen model's hidden states.
+"""Block drafter (DFlash): a small network that drafts a block of tokens from hidden states of a frozen model.
 
 The network is transformers' assistant ``muse_glimmer_assistant``, so that its directories load here and there. Its keys
 and values come from hidden states of the model's layers; its queries are the last token and a block of masks. The
@@ -50,14 +50,14 @@ _OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterOptions:
-    """Options for a new block drafter. Its widths, heads and rotary embeddings are the model's.
+    """Options of a new block drafter. Its widths, heads and rotary embeddings are the model's.
 
     Attributes:
-        block_size: Tokens per block, at least 2: the last token and the masks after it.
-        num_layers: The drafter's layers, at least 1.
-        target_layer_ids: Model layers, from 0, whose outputs the drafter reads. ``None``: as many as the drafter
+        block_size: Tokens of a block, at least 2: the last token and the masks after it.
+        num_layers: Layers of the drafter, at least 1.
+        target_layer_ids: Layers of the model, from 0, whose outputs the drafter reads. ``None``: as many as the drafter
             has layers, evenly from the second to the third from the end.
-        config: Options for transformers' ``MuseGlimmerAssistantConfig`` that replace the derived options.
+        config: Options of transformers' ``MuseGlimmerAssistantConfig`` in place of the derived options.
     """
 
     ranges = {"block_size": 2, "num_layers": 1}
@@ -104,14 +104,14 @@ class BlockDrafterOptions:
 
 
 def _spread(number: int, num_layers: int) -> list[int]:
-    """Return evenly spaced layers, from the second to the third from the end."""
+    """Return layers of a model, evenly from the second to the third from the end."""
     first = min(1, num_layers - 1)
     last = max(num_layers - 3, first)
     return sorted({round(first + i * (last - first) / max(number - 1, 1)) for i in range(number)})
 
 
 class BlockDrafter(nn.Module):
-    """Transformers' assistant network, which shares the KV cache with its model.
+    """Transformers' assistant network with the KV cache of the model that it drafts for.
 
     Args:
         config: The assistant's config; the caller has checked that it fits the model.
@@ -143,22 +143,22 @@ class BlockDrafter(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """The network's layers, which are also the KV cache layers that it needs."""
+        """Layers of the network, and of the KV cache that it needs."""
         return self.network.config.num_hidden_layers
 
     @property
     def num_masks(self) -> int:
-        """Masks per block."""
+        """Masks of a block."""
         return self.network.config.block_size - 1
 
     def storing_context(
         self, run: Callable[..., Tensor], first_layer: int
     ) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return a model's forward that also stores the drafter's keys and values.
+        """Return a model's forward that also stores the drafter's keys and values of its tokens.
 
         Args:
             run: The model's forward; takes a dict as its last argument and fills in the layers' outputs.
-            first_layer: The drafter's first layer in the cache.
+            first_layer: Number of the drafter's first layer in the cache.
         """
         layers = self.target_layer_ids
 
@@ -191,14 +191,14 @@ class BlockDrafter(nn.Module):
     def draft_runner(
         self, embedding: nn.Module, first_mask: int, first_layer: int
     ) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return the network's forward over blocks; it takes what :meth:`LanguageModel.hidden_states` takes.
+        """Return the network's forward over blocks, with the arguments of :meth:`LanguageModel.hidden_states`.
 
-        A cache index must equal its token's position, because sliding layers measure distances by it.
+        An index of the cache must be the position of its token, because sliding layers measure distances by it.
 
         Args:
             embedding: The model's embedding.
             first_mask: Ids from here on are masks.
-            first_layer: The network's first layer in the cache.
+            first_layer: Number of the network's first layer in the cache.
         """
         network = self.network
         width = len(self.target_layer_ids) * network.config.hidden_size
@@ -224,7 +224,7 @@ class BlockDrafter(nn.Module):
         positions: Int[Tensor, "batch token"],
         key_positions: Int[Tensor, "batch key"],
     ) -> dict[str, Tensor]:
-        """Return masks for full and sliding layers: a query sees keys at most ``sliding_window`` places away."""
+        """Return the masks of full and of sliding layers: a query sees keys at most ``sliding_window`` places away."""
         is_near = (positions[:, :, None] - key_positions[:, None]).abs() <= self.network.config.sliding_window
         sliding = visible & is_near
         sliding = sliding.where(sliding.any(-1, keepdim=True), visible)  # padding, which would see nothing
@@ -237,13 +237,13 @@ class BlockDrafter(nn.Module):
         position_ids: Int[Tensor, "batch token"],
         length: int,
     ) -> Float[Tensor, "batch token hidden"]:
-        """Return hidden states: the text's without gradients, and the masks' with the network's gradients.
+        """Return hidden states of text without gradients, and of the masks after it with the network's gradients.
 
         Args:
             body: The model's body.
-            input_ids: The text, then the blocks' masks, block by block.
-            position_ids: Position per token. A block's anchor is the text's token before its first mask.
-            length: The text's tokens.
+            input_ids: The text, then the masks of blocks, block by block.
+            position_ids: Position of each token. A block's anchor is the text's token before its first mask.
+            length: Number of tokens of the text.
         """
         network = self.network
         layers = self.target_layer_ids
@@ -287,9 +287,9 @@ def is_block_drafter(directory: str | Path) -> bool:
 
 
 def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssistantConfig:  # noqa: ANN401 - one class per architecture
-    """Return the config in an assistant's directory; refuse a directory that does not fit a model.
+    """Return the config of an assistant's directory; refuse a directory that does not fit a model.
 
-    Only configs and weight headers are read.
+    Only configs and the headers of the weights are read.
 
     Args:
         directory: A directory in transformers' assistant layout.
@@ -366,7 +366,7 @@ def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtyp
     """Load a directory in transformers' assistant layout.
 
     Args:
-        body: The body that it drafts for.
+        body: The body of the model that it drafts for.
         directory: The directory.
         dtype: The weights' type; by default the body's.
 

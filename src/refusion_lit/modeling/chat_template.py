@@ -57,7 +57,7 @@ def check_chat_options(tokenizer: Any, options: object) -> None:  # noqa: ANN401
 def _names_in(template: str | Mapping[str, str]) -> set[str]:
     """Return the names that a chat template reads and does not assign.
 
-    Templates use tags that only transformers knows, so they are split into tokens instead of parsed.
+    Templates use tags of transformers' own, so they are split into tokens instead of parsed.
     """
     sources = [template] if isinstance(template, str) else [*template.values()]
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""Transformers configs, built from a model type or from a ``config.json``, and checks on their options.
+"""Transformers configs, built from a model type or from a ``config.json``, and checks of their options.
 
 Models that the backbone would silently compute wrongly are refused.
 """
@@ -78,14 +78,14 @@ def load_config(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build a directory's or hub id's transformers config from its ``config.json``.
+    """Build the transformers config of a directory or hub id from the contents of its ``config.json``.
 
     Args:
         source: The directory or hub id.
-        values: What ``config.json`` holds; empty if the file is missing.
+        values: Contents of ``config.json``; empty if there is none.
         overrides: Options to replace.
-        published: The checkpoint's format, if it is not transformers'.
-        revision: A hub id's pinned revision.
+        published: Format of the checkpoint, if it is published in another format than transformers'.
+        revision: Pinned revision of a hub id.
         trust_remote_code: Allow a source without a known format to run its Python code.
 
     Raises:
@@ -192,7 +192,7 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
 
 
 def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse an override without the rotary type or base, because it replaces all rotary options."""
+    """Refuse an override that leaves out the type or base of rotary positions, because it replaces all options."""
     for name in ("rope_parameters", "rope_scaling"):  # transformers takes the second as another name of the first
         if name in overrides:
             rope = config.rope_parameters
@@ -247,7 +247,7 @@ def _last_line(error: Exception) -> str:
 def _check_names(options: Mapping[str, Any]) -> None:
     """Refuse a model type that transformers does not know, and misspelt options, which it would store and not use.
 
-    Names that resemble no option pass, because architectures accept some options under other
+    Names that resemble no option of the architecture pass, because architectures accept some options under other
     names. Configs that transformers wrote pass, too, perhaps in another version.
 
     Raises:
@@ -307,14 +307,14 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
 
 
 def sliding_window(config: Any) -> int | None:  # noqa: ANN401 - one class per architecture
-    """Return how many tokens sliding-window layers see; ``None`` without such layers."""
+    """Return the number of tokens that layers with sliding-window attention see; ``None`` without such layers."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     return window if not layer_types or "sliding_attention" in layer_types else None
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper
-    """Return whether a model has learnt position embeddings: a second embedding, as long as the context."""
+    """Return whether a model has learnt position embeddings: an embedding, besides the tokens', of context length."""
     limit = getattr(model.config, "max_position_embeddings", None)
     embeddings = [module for module in body.modules() if isinstance(module, nn.Embedding)]
     sizes = [module.num_embeddings for module in embeddings if module is not model.get_input_embeddings()]

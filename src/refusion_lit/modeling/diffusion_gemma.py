@@ -19,7 +19,7 @@ from refusion_lit.modeling.transformers_forward import LibraryCache, layer_masks
 from refusion_lit.modeling.visibility import AttentionMask
 
 VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-"""Prefixes that weights for images have; they are not loaded."""
+"""Prefixes of the weights that read images; they are not loaded."""
 
 
 class SoftcappedHead(nn.Linear):
@@ -27,8 +27,8 @@ class SoftcappedHead(nn.Linear):
 
     Args:
         softcap: The limit.
-        in_features: Hidden size.
-        out_features: Ids in the vocabulary.
+        in_features: Size of hidden states.
+        out_features: Number of ids.
     """
 
     def __init__(self, softcap: float, in_features: int, out_features: int) -> None:
@@ -48,12 +48,12 @@ class CanvasAttention(library.DiffusionGemmaDecoderTextAttention):
     def append_to_cache(
         self, past_key_values: Cache, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the text's and the canvas's keys and values."""
+        """Return the keys and values of text and canvas."""
         return past_key_values.update(key_states, value_states, self.layer_idx)
 
 
 class TextStates(Cache):
-    """A text's keys and values in training: the encoder stores them, and the decoder only reads them."""
+    """Keys and values of a text in training: the encoder stores them, and passes of the decoder only read them."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -91,7 +91,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
 
     @property
     def window(self) -> int:
-        """How many tokens sliding-window layers see."""
+        """Number of tokens that layers with a sliding window see."""
         config: Any = self.config
         return config.text_config.sliding_window
 
@@ -127,7 +127,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
             attention_mask: What they see: the text, and the whole canvas. Layers with a sliding window see the last
                 ``window - 1`` tokens of the text, from every place of the canvas.
             cache: The text's keys and values.
-            signal: The previous prediction's soft embeddings; ``None``: zeros, as in the first step.
+            signal: Soft embeddings of the previous step's prediction; ``None``: zeros, as in the first step.
         """
         decoder: Any = self.decoder
         masks = layer_masks(self, attention_mask, position_ids, self.window)
@@ -169,7 +169,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
             input_ids: Texts, then canvases.
             position_ids: Positions in the text.
             visible: What the tokens see; texts are read causally, whatever is stated.
-            num_canvas: Tokens per canvas.
+            num_canvas: Number of tokens of a canvas.
             is_conditioned: Rows with self-conditioning; the others get zeros.
         """
         num_text = input_ids.shape[1] - num_canvas
@@ -185,7 +185,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
 
 
 class DiffusionGemmaForBlockDiffusion(library.DiffusionGemmaForBlockDiffusion):
-    """Transformers' model with the same name, so that saved configs name it, without the vision tower."""
+    """Transformers' model of the same name, so that saved configs name it, without the vision tower."""
 
     _keys_to_ignore_on_load_unexpected = [rf"^{prefix}" for prefix in VISION]
 

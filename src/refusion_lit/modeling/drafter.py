@@ -40,9 +40,9 @@ from refusion_lit.utils.require import check_options, require
 OPTIONS_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
 FORMAT = 2
-"""Format 1 is refused: its digest included the embedding's row count, which changes when a mask token is added."""
+"""Format 1 is refused: its digest included the embedding's number of rows, which changes when a mask token is added."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Adapted linear layers in a block."""
+"""Linear layers of a block that are adapted."""
 _FUSED_PARTS = {
     "attention": ("self_attn-q_proj", "self_attn-k_proj", "self_attn-v_proj"),
     "output": ("self_attn-o_proj",),
@@ -54,11 +54,11 @@ _FUSED_PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
-    """Options for a drafter.
+    """Options of a drafter.
 
     Attributes:
-        num_masks: Mask embeddings, K, at least 1: the tokens drafted after the next one.
-        rank: The adapters' rank, at least 1.
+        num_masks: Number of mask embeddings, K, at least 1: the tokens drafted after the next one.
+        rank: Rank of the adapters, at least 1.
         alpha: The adapters are scaled by alpha / rank, as in LoRA.
     """
 
@@ -116,7 +116,7 @@ class Drafter(nn.Module):
         masks: The masks' embeddings [mask, hidden].
         down: Matrices [rank, input] by the layer's name in the body, with dashes for dots.
         up: Likewise [output, rank].
-        scale: Factor on the updates.
+        scale: Factor of the updates.
     """
 
     def __init__(self, body: nn.Module, options: DrafterOptions, base: str | None = None) -> None:
@@ -136,7 +136,7 @@ class Drafter(nn.Module):
 
     @property
     def num_masks(self) -> int:
-        """How many masks there are."""
+        """Number of masks."""
         return self.options.num_masks
 
     @contextmanager
@@ -165,7 +165,7 @@ def draft_states(
     length: int,
     first: int,
 ) -> Float[Tensor, "batch token hidden"]:
-    """Return hidden states: the text's without gradients, and the draft masks' with the drafter's gradients.
+    """Return hidden states of text without gradients, and of the draft masks after it, with those of the drafter.
 
     The text runs first, causally and without the drafter; the masks then see it through the KV cache.
 
@@ -173,10 +173,10 @@ def draft_states(
         body: The model's body.
         drafter: Its drafter.
         input_ids: The text, then draft masks.
-        position_ids: Position per token.
-        visible: What every token sees, as a matrix or as token ranges; only the draft masks' part is read.
-        length: The text's tokens.
-        first: The first draft mask's id.
+        position_ids: Position of each token.
+        visible: What each token sees, as a matrix or as ranges of tokens; only that of the draft masks is read.
+        length: Number of tokens of the text.
+        first: Id of the first draft mask.
     """
     assert drafter is not None
     assert isinstance(visible, Tensor)
@@ -216,10 +216,10 @@ def check_draft(directory: str | Path, target: Any, vocabulary: Mapping[str, int
 
 
 def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDrafter:
-    """Load what :func:`~refusion_lit.modeling.saving.save_drafter` wrote, or transformers' assistant.
+    """Load what :func:`~refusion_lit.modeling.saving.save_drafter` wrote, or an assistant of transformers.
 
     Args:
-        body: The body that it was trained for.
+        body: The body of the model that it was trained for.
         directory: Where the drafter is.
 
     Raises:
@@ -261,7 +261,7 @@ def _linears(body: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that are adapted, by name with dashes for dots.
 
     Raises:
-        ValueError: If the body lacks the expected layers.
+        ValueError: If the body has none of the expected layers.
     """
     linears = {
         name.replace(".", "-"): module
@@ -299,7 +299,7 @@ class DraftMasks:
 
     @cached_property
     def layers(self) -> list[dict[str, list[tuple[Tensor, Tensor]]]]:
-        """Adapters per block and product: matrices down [input, rank] and up [rank, output].
+        """Adapters of each block's products, as pairs of matrices down and up [input, rank], [rank, output].
 
         Made when the first draft mask comes: it takes as long as a forward, and many decodes have none.
         """
@@ -344,7 +344,7 @@ class DraftGate:
     rows: slice | Tensor
 
     def embed(self, ids: Int[Tensor, " token"]) -> Float[Tensor, "token hidden"]:
-        """Embed tokens and draft masks."""
+        """Return embeddings of tokens and draft masks."""
         first = self.drafts.first_id
         hidden = F.embedding(ids.clamp(max=first - 1), self.drafts.embedding)
         masks = F.embedding((ids - first).clamp(min=0), self.drafts.masks)

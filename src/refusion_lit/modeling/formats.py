@@ -25,7 +25,7 @@ CARRIED = ("decoder", "prompt_template")
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A third-party program that serves models in a format.
+    """A program of others that serves models of a format.
 
     Attributes:
         name: The program's name.
@@ -49,13 +49,13 @@ class ExportLayout:
         classes: The authors' classes by transformers' automatic class: ``auto_map`` without the repository.
         architecture: Name in ``architectures``; ``None`` if it is not known.
         options: Options to write, by transformers' names, beside ``COMMON_OPTIONS``.
-        omitted: Options in ``COMMON_OPTIONS`` that the family's config does not have.
+        omitted: Options of ``COMMON_OPTIONS`` that the family's config does not have.
         constants: Further options with values that are always the same.
         supported: Transformers' options with the values that the family's classes compute.
-        bases: The family's transformers architectures, if there are more than ``base``.
-        decoder_names: The authors' names for the decoder's options, for the generation config.
-        decoder_values: The authors' option values by ours, where they differ or the authors lack a value.
-        engines: Programs that serve models in the format.
+        bases: Architectures of transformers that the family has, where there is more than ``base``.
+        decoder_names: The authors' names of the decoder's options, for the generation config.
+        decoder_values: The authors' values of options by ours, where they differ or are not all known to the authors.
+        engines: Programs that serve models of the format.
     """
 
     repository: str | None
@@ -91,17 +91,17 @@ class CheckpointFormat:
         family: The format's models, for messages and documentation.
         model_type: ``model_type`` in the family's ``config.json``; ``None`` if the name is transformers' too, so that
             users must name the format.
-        source_pattern: Pattern for hub ids and directory names, in lower case, if another family has the same
-            ``model_type``.
-        base: Transformers architecture that computes the same function.
-        config_names: Option names by transformers' names, where they differ.
+        source_pattern: Pattern of hub ids and directory names, in lower case, of a family whose ``model_type`` another
+            family has, too.
+        base: Architecture of transformers that computes the same function.
+        config_names: Names of options by transformers' names, where they differ.
         required: Options with the values that transformers' architecture supports; checked if the config has them.
-        dropped: Further options for the family's classes that transformers' config must not get.
-        weight_names: Weight name prefixes in pairs, transformers' and the family's; ``{}`` is a layer's number. Empty
-            if all names are equal. Several transformers weights with the same published name are rows in that tensor,
-            in this order. Experts need no entry: transformers stacks and splits them.
+        dropped: Further options of the family's classes that transformers' config must not get.
+        weight_names: Pairs of weight name prefixes, transformers' and the family's; ``{}`` is a layer's number. Empty
+            if all names are equal. Several weights of transformers with one published name are rows of that tensor, in
+            the order given here. Experts need no entry: transformers stacks and splits them.
         attention: Attention pattern.
-        predictions: What the logits predict.
+        predictions: Meaning of the logits.
         block_size: Tokens per block, for block-causal attention.
         block_size_option: Config option that overrides ``block_size``.
         mask_tokens: The mask token's texts, for families whose config and tokenizer do not name it.
@@ -109,11 +109,11 @@ class CheckpointFormat:
         draws_padding: Whether padding is a token that the model predicts.
         end_tokens: Texts of further tokens that end a response.
         slow_tokenizer: Transformers class that reads the tokenizer's files, if the published tokenizer is Python code.
-        decoder: The published decoder's class name.
-        decoder_options: The decoder's options; loading adds the block size.
-        reads_generation_config: Whether :meth:`library_options` gets ``generation_config.json``, too,
+        decoder: Name of the decoder class that the authors publish.
+        decoder_options: Options of the decoder; loading adds the block size.
+        reads_generation_config: Whether :meth:`library_options` gets the contents of ``generation_config.json``, too,
             under ``generation_config``.
-        layout: How ``export --format`` writes a config in the format; ``None`` if it cannot.
+        layout: How ``export --format`` writes a config of the format; ``None`` if it cannot.
 
     >>> import refusion_lit.decoding  # registers the formats
     >>> llada = FORMATS["llada"]
@@ -182,7 +182,7 @@ class CheckpointFormat:
 
     @property
     def key_mapping(self) -> dict[str, str]:
-        """Transformers' weight names by the family's patterns (``key_mapping`` in ``from_pretrained``)."""
+        """Transformers' names of weights by patterns of the family's (``key_mapping`` in ``from_pretrained``)."""
         fused = self.fused_weights
         renamed = [(ours, theirs) for ours, theirs in self.weight_names if theirs not in fused]
         return {f"^{_pattern(theirs)}": ours.replace(_NUMBER, r"\1") for ours, theirs in renamed}

@@ -20,9 +20,9 @@ class LanguageModel(ABC):
     Attributes:
         traits: What the model was trained to do.
         special_tokens: Its special ids.
-        max_positions: Context length; ``None`` if it has no limit.
+        max_positions: Length of its context; ``None`` if it has no limit.
         image_token_ids: Ids that stand for images, which are not read.
-        window: How many tokens sliding-window layers see, which limits the length of texts that are not
+        window: Number of tokens that layers with a sliding window see, which limits the length of texts that are not
             computed in text order; ``None`` without such layers.
         learns_positions: Whether no position beyond its context can be computed, as with learnt position embeddings.
     """
@@ -59,7 +59,7 @@ class LanguageModel(ABC):
 
         Args:
             input_ids: Tokens in sequence order.
-            position_ids: Position per token in the final text; need not be monotonic.
+            position_ids: Position of each token in the final text; need not be monotonic.
             attention_mask: The keys that tokens see. Keys are the tokens or, with a cache, the cache's entries, to
                 which the tokens are written first. Without a cache, it may also be ranges without spans, or ``None``
                 for causal attention over the sequence.
@@ -73,11 +73,11 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return a function like :meth:`hidden_states` for many calls with an unchanged model."""
+        """Return a function like :meth:`hidden_states` for many calls of an unchanged model."""
 
     @abstractmethod
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
-        """Return a function like :meth:`logits` for many calls with an unchanged model."""
+        """Return a function like :meth:`logits` for many calls of an unchanged model."""
 
     def canvas_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return a function for canvases: :meth:`hidden_states` with a further argument, the ``signal``.
@@ -93,7 +93,7 @@ class LanguageModel(ABC):
         return None
 
     def draft_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]] | None:
-        """Return the drafter's forward, like :meth:`runner`; ``None`` unless a drafter has further layers."""
+        """Return the forward of a drafter with layers of its own, like :meth:`runner`; ``None`` without one."""
         return None
 
     @property

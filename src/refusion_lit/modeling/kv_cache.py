@@ -17,23 +17,23 @@ from torch.nn import functional as F
 from refusion_lit.modeling.devices import to_device
 
 CHUNK = 128
-"""A row's storage capacity is divisible by this number."""
+"""The number of entries in a row's storage is a multiple of this number."""
 
 
 class KVCache:
-    """Preallocated keys and values for several rows.
+    """Preallocated keys and values of several rows.
 
     Args:
-        num_layers: The model's layers.
-        num_rows: Storage rows, a row per prompt in flight.
-        capacity: Initial entries per row; grows by a quarter or more, in chunks as large as the initial capacity (at
+        num_layers: Number of the model's layers.
+        num_rows: Number of storage rows, a row per prompt in flight.
+        capacity: Initial number of entries per row; grows by a quarter or more, in chunks of the initial number (at
             least 128).
 
     Attributes:
         sequences: Storage rows by sequence in the prepared forward pass; a row may serve several sequences.
         rows: ``sequences`` as a tensor; ``slice(None)`` if the sequences are all rows in order.
         num_keys: The forward pass attends to the first ``num_keys`` entries of its rows, under its mask.
-        source_index: The stored tokens' flat indices (sequence times padded length plus offset); ``None`` stores
+        source_index: Flat indices (sequence times padded length plus offset) of the tokens to store; ``None`` stores
             all tokens in their order.
         write_index: Flat indices into the storage, by stored token.
 
@@ -64,7 +64,7 @@ class KVCache:
         """Set where the next forward pass writes and what it reads; see the attributes.
 
         Args:
-            rows: Value for :attr:`sequences`.
+            rows: The value of :attr:`sequences`.
             num_keys: See the attribute.
             source_index: See the attribute.
             row_index: Storage rows, by stored token.
@@ -116,7 +116,7 @@ class KVCache:
         Args:
             row: Storage row.
             indices: Cache indices to keep; a leading run that is already in place is not moved.
-            num_leading: Leading entries that stay in place.
+            num_leading: Number of leading entries that stay in place.
         """
         start = next((i for i, index in enumerate(indices) if index != num_leading + i), len(indices))
         stored = [*chain(*self._stored)]

@@ -1,4 +1,4 @@
-"""Backbones from a config with random weights, or from a Hugging Face directory's or hub id's weights."""
+"""Backbones from a config with random weights, or from the weights of a Hugging Face directory or hub id."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ DType = Literal["float32", "float64", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """Options for a backbone: where its weights come from, and how they are trained and decoded.
+    """Options of a backbone: where its weights come from, and how they are trained and decoded.
 
     Attributes:
         source: A local Hugging Face directory or a hub id to load weights from; ``None`` for random weights.
         config: Options that replace options in the source's transformers config. With ``source: null``, the whole
-            config, which needs ``model_type``. A whole config sets the rotary base with ``rope_theta``,
+            config, which needs ``model_type``. A whole config sets the base of rotary positions with ``rope_theta``,
             a replacement with ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``).
         revision: A hub id's pinned revision.
         checkpoint_format: The source's published format (see :data:`~refusion_lit.modeling.formats.FORMATS`);
             ``None`` derives the format from ``model_type``.
         attention: Attention pattern; ``None`` takes the pattern in the source's config, causal by default.
-        block_size: Tokens per block, with ``attention: block_causal``.
-        dtype: The weights' type; ``auto``: see :func:`decoding_dtype`.
-        attn_implementation: Attention implementation (``attn_implementation`` in transformers).
+        block_size: Number of tokens in a block, with ``attention: block_causal``.
+        dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
+        attn_implementation: Implementation of attention (``attn_implementation`` in transformers).
             ``flex_attention`` is for training on GPUs; the fused backbone then decodes with ``sdpa``.
         fused_body: Decode with the fused backbone if it supports the architecture (Qwen2, Qwen3, Llama with
             ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). The
             hidden states are equal up to rounding, and small models decode about twice as fast. Training and
             checkpoints do not depend on this option.
         batch_invariant: Decode so that a token's logits are bitwise identical alone, in a batch, and together with
-            drafts, in every type. For CPUs, ``fused_body`` architectures whose widths are divisible by 32,
+            drafts, in every type. For CPUs, the architectures of ``fused_body`` with widths that are multiples of 32,
             and ``attn_implementation: sdpa``; slower (see Speed in the documentation).
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
-        lora: Train low-rank adapters only.
+        lora: Train low-rank adapters instead of all weights.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
         block_drafter: Freeze the model and train a block drafter for it (DFlash), with the objective ``BlockDraft``.
-        draft: A drafter's directory, to train it further, for example on other texts, instead of a new drafter.
+        draft: Directory of a drafter to train further, for example on other texts, instead of a new drafter.
         trust_remote_code: Allow the source to run its Python code on this machine.
 
     >>> import refusion_lit

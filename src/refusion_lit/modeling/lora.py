@@ -15,13 +15,13 @@ from refusion_lit.utils.require import check_options, require
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Options for low-rank adapters (``pip install peft``).
+    """Options of low-rank adapters (``pip install peft``).
 
     Attributes:
         rank: The update's rank (``r`` in peft).
         alpha: The update is scaled by alpha / rank (``lora_alpha`` in peft).
         dropout: Dropout probability on the adapters' input, in [0, 1).
-        target_modules: Layers to adapt, by name: linear layers and the embedding, but not the head.
+        target_modules: Names of the layers to adapt: linear layers and the embedding, but not the head.
             ``all-linear`` adapts every linear layer but the head.
     """
 
@@ -37,14 +37,14 @@ class LoraOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Low-rank adapters and the base model that they were trained on.
+    """Low-rank adapters of a model and the base model that they were trained on.
 
     Attributes:
         options: The adapters' options.
-        base: The base model's directory or hub id; ``None`` if its weights were random.
-        revision: The base's pinned revision.
-        config_overrides: Overridden options in the base's config.
-        new_token_ids: Tokens whose embedding and head rows differ from the base's: added rows, and the spare row
+        base: Directory or hub id of the base model; ``None`` if its weights were random.
+        revision: Pinned revision of the base.
+        config_overrides: Options of the base's config that were overridden.
+        new_token_ids: Tokens whose rows of embedding and head differ from the base's: added rows, and the spare row
             assigned to a new mask token.
     """
 
@@ -142,7 +142,7 @@ def merged(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's class
 
 
 def untie(model: Any) -> None:  # noqa: ANN401 - a transformers model
-    """Copy the embedding's weights to the head if both share them."""
+    """Give the head of a model weights of its own, equal to the embedding's, if both share their weights."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is getattr(embedding, "base_layer", embedding).weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)

@@ -21,7 +21,7 @@ from refusion_lit.utils.require import require, require_template
 
 _SECONDS = 10.0
 _ASSISTANT = "muse_glimmer_assistant"
-"""The model type that drafters have in transformers' assistant layout."""
+"""Model type of drafters in transformers' assistant layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class ModelSource:
         name: The directory's path, or the hub id.
         revision: A hub id's pinned revision.
         trust_remote_code: Whether the source may run its own Python code on this machine.
-        overrides: Options that replace the source config's options.
-        values: What ``config.json`` holds; empty if the source has no such file.
-        published: The checkpoint's published format; ``None`` for transformers' format.
+        overrides: Options that replace options of the source's config.
+        values: Contents of ``config.json``; empty if the source has none.
+        published: The format of the checkpoint if it is a published one, else ``None``.
 
     >>> source = ModelSource.open("tests/goldens/models/additions-clean")
     >>> source.values["model_type"], source.config.hidden_size
@@ -59,7 +59,7 @@ class ModelSource:
         trust_remote_code: bool = False,
         overrides: Mapping[str, Any] | None = None,
     ) -> ModelSource:
-        """Read a directory's or hub id's config. No code runs and no weights load.
+        """Read the config of a directory or hub id. No code runs and no weights load.
 
         A hub that does not answer makes the process use the hub's local cache from then on, because the libraries would
         otherwise retry every file for a minute.
@@ -70,7 +70,7 @@ class ModelSource:
             checkpoint_format: The published format's name; ``None`` derives it from ``model_type``.
             revision: A hub id's pinned revision.
             trust_remote_code: Allow the source to run its own Python code; warns.
-            overrides: Options that replace the source config's options.
+            overrides: Options that replace options of the source's config.
 
         Raises:
             ValueError: If the name is empty, ``config.json`` is no JSON object, the format does not fit, or the source
@@ -100,7 +100,7 @@ class ModelSource:
         """Transformers' config, with the overrides.
 
         Raises:
-            ValueError: If the config cannot be loaded, or an override is not an option that the architecture has.
+            ValueError: If the config cannot be loaded, or an override is no option of the architecture.
         """
         return load_config(
             self.name,
@@ -113,7 +113,7 @@ class ModelSource:
 
     @cached_property
     def _format_values(self) -> Mapping[str, Any]:
-        """What ``config.json`` holds; for formats that read it, with the generation config."""
+        """Contents of ``config.json``; for formats that read it, with the generation config."""
         if self.published is None or not self.published.reads_generation_config:
             return self.values
         return {**self.values, "generation_config": json.loads(self.generation_config.to_json_string(use_diff=False))}
@@ -143,7 +143,7 @@ class ModelSource:
 
     @cached_property
     def tokenizer_values(self) -> dict[str, Any]:
-        """What ``tokenizer_config.json`` holds; empty if the source has no such file."""
+        """Contents of ``tokenizer_config.json``; empty if the source has none."""
         return get_tokenizer_config(self.name, revision=self.revision)
 
     @cached_property
@@ -167,7 +167,7 @@ class ModelSource:
 
 
 def _read_config(name: str, option: str, revision: str | None) -> dict[str, Any]:
-    """Read ``config.json``; return nothing if there is no such file."""
+    """Return the contents of ``config.json``, or nothing if there is no such file."""
     file = Path(name) / "config.json"
     try:
         values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)

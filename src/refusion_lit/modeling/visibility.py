@@ -1,6 +1,6 @@
 """Which keys the tokens in a batch see: as spans, as ranges or, for kernels that need a mask, as a matrix.
 
-Ranges do not grow with the cache; a matrix [sequence, token, key] grows with the squared prompt length and
+The size of ranges does not grow with the cache; a matrix [sequence, token, key] grows with the square of a prompt and
 rules out the fast attention kernels. The matrix is built on the device, from ranges.
 """
 
@@ -20,14 +20,14 @@ from refusion_lit.modeling.devices import to_device
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens in a sequence that share a context.
+    """Consecutive tokens of a sequence that share a context.
 
     Attributes:
         sequence: The sequence's index in the batch.
         offset: The first token's place in the sequence.
-        length: Tokens in the span.
-        first_key: The first token's key; the other tokens' keys follow.
-        context: Key ranges ``(start, stop)`` that all tokens see; may be empty, overlap and be unsorted.
+        length: Number of tokens.
+        first_key: The first token's key; the keys of the other tokens follow.
+        context: Ranges ``(start, stop)`` of keys that all tokens see; may be empty, overlap and be unsorted.
         order: A token also sees the span's tokens with the same or a lower order. The order never falls. ``None``:
             causal.
     """
@@ -53,9 +53,9 @@ class Visibility:
     """Keys that a padded batch's tokens see: cache entries or, without a cache, the sequence's tokens.
 
     Attributes:
-        spans: Spans with all tokens but padding, by sequence and offset. Every sequence has a span at offset 0.
-        shape: How many sequences, and tokens per sequence.
-        num_keys: Keys per sequence.
+        spans: Spans of all tokens but padding, by sequence and offset. Every sequence has a span at offset 0.
+        shape: Number of sequences, and of tokens per sequence.
+        num_keys: Number of keys per sequence.
 
     Examples:
         Two tokens after a cached prompt with three entries; they see the prompt and themselves, causally:
@@ -71,11 +71,11 @@ class Visibility:
     num_keys: int
 
     def ranges(self, window: int | None = None) -> Int[Tensor, "sequence token range 2"]:
-        """Return key ranges on the host; a token sees their union, and unused ranges are empty.
+        """Return ranges of keys on the host; a token sees the union of its ranges, and unused ranges are empty.
 
         Args:
-            window: How many tokens a sliding-window layer sees, the token itself among them, if keys stand
-                in text order. In a span with an order, all tokens share the first token's window. ``None``: all.
+            window: Number of tokens that a layer with a sliding window sees, the token itself among them, if keys stand
+                in text order. Tokens of a span with an order share the window of the span's first token. ``None``: all.
         """
         num_ranges = 1 + max(len(span.context) for span in self.spans)
         ranges = np.zeros((*self.shape, num_ranges, 2), dtype=np.int64)
@@ -92,7 +92,7 @@ class Visibility:
         return torch.from_numpy(ranges)
 
     def cut(self, start: int, stop: int) -> Visibility:
-        """Return what the tokens at some places see, without final keys that no token there sees.
+        """Return what the tokens at some places see, without the keys that none of these tokens sees at the end.
 
         Args:
             start: First place.
@@ -121,7 +121,7 @@ class Visibility:
 
 
 AttentionMask = Visibility | Bool[Tensor, "batch token key"] | Int[Tensor, "batch token range 2"]
-"""What tokens see: spans, a matrix (``True`` where a query sees a key), or key ranges whose union a token sees."""
+"""What tokens see: spans, a matrix (``True`` where a query sees a key), or ranges of keys whose union a token sees."""
 
 
 def as_mask(
@@ -132,7 +132,7 @@ def as_mask(
     Args:
         attention: What tokens see; a tensor must be on the device.
         device: The matrix's device.
-        num_keys: How many keys there are, for ranges without spans; by default as many as tokens.
+        num_keys: Number of keys, for ranges without spans; by default the number of tokens.
     """
     if isinstance(attention, Visibility):
         num_keys = attention.num_keys
@@ -141,6 +141,6 @@ def as_mask(
 
 
 def ranges_mask(ranges: Int[Tensor, "batch token range 2"], num_keys: int) -> Bool[Tensor, "batch token key"]:
-    """Return the ranges' mask matrix; a token sees the union of its key ranges ``(start, stop)``."""
+    """Return the mask matrix of ranges; a token sees the union of its ranges ``(start, stop)`` of keys."""
     keys = torch.arange(num_keys, device=ranges.device)
     return ((keys >= ranges[..., 0, None]) & (keys < ranges[..., 1, None])).any(-2)

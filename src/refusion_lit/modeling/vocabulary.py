@@ -1,4 +1,4 @@
-"""Special tokens, the BOS policy, and embedding and head rows for new tokens."""
+"""Special tokens of tokenizers, the BOS policy, and the rows of a model's embedding and head for new tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from refusion_lit.utils.require import require
 AddBos = Literal["auto"] | bool
 """Whether prompts begin with the BOS token; ``auto``: as the tokenizer itself does."""
 ADD_BOS = "add_bos"
-"""Entry in ``tokenizer_config.json`` with the BOS policy, unless it is ``auto``; it is saved with the tokenizer."""
+"""Entry of ``tokenizer_config.json`` with the BOS policy, unless it is ``auto``; it is saved with the tokenizer."""
 EOS_IDS = "ends_of_sequence"
-"""Entry in ``tokenizer_config.json`` with further EOS token ids; it is saved with the tokenizer."""
+"""Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
 DRAWS_PADDING = "draws_padding"
-"""Entry in ``tokenizer_config.json`` for models that predict padding; see ``SpecialTokens.draws_padding``."""
+"""Entry of ``tokenizer_config.json`` of models that predict padding; see ``SpecialTokens.draws_padding``."""
 
 _NEW_MASK = "mask_token_is_new"
 
@@ -51,7 +51,7 @@ def read_special_tokens(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a to
 
 
 def vocabulary_size(tokenizer: Any) -> int:  # noqa: ANN401 - a tokenizer of transformers
-    """Return a tokenizer's highest id plus 1: more than it has tokens if there are gaps between the ids."""
+    """Return a tokenizer's highest id plus 1: more than its number of tokens if there are gaps between the ids."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -173,7 +173,7 @@ def mask_is_untrained(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pretrained: bool) -> tuple[int, ...]:
-    """Give embedding and head a row for every token; new rows start as the mean over earlier rows.
+    """Give embedding and head a row for every token; new rows start as the mean of the rows before them.
 
     Many models have spare, untrained rows beyond their tokenizer's vocabulary. If a new mask token gets a spare row,
     the row starts like an added row.
@@ -202,13 +202,13 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
 
 
 def _initialise_as_mean(model: PreTrainedModel, start: int, stop: int) -> None:
-    """Set embedding and head rows ``start`` to ``stop`` to the mean over earlier rows."""
+    """Set rows ``start`` to ``stop`` of embedding and head to the mean of the rows before them."""
     with torch.no_grad():
         for weight in _rows(model):
             weight[start:stop] = weight[:start].mean(0, keepdim=True)
 
 
 def _rows(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return embedding and head weights; the same tensor twice if they are tied."""
+    """Return the weights of embedding and head; the same tensor twice if they are tied."""
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [layer.weight for layer in layers]

@@ -7,8 +7,8 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from operator import itemgetter
 from pathlib import Path
@@ -35,8 +35,6 @@ from refusion_lit.utils.require import require
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 disable_progress_bar()  # otherwise a bar for every load interrupts a program's output
-# Transformers prints a table of missing and unexpected weights; load_weights refuses them in one line.
-logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
 def initialise_weights(
@@ -63,7 +61,7 @@ def _from_config(config: Any, *, trust_remote_code: bool, **options: Any) -> Pre
 
 
 def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Load a Hugging Face directory's or hub id's model.
+    """Load the model of a Hugging Face directory or hub id.
 
     Raises:
         ValueError: If the files are damaged, or do not hold exactly the weights that the config asks for.
@@ -75,21 +73,22 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     if source.config.model_type == "diffusion_gemma":
         loader = DiffusionGemmaForBlockDiffusion
     try:
-        loaded: Any = loader.from_pretrained(
-            source.name,
-            config=source.config,
-            # Without a generation config, transformers looks for generation options in config.json.
-            generation_config=source.generation_config,
-            revision=source.revision,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            **_experts_options(dtype),
-            trust_remote_code=source.trust_remote_code,
-            weights_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            key_mapping=None if published is None else published.key_mapping,
-        )
+        with _without_report():
+            loaded: Any = loader.from_pretrained(
+                source.name,
+                config=source.config,
+                # Without a generation config, transformers looks for generation options in config.json.
+                generation_config=source.generation_config,
+                revision=source.revision,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                **_experts_options(dtype),
+                trust_remote_code=source.trust_remote_code,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                key_mapping=None if published is None else published.key_mapping,
+            )
     except Exception as error:  # readers of formats have errors of their own for damaged files
         raise ValueError(
             f"backbone.source: the weights of {source.name!r} cannot be loaded ({error_reason(error)}). They may be "
@@ -116,6 +115,21 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             f"{len(extra) - 1} more in {source.name!r}. Take the config that they were trained with."
         )
     return model
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers from printing a table of missing and unexpected weights, which are refused in one line."""
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_report)
 
 
 def _experts_options(dtype: torch.dtype) -> dict[str, str]:
@@ -148,9 +162,9 @@ class _SplitRows(ConversionOps):
 
 
 def _splitting_class(config: Any, published: CheckpointFormat) -> type[PreTrainedModel]:  # noqa: ANN401 - one class per architecture
-    """Return a subclass that splits a format's fused tensors while it loads.
+    """Return a subclass of transformers' class that splits the fused tensors of a format while it loads.
 
-    transformers finds conversions by the class's name, so that its own class stays as it is.
+    transformers finds conversions by the class's name, so transformers' class itself stays unchanged.
     """
     base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = f"{base.__name__}From{published.name}"
@@ -170,7 +184,7 @@ def _in_layer(name: str) -> str:
 
 @torch.no_grad()
 def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> dict[str, Tensor]:
-    """Return a model's weights with a published format's names and shapes, as loading read them."""
+    """Return a model's weights with the names and shapes of a published format: the inverse of loading."""
     model._weight_conversions = None  # type: ignore[assignment] - transformers then splits the experts
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     for name, weight in revert_weight_conversion(model, model.state_dict()).items():
@@ -181,13 +195,14 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
 
 
 def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
-    """Compare a directory's file headers with the config, before memory is allocated for weights.
+    """Compare the headers of a directory's files with the config, before memory is allocated for weights.
 
     Returns the stored tensors' shapes, see :func:`stored_shapes`.
 
     Raises:
-        ValueError: If the config asks for far more weights than the files hold, or for another expert count, or
-            if a published mixture of experts lacks a tensor, a tensor has another shape, or a shard is missing.
+        ValueError: If the config asks for far more weights than the files hold, or for another number of
+            experts, if a published mixture of experts lacks a tensor or has one of another shape, or if a shard is
+            missing.
     """
     _check_shard_names(Path(source.name))
     missing = missing_shards(Path(source.name))
@@ -253,12 +268,18 @@ def _missing(source: ModelSource, names: Sequence[str]) -> ValueError:
 
 
 def _check_shard_names(folder: Path) -> None:
-    """Refuse a shard index that names a file outside its directory, because directories are not trusted."""
+    """Refuse an index of shards that names a file outside its directory, because directories are not trusted."""
     for index in folder.glob("*.index.json"):
-        with suppress(AttributeError, LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
-            for name in {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}:
-                inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-                require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
+        for name in _shards(index):
+            inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+            require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the files that an index names; nothing if the index is damaged, which loading reports."""
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    return set()
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -266,20 +287,15 @@ def missing_shards(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file() or (folder / "model.safetensors").is_file():  # transformers prefers the single file
         return []
-    with suppress(AttributeError, LookupError, TypeError, ValueError):
-        shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        return sorted(name for name in shards if not (folder / name).is_file())
-    return []
+    return sorted(name for name in _shards(index) if not (folder / name).is_file())
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return tensor shapes in a directory's safetensors files, by name.
+    """Return the shapes of the tensors in a directory's safetensors files, by name.
 
-    The result is empty if a file is missing or damaged, which loading reports.
+    The result is empty if a file is damaged, which loading reports; :func:`missing_shards` finds missing files.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    if missing_shards(folder):
-        return {}
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt") as file:
@@ -291,7 +307,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def weights_digest(model: torch.nn.Module) -> str | None:
-    """Digest a model's weights into 16 hexadecimal digits.
+    """Return a digest of a model's weights, 16 hexadecimal digits.
 
     The digest covers the names and shapes of all parameters and 64 values per parameter, which is fast for large
     models. Values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.

@@ -35,7 +35,7 @@ FIGURES = (
 
 _PRINTED_KEYS = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
 PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
-"""The figures that fit a terminal; reports and result files have all figures."""
+"""The figures that fit a terminal; reports have more, and result files have all figures."""
 
 _WIDTH_OF_FILES = 1000
 Latency = Mapping[str, Mapping[str, Any]]

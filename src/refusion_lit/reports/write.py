@@ -38,6 +38,8 @@ from refusion_lit.version import __version__
 _PLOT = "tradeoff.svg"  # every report has this file
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
+_NOT_IN_TABLE = ("score", "tokens_per_forward", "num_calls", "tokens_per_call")
+"""Figures without a plain column on the page: two have intervals, and two follow from calls per batch."""
 
 
 def write_report(
@@ -122,7 +124,7 @@ def html_report(comparison: Comparison) -> str:
         speed=Markup(speed_plot(comparison)) if any("1" in row.latency for row in comparison.rows) else None,
         tradeoff=Markup(tradeoff_plot(comparison).decode()),
         cells=cells,
-        figures=FIGURES[2:],  # score and tokens per forward have intervals
+        figures=[figure for figure in FIGURES if figure[0] not in _NOT_IN_TABLE],
         metrics=metric_columns(comparison.metrics),
         latency_sizes=latency_sizes(row.latency for row in comparison.rows),
         latency_head=latency_head,

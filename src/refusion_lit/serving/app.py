@@ -39,7 +39,7 @@ _REQUEST_SECONDS = 30.0
 """Maximum time in which a client must send a whole request, unless ``max_seconds`` is less."""
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MAX_CONNECTIONS = max((_FILES - 64) // 2, 8) if 0 <= _FILES < 2048 else 1024
-"""Maximum open connections: about half as many as the process may open files."""
+"""Maximum number of open connections: about half of the files that the process may have open."""
 _BACKLOG = max(MAX_CONNECTIONS // 4, 1)
 """Connections that the event loop accepts at once, before it can refuse any."""
 _TOO_MANY = "the server has too many connections; try again later."
@@ -140,7 +140,7 @@ def _check_requests(app: ASGIApp, key: str | None, max_bytes: int) -> ASGIApp:
     Args:
         app: The application that gets the other requests.
         key: The API key; without, the host must be this machine.
-        max_bytes: Maximum body size, by the declared length or by the bytes read.
+        max_bytes: Maximum size of a body, by the declared length or by the number of bytes read.
     """
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -248,7 +248,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read a request's next part."""
+        """Read a part of a request."""
         super().data_received(data)
         self._follow()
 
@@ -359,7 +359,7 @@ class Server(uvicorn.Server):
 
     @property
     def num_cut(self) -> int:
-        """Answers that clients received only in part because the server stopped."""
+        """Number of answers that clients did not get to their end because the server stopped."""
         return self.worker.num_cut or self._num_aborted
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Request bodies: the fields in OpenAI's API that this server supports; other fields are refused by name."""
+"""Bodies of requests: the fields of OpenAI's API that this server supports; other fields are refused by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _REASONS = {
 }
 
 _Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""A list with texts, or a text."""
+"""A list of texts, or a text."""
 
 
 class _Strict(BaseModel):
@@ -48,7 +48,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_fields_without_effect(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Drop fields that are ``None``, and neutral values in unsupported fields."""
+        """Drop fields that are ``None``, and neutral values of fields that are not supported."""
         if not isinstance(values, dict):
             return values
         return {
@@ -61,7 +61,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream contains besides text.
+    """Contents of a stream besides text.
 
     Attributes:
         include_usage: A last chunk has the token counts.
@@ -74,7 +74,7 @@ class StreamOptions(_Strict):
 
 
 class JsonSchema(_Strict):
-    """A JSON schema as OpenAI's clients send it; only ``schema`` has an effect."""
+    """A JSON schema in the form of OpenAI's clients; only ``schema`` has an effect."""
 
     schema_: Any = Field(alias="schema", default=True)  # checked by Schemas
     name: str = ""
@@ -102,7 +102,7 @@ class ResponseFormat(_Strict):
 
 
 class BaseRequest(_Strict):
-    """Fields that both endpoints have; for ``None``, the server's options apply."""
+    """Fields of both endpoints; for ``None``, the server's options apply."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
@@ -119,7 +119,7 @@ class BaseRequest(_Strict):
 
 
 class TextPart(_Strict):
-    """A part in a message's content, which must be text."""
+    """A part of a message's content, which must be text."""
 
     type: Literal["text"]
     text: str
@@ -148,7 +148,7 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A turn in a chat.
+    """A turn of a chat.
 
     Attributes:
         role: Whose turn it is.
@@ -218,14 +218,14 @@ _APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties"}
 
 
 class _Ordered(_Strict):
-    """A description of a tool that keeps its fields as the client sent them, as chat templates write them so."""
+    """A tool's description that keeps its fields in the client's order, in which chat templates write them."""
 
     _fields: dict[str, Any] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
     def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:  # noqa: ANN401 - any JSON
-        """Keep the fields in the client's order."""
+        """Keep the fields as the client sent them."""
         tool = handler(values)
         tool._fields = values
         return tool
@@ -268,7 +268,7 @@ _Choice = Annotated[ToolChoice, BeforeValidator(lambda value: {"type": value} if
 
 
 class ChatRequest(BaseRequest):
-    """Body for ``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``."""
 
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
@@ -316,7 +316,7 @@ class ChatRequest(BaseRequest):
 
 
 class CompletionRequest(BaseRequest):
-    """Body for ``/v1/completions``: texts to continue, without a chat template."""
+    """Body of ``/v1/completions``: texts to continue, without a chat template."""
 
     is_chat: ClassVar[bool] = False
     prompt: _Texts
@@ -331,7 +331,7 @@ class CompletionRequest(BaseRequest):
 
 
 class ResponseText(_Strict):
-    """A part in an item's content in ``/v1/responses``, which must be text."""
+    """A part of an item's content in ``/v1/responses``, which must be text."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -404,7 +404,7 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(_Strict):
-    """Options for the text in ``/v1/responses``."""
+    """Options of the text in ``/v1/responses``."""
 
     format: TextFormat = TextFormat()
 
@@ -419,7 +419,7 @@ _Include = Literal[
 
 
 class ResponsesRequest(_Strict):
-    """Body for ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
+    """Body of ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
 
     model: str
     input: Annotated[
@@ -454,8 +454,8 @@ class ResponsesRequest(_Strict):
             ValueError: If alternatives are requested without log-probabilities.
         """
         has_logprobs = _LOGPROBS in self.include
-        holds = has_logprobs or not self.top_logprobs
-        require(holds, "top_logprobs", "0 without log-probabilities", self.top_logprobs, f"include {_LOGPROBS}")
+        is_allowed = has_logprobs or not self.top_logprobs
+        require(is_allowed, "top_logprobs", "0 without log-probabilities", self.top_logprobs, f"include {_LOGPROBS}")
         sampling = self.model_dump(
             include={"model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "parallel_tool_calls"}
         )
@@ -507,7 +507,7 @@ def _join(parts: Sequence[ResponseText] | None) -> str:
 
 
 class ResponseBuilder:
-    """Builds body and events for a response from ``/v1/responses``.
+    """Builds the body and the events of a response of ``/v1/responses``.
 
     Args:
         body: The request.
@@ -544,7 +544,7 @@ class ResponseBuilder:
         return [self._event(name, response=copy.deepcopy(self.response)) for name in names]
 
     def add_logprobs(self, entries: LogprobEntries) -> None:
-        """Add log-probabilities of tokens whose text follows. Those of calls, and of text after calls, are dropped."""
+        """Add log-probabilities of tokens whose text follows; calls, and text after calls, have none."""
         if not any(item["type"] == "function_call" for item in self.response["output"]):
             self._logprobs += chat_logprobs(entries, self._model)["content"]
 
@@ -557,7 +557,7 @@ class ResponseBuilder:
         return taken
 
     def add(self, piece: str | CallPiece) -> list[dict[str, Any]]:
-        """Add a piece from text or a call; return the events."""
+        """Add a piece of text or of a call; return the events."""
         events: list[dict[str, Any]] = []
         kind = "message" if isinstance(piece, str) else "function_call"
         is_new = self._item is None or self._item["type"] != kind or (not isinstance(piece, str) and piece.name)
@@ -605,7 +605,7 @@ class ResponseBuilder:
         return [*events, self._event(f"response.{status}", response=self.response)]
 
     def fail(self, message: str) -> dict[str, Any]:
-        """Return the event that says that a response failed."""
+        """Return the event of a response that failed."""
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return self._event("response.failed", response=self.response)
 
@@ -653,7 +653,7 @@ class ResponseBuilder:
 
 
 def new_call_id() -> str:
-    """Return a call id. Mistral's templates take only ids with nine letters and digits."""
+    """Return an id of a call. Templates of Mistral take ids of nine letters and digits only."""
     return secrets.token_hex(5)[:9]
 
 
@@ -662,7 +662,7 @@ LogprobEntries = Sequence[tuple[int, TokenLogprob | None]]
 
 
 def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:  # noqa: ARG001
-    """Return log-probabilities as in OpenAI's chats; ``forward`` is the forward pass that gave them.
+    """Return log-probabilities in the form of OpenAI's chats; ``forward`` is the forward pass that gave them.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
@@ -687,12 +687,12 @@ def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> 
 
 
 def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:
-    """Return log-probabilities as in OpenAI's completions; ``forwards`` are the passes that gave them.
+    """Return log-probabilities in the form of OpenAI's completions; ``forwards`` are the passes that gave them.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
         model: Gives the tokens' text.
-        start: Characters in the response before the tokens.
+        start: Number of characters of the response before the tokens.
     """
     known = _without_end(entries, model)
     texts = [model.token_text(token) for token, _ in known]

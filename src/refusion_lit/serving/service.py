@@ -40,7 +40,7 @@ from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import OptionError, require
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
-"""Option names in the API, by their names in the engine."""
+"""Names of options in the API, by their names in the engine."""
 _RESPONSES_NAMES = {
     "max_new_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -50,7 +50,7 @@ _RESPONSES_NAMES = {
     "prompt": "input",
     "tool_choice.function.name": "tool_choice.name",
 }
-"""Option names in ``/v1/responses``, by their names in chats and in the engine."""
+"""Names of options in ``/v1/responses``, by their names in chats and in the engine."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ToolCalls:
     Attributes:
         functions: The functions by name.
         tool_format: How the model writes calls.
-        are_forced: Whether the response is all calls.
+        are_forced: Whether the response consists of calls.
         are_parallel: Whether such a response may have several calls.
     """
 
@@ -79,7 +79,7 @@ class ServedRequest:
         id: The request's id in the answer and in the log.
         started: Arrival time (:func:`time.monotonic`).
         jobs: A job per choice.
-        events: The worker's updates on the jobs.
+        events: The worker's updates of the jobs.
     """
 
     body: ChatRequest | CompletionRequest
@@ -90,7 +90,7 @@ class ServedRequest:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Token counts in OpenAI's form, forward passes and tokens per forward pass."""
+        """Token counts in OpenAI's form, number of forward passes and tokens per forward pass."""
         results = [job.result for job in self.jobs if job.result]
         num_prompt_tokens = sum(len(job.prompt.token_ids) for job in self.jobs) // self.body.n
         num_tokens = sum(row.num_tokens for row in results)
@@ -104,7 +104,7 @@ class ServedRequest:
         }
 
     def make_answer(self, *choices: dict[str, Any], **more: object) -> dict[str, Any]:
-        """Return the body for an answer or a stream's chunk."""
+        """Return the body of an answer, or of a chunk of a stream."""
         kind = f"chat.completion{'.chunk' * self.body.stream}" if self.body.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.body.model}
         return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
@@ -116,7 +116,7 @@ class ServedRequest:
 
         Args:
             job: The choice's job.
-            pieces: Its text, and the tool calls in it.
+            pieces: Its text, and the calls of tools in it.
             entries: Tokens with their log-probabilities.
             model: Gives the tokens' text.
         """
@@ -160,7 +160,7 @@ class Service:
     Args:
         worker: Runs the jobs.
         name: The model's name.
-        tool_format: How the model writes tool calls: a key in :data:`~refusion_lit.data.tool_calls.FORMATS`, or
+        tool_format: How the model writes calls of tools: a key of :data:`~refusion_lit.data.tool_calls.FORMATS`, or
             ``auto`` for the chat template's format.
 
     Attributes:
@@ -199,7 +199,7 @@ class Service:
         return await self._wait(self._collect(served), request)
 
     async def respond(self, body: ResponsesRequest, request: Request) -> Response:
-        """Answer a request to ``/v1/responses``.
+        """Answer a request of ``/v1/responses``.
 
         Raises:
             HTTPException: If the request is refused, or fails.
@@ -325,7 +325,7 @@ class Service:
         calls: ToolCalls | None,
         sampling: SamplingParams,
     ) -> list[Prompt]:
-        """Return prompts whose responses keep a request's schema, or are calls to its tools.
+        """Return prompts whose responses keep a request's schema, or are calls of its tools.
 
         Raises:
             ValueError: If a schema cannot be kept.
@@ -476,7 +476,7 @@ class Service:
 
 
 def _read(job: Job, update: Update) -> list[str | CallPiece]:
-    """Return the text and the call pieces in an update."""
+    """Return the text and the pieces of calls in an update."""
     if job.reader is None:
         return [update.text]
     return job.reader.read(update.text, is_last=update.generation is not None)

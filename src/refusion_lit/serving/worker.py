@@ -37,11 +37,11 @@ log = logging.getLogger("refusion_lit.serving")  # users' texts are logged at le
 
 @dataclass(frozen=True)
 class Update:
-    """A change in a response.
+    """A change of a response.
 
     Attributes:
         text: New text.
-        rounds: Drafted, verified and committed tokens in new forward passes, if the job wants them.
+        rounds: Drafted, verified and committed tokens of new forward passes, if the job wants them.
         logprobs: The tokens whose text is sent with this update, with their log-probabilities (``None`` for tokens that
             a schema gives), if the job wants them.
         generation: The whole response, once it has ended.
@@ -60,15 +60,15 @@ class Job:
     Attributes:
         prompt: The prompt.
         sampling: Length limit, sampling options and stop strings.
-        notify: Receives job and update in pairs, or finally an error; called by the worker's thread.
+        notify: Receives pairs of the job and an update, or finally an error; called by the worker's thread.
         deadline: Time (:func:`time.monotonic`) at which the job is dropped; 0 if no client waits for it.
         wants_rounds: Whether updates describe every forward pass.
-        num_top_logprobs: Alternatives per token with log-probabilities; ``None``: no log-probabilities.
+        num_top_logprobs: Number of alternatives per token with log-probabilities; ``None``: no log-probabilities.
         stream: Splits the text into pieces.
-        num_rounds: Forward passes that updates have described.
-        num_sent: Tokens whose log-probabilities were sent.
-        num_characters: Characters in the tokens whose log-probabilities were sent. Set by the service.
-        reader: Splits the text into text and tool calls, if the response may call tools. Used by the service.
+        num_rounds: Number of forward passes that updates have described.
+        num_sent: Number of tokens whose log-probabilities were sent.
+        num_characters: Number of characters of the tokens whose log-probabilities were sent. Set by the service.
+        reader: Splits the text into text and calls of tools, if the response may call tools. Used by the service.
         has_begun: Whether the client has received a part of the response. Set by the service.
         result: The response, once the service has received it.
     """
@@ -119,7 +119,7 @@ class CheckedModel(LanguageModel):
 
     @property
     def forward_cost(self) -> float:
-        """The model's cost per forward pass."""
+        """The model's cost of a forward pass."""
         return self._model.forward_cost
 
     def runner(self) -> Callable[..., Tensor]:
@@ -139,7 +139,7 @@ class CheckedModel(LanguageModel):
         return self._model.draft_runner()
 
     def head_runner(self) -> Callable[..., Tensor]:
-        """Return the model's head with a check on the logits.
+        """Return the model's head with a check of the logits.
 
         Raises:
             ArithmeticError: By the returned function, if a logit is NaN.
@@ -164,13 +164,13 @@ class Worker:
 
     Args:
         model: The model.
-        decoder: The decoder for all jobs.
-        sampling: Length limit and sampling options for requests that set none.
-        options: How many rows there are, and batching options.
-        limits: Limits for requests.
+        decoder: The decoder of all jobs.
+        sampling: Length limit and sampling options of requests that set none.
+        options: Number of rows and options of batching.
+        limits: Limits of requests.
 
     Attributes:
-        checked_model: The model with a check on its logits.
+        checked_model: The model with a check of its logits.
         engine: The engine.
         thread: The thread that runs the engine.
         is_ready: Whether the model has run once.
@@ -230,7 +230,7 @@ class Worker:
 
     @property
     def num_cut(self) -> int:
-        """Answers that clients wait for, or waited for when the thread ended."""
+        """Number of answers that clients wait for, or waited for when the thread ended."""
         return self._num_cut + sum(job.deadline > 0 for job in (*self.active.values(), *self.waiting))
 
     def _run(self, num_threads: int) -> None:

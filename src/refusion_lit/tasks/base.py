@@ -1,4 +1,4 @@
-"""The interface for tasks and examples."""
+"""The interface of tasks and examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Example:
         messages: Chat turns before the response (``{"role": ..., "content": ...}``), for chat data; the chat template
             gets them as they are.
         meta: Additional values for the task's scoring, and ``tools`` for the chat template.
-        spans: Character ranges ``(start, stop)`` to fill in, in text order; the rest of the response is
+        spans: Character ranges ``(start, stop)`` of the response to fill in, in text order; the rest of the response is
             given. Without spans, nothing is given.
     """
 
@@ -41,10 +41,10 @@ class Example:
 class Task(ABC):
     """Examples to train and test on, and a scoring function for responses.
 
-    Examples are read from files or generated deterministically from a seed. Splits are disjoint.
+    Examples are read from files or generated as deterministic functions of a seed. Splits are disjoint.
 
     Attributes:
-        metrics: Further metrics, by name, that :meth:`score` returns beside the score.
+        metrics: Names of further metrics that :meth:`score` returns beside the score.
 
     >>> class Reversal(Task):
     ...     def examples(self, split):

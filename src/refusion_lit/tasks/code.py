@@ -31,7 +31,7 @@ class CodeTask(FileTask):
     Attributes:
         files: The benchmark's file or files (JSON or JSONL, also ``.gz``).
         allow_code_execution: Whether generated code may run on this machine.
-        minimum_isolation: Minimum isolation for generated code: resource ``limits`` only, or ``full`` (no access to
+        minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, or ``full`` (no access to
             outside files, no network, no processes).
         limits: Resource limits per program.
     """
@@ -117,7 +117,7 @@ class HumanEval(CodeTask):
         require(has_prompt, "task.template", "a text with {prompt} in it", self.template, "add {prompt}")
 
     def read(self, row: DataRow) -> tuple[Split, Example]:
-        """Convert a row in the published format."""
+        """Convert a row of the published format."""
         names = ("prompt", "canonical_solution", "test", "entry_point", "task_id")
         prompt, solution, test, entry_point, identity = map(row.text, names)
         meta = {"prompt": prompt, "test": test, "entry_point": entry_point}
@@ -154,7 +154,7 @@ class Mbpp(CodeTask):
         require("{text}" in self.template, "task.template", "a text with {text} in it", self.template, "add {text}")
 
     def read(self, row: DataRow) -> tuple[Split, Example]:
-        """Convert a row in the published format."""
+        """Convert a row of the published format."""
         values = row.require_values()
         number = values.get("task_id")
         tests = values.get("test_list")
@@ -178,7 +178,7 @@ class Mbpp(CodeTask):
 
 
 def extract_code(response: str) -> str:
-    r"""Return a response's longest fenced block in Python or an unnamed language; without fences, the whole response.
+    r"""Return a response's longest fenced block of Python or unnamed language; without fences, the whole response.
 
     >>> extract_code("Sure:\n```python\nx = 1\n```\nDone.")
     'x = 1'

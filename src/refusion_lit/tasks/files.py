@@ -1,4 +1,4 @@
-"""Tasks whose examples are rows in files or in a Hugging Face hub data set."""
+"""Tasks whose examples are rows of files or of a data set on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHAREGPT_ROLES = {
     "model": "assistant", "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool",
     "observation": "tool",
 }  # fmt: skip
-"""Chat roles by their names in ShareGPT's format."""
+"""Roles of chat turns by their names in ShareGPT's format."""
 _FIX_FIELDS = (
     "add it, or set data.task.query_field and data.task.response_field, or data.task.preset (one of "
     f"{', '.join(_FIELDS)})"
@@ -42,11 +42,11 @@ _FIX_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FileTask(Task):
-    """A task whose examples are rows in files or in a Hugging Face hub data set.
+    """A task whose examples are rows of files or of a data set on the Hugging Face hub.
 
     Attributes:
-        dataset: Hub data set to use instead of files (``pip install datasets``).
-        dataset_name: The data set's configuration.
+        dataset: Id of a hub data set to use instead of files (``pip install datasets``).
+        dataset_name: Configuration of the data set.
     """
 
     dataset: str | None = None
@@ -54,11 +54,11 @@ class FileTask(Task):
 
     @cached_property
     def hub_splits(self) -> list[str]:
-        """The splits in ``dataset``; empty without a data set."""
+        """The splits of ``dataset``; empty without a data set."""
         return [] if self.dataset is None else self._call_hub("get_dataset_split_names")
 
     def read_source(self, source: str) -> Iterator[DataRow]:
-        """Return the rows in a file or, with ``dataset``, in a split.
+        """Return the rows of a file or, with ``dataset``, of a split of the data set.
 
         Raises:
             ValueError: If the source cannot be read; the message names it.
@@ -72,7 +72,7 @@ class FileTask(Task):
         return (DataRow(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(rows, start=1))
 
     def _call_hub(self, function: str, **options: str) -> Any:  # noqa: ANN401
-        """Call a function in the package ``datasets``; its errors become a one-line ``ValueError``."""
+        """Call a function of the package ``datasets``; its errors become a one-line ``ValueError``."""
         try:
             import datasets  # pyright: ignore[reportMissingImports] - an extra
         except ImportError as error:
@@ -97,15 +97,15 @@ class InstructionFiles(FileTask):
     Attributes:
         train: Training file or files; with ``dataset``, its training split's name (default ``train``).
         validation: Validation files or split. ``None`` uses the data set's ``validation`` split if there is one, and
-            otherwise holds out training samples; see ``validation_fraction``.
+            otherwise holds out ``validation_fraction`` of the training samples.
         test: Test and prediction files or split. ``None`` uses the data set's ``test`` split if there is one, and
             otherwise the validation samples.
-        validation_fraction: Share of training rows to hold out, in [0, 1); at least one row unless it is 0. The
-            rows are chosen by their texts' hashes, in whatever order they come.
+        validation_fraction: Fraction of the training rows to hold out, in [0, 1); at least one row unless it is 0. The
+            rows are chosen by hashes of their texts, in whatever order they come.
         preset: Field names: ``query``/``response``, ``question``/``answer``, ``instruction``/``input``/``output``
             (Alpaca), ``prompt``/``completion``, chat ``messages``, or ``conversations`` (ShareGPT's ``from`` and
-            ``value``). ``auto``: by a row's fields.
-        assistant_turns: Assistant turns to train and validate on in a chat: ``all`` (an example per turn with text) or
+            ``value``). ``auto``: by the fields of a row.
+        assistant_turns: Assistant turns of a chat to train and validate on: ``all`` (an example per turn with text) or
             ``last``. Turns that call tools or have ``weight: 0`` are context. A test prompts for the last turn.
         query_field: The query field's name, if it differs from the preset's.
         response_field: The response field's name, if it differs from the preset's.
@@ -114,9 +114,9 @@ class InstructionFiles(FileTask):
             same rule.
         malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts such samples, including
             training and validation samples that cannot be encoded.
-        num_malformed: Skipped samples, by split, in the splits read so far.
-        num_left_out: Samples that ``keep`` left out, by split.
-        num_call_turns: Assistant turns that are context because they call tools or are not text, by split.
+        num_malformed: Number of skipped samples, by split, of the splits read so far.
+        num_left_out: Number of samples that ``keep`` left out, by split.
+        num_call_turns: Number of assistant turns that are context because they call tools or are not text, by split.
 
     >>> import json, tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
@@ -165,7 +165,7 @@ class InstructionFiles(FileTask):
             train: The training rows.
             validation: The validation rows.
             test: The test rows.
-            options: Further options for the class.
+            options: Further options of the class.
 
         Examples:
             >>> rows = [{"prompt": "2+3", "completion": "5"}, {"prompt": "1+1", "completion": "2"}]
@@ -177,7 +177,7 @@ class InstructionFiles(FileTask):
         return cls(**given)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return a split's examples; every file is read once."""
+        """Return the examples of a split; each file is read once."""
         is_test = split == "test"
         if is_test and self._sources("test") is None:
             split = "validation"
@@ -199,7 +199,7 @@ class InstructionFiles(FileTask):
         return float(response.strip() == example.response.strip())
 
     def _sources(self, split: Split) -> list[Any] | None:
-        """Return a split's files, data sets or hub splits; ``None`` if there are none."""
+        """Return the files, data sets or the hub data set's splits of a split; ``None`` if there are none."""
         files: Any = {"train": self.train, "validation": self.validation, "test": self.test}[split]
         if files is None:
             return [split] if self.dataset is not None and split in self.hub_splits else None
@@ -207,7 +207,7 @@ class InstructionFiles(FileTask):
         return files if are_files and files else [files]
 
     def read_source(self, source: Any) -> Iterator[DataRow]:  # noqa: ANN401 - a name, or any data set
-        """Return the rows in a file, a hub split, or a data set in memory.
+        """Return the rows of a file, of a split of a hub data set, or of a data set in memory.
 
         Raises:
             ValueError: If the source cannot be read; the message names it.
@@ -237,7 +237,7 @@ class InstructionFiles(FileTask):
         return [row for row, is_out in zip(self._read_split("train"), self._is_held_out, strict=True) if not is_out]
 
     def _read_split(self, split: Split) -> list[list[Example]]:
-        """Return the examples from every row in a split."""
+        """Return the examples of every row of a split."""
         if split not in self._samples:
             sources = self._sources(split)
             if sources is None:
@@ -282,7 +282,7 @@ class InstructionFiles(FileTask):
         return score == 1
 
     def _examples(self, row: DataRow, identity: str, split: Split) -> list[Example]:
-        """Return a row's examples: a single example, or an example per assistant turn in a chat."""
+        """Return the examples of a row: one, or one for each assistant turn of a chat."""
         values = row.require_values("fix the line, or set malformed: skip in the task")
         preset = self._detect(values) if self.preset == "auto" else self.preset
         if preset in ("messages", "conversations"):
@@ -317,7 +317,7 @@ class InstructionFiles(FileTask):
         Args:
             row: The row.
             identity: Its id, which the last example gets.
-            name: The field with the turns.
+            name: The field of the turns.
             turns: The turns.
             split: The split.
             start: The first turn that may be trained.
@@ -402,7 +402,7 @@ def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _earlier_turns(row: DataRow, query: str) -> tuple[dict[str, Any], ...]:
-    """Return the turns before an Alpaca answer: ``system`` and ``history``, if the row has them."""
+    """Return the turns before an answer of an Alpaca row with ``system`` or ``history``; nothing without these."""
     values = row.require_values()
     system, history = values.get("system"), values.get("history")
     if not system and not history:
@@ -438,7 +438,7 @@ def _is_turn(turn: object) -> bool:
 
 
 def _unique_labels(sources: list[Any], option: str) -> list[str]:
-    """Return a short label per source for ids: the file names, or the paths if file names repeat."""
+    """Return a short label for ids of every source: the file names, or the paths if file names repeat."""
     files = [source for source in sources if isinstance(source, str)]
     if len(set(files)) < len(files):
         raise ValueError(f"{option}: expected each file once, got {sources}; remove the repetitions.")

@@ -1,6 +1,6 @@
-"""Generated tasks: the base class, sums, sheets with independent sums, and records to sort.
+"""Generated tasks: the base class, sums, sheets of independent sums, and records to sort.
 
-Every generated example has a unique *key* in ``range(num_keys)``, and different keys give different queries.
+Every example of a generated task has a unique *key* in ``range(num_keys)``, and different keys give different queries.
 A seeded permutation assigns the keys to train, validation and test in turn. Examples are therefore distinct, splits are
 disjoint, and a split's example ``i`` does not depend on the split sizes, without storing or comparing examples.
 """
@@ -40,15 +40,15 @@ _CITIES = "accra bern cairo delhi kyiv lima lyon milan oslo paris quito riga rom
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTask(Task):
-    """A task whose examples depend on seed, split and index only.
+    """A task whose examples are functions of seed, split and index only.
 
-    A subclass says how many keys there are (``num_keys``), and generates a key's example (``draw``). It checks its
-    options before it calls this class's ``__post_init__``.
+    A subclass defines the number of keys (``num_keys``) and generates a key's example (``draw``). It checks its options
+    before it calls this class's ``__post_init__``.
 
     Attributes:
-        num_train: Training examples. All examples in all splits are distinct.
-        num_validation: Validation examples.
-        num_test: Test examples.
+        num_train: Number of training examples. All examples of all splits are distinct.
+        num_validation: Number of validation examples.
+        num_test: Number of test examples.
         seed: Random seed.
     """
 
@@ -58,7 +58,7 @@ class GeneratedTask(Task):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the keys suffice for three splits as large as the largest.
+        """Check that every split fits into a third of the keys.
 
         Raises:
             ValueError: If a split size is negative or greater than a third of the keys.
@@ -74,7 +74,7 @@ class GeneratedTask(Task):
     @property
     @abstractmethod
     def num_keys(self) -> int:
-        """How many keys there are; at most 2**1024."""
+        """Number of keys; at most 2**1024."""
 
     @abstractmethod
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
@@ -90,7 +90,7 @@ class GeneratedTask(Task):
         return float(response == example.response)
 
     def size(self, split: Split) -> int:
-        """Return how many examples a split has."""
+        """Return the number of examples in a split."""
         return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}[split]
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -115,7 +115,7 @@ class LazyExamples(Sequence[Example]):
     """A sequence that generates examples on access; its pickle is small for any length.
 
     Attributes:
-        size: How many examples there are.
+        size: Number of examples.
         make: Returns the example at an index in ``range(size)``.
     """
 
@@ -135,7 +135,7 @@ class LazyExamples(Sequence[Example]):
 
 
 def digits(number: int, base: int, count: int) -> list[int]:
-    """Return a number's ``count`` lowest digits in a base, lowest first.
+    """Return the ``count`` lowest digits of a number in a base, lowest first.
 
     >>> digits(1234, 10, 3)
     [4, 3, 2]
@@ -148,11 +148,11 @@ def digits(number: int, base: int, count: int) -> list[int]:
 
 
 def permute(index: int, size: int, seed: str) -> int:
-    """Permute ``range(size)`` by a seed; return where an index goes.
+    """Return the image of an index under a seeded permutation of ``range(size)``.
 
-    A Feistel network (Luby and Rackoff, SIAM J. Comput. 1988) permutes the numbers that fit into an even bit count.
-    Images outside the range are permuted again until they are inside (cycle walking; Black and Rogaway, CT-RSA 2002).
-    Time and memory do not grow with ``size``.
+    A Feistel network (Luby and Rackoff, SIAM J. Comput. 1988) permutes the numbers with an even number of bits. Images
+    outside the range are permuted again until they are inside (cycle walking; Black and Rogaway, CT-RSA 2002). Time and
+    memory do not grow with ``size``.
 
     Args:
         index: Index in ``range(size)``.
@@ -183,8 +183,8 @@ class Additions(GeneratedTask):
     The key determines the first ``min_terms`` sums. The number of sums is uniformly distributed.
 
     Attributes:
-        min_terms: Minimum sums in a query, 1 to 64.
-        max_terms: Maximum sums in a query, ``min_terms`` to 64.
+        min_terms: Minimum number of sums in a query, 1 to 64.
+        max_terms: Maximum number of sums in a query, ``min_terms`` to 64.
 
     >>> task = Additions()
     >>> example = task.examples("test")[1]
@@ -229,10 +229,10 @@ class Sheet(GeneratedTask):
     The query has the same length as the response, and no cell depends on another. Decoding all cells in parallel
     therefore loses no accuracy.
 
-    The key determines the unordered number pair in every cell. A cell is a sum with probability 0.5.
+    The key determines the unordered pair of numbers in each cell. A cell is a sum with probability 0.5.
 
     Attributes:
-        num_terms: Cells in a query, 1 to 64.
+        num_terms: Number of cells in a query, 1 to 64.
     """
 
     num_terms: int = 8
@@ -270,7 +270,7 @@ class Sheet(GeneratedTask):
 
 @dataclass(frozen=True, kw_only=True)
 class Records(GeneratedTask):
-    """Two to four people to sort by name, age or city; the values in a column are distinct, so there are no ties.
+    """Two to four people to sort by name, age or city; the values of a column are distinct, so there are no ties.
 
     The output has long-range dependencies and a fixed format: the response to
     ``sort by age: eve 82 rome; bob 31 oslo`` is
@@ -279,8 +279,8 @@ class Records(GeneratedTask):
     The key determines name and age in the first ``min_rows`` rows. The number of rows is uniformly distributed.
 
     Attributes:
-        min_rows: Minimum rows in a query, 2 to 16.
-        max_rows: Maximum rows in a query, ``min_rows`` to 16.
+        min_rows: Minimum number of rows in a query, 2 to 16.
+        max_rows: Maximum number of rows in a query, ``min_rows`` to 16.
     """
 
     min_rows: int = 2
@@ -293,7 +293,7 @@ class Records(GeneratedTask):
 
     @property
     def num_keys(self) -> int:
-        """How many ways there are to choose distinct names and ages for ``min_rows`` rows."""
+        """Number of choices of distinct names and ages for ``min_rows`` rows."""
         return perm(len(_NAMES), self.min_rows) * perm(len(_AGES), self.min_rows)
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
@@ -318,7 +318,7 @@ class Records(GeneratedTask):
     def score(self, example: Example, response: str) -> float:
         """Return 1 for JSON with the same value as the reference, else 0.
 
-        Spaces between JSON tokens and the key order in an object do not matter. The row order matters, and
+        Spaces between JSON tokens and the order of an object's keys do not matter. The order of the rows matters, and
         repeated keys are wrong.
         """
         try:
@@ -327,13 +327,13 @@ class Records(GeneratedTask):
             return 0.0
 
     def characters(self) -> str:
-        """Return the letters in columns, names and cities, digits, and JSON's punctuation."""
+        """Return the letters of columns, names and cities, digits, and the punctuation of JSON."""
         words = "".join((*_COLUMNS, *_NAMES, *_CITIES, "sort by"))
         return "".join(sorted(set(words + '0123456789:;[]{},"')))
 
 
 def _parse_json(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse JSON; objects become sorted pairs, which keep repeated keys."""
+    """Parse JSON; objects become sorted lists of pairs, which keep repeated keys."""
     return json.loads(text, object_pairs_hook=lambda pairs: sorted(pairs, key=itemgetter(0)))
 
 

@@ -74,7 +74,7 @@ class Gsm8k(InstructionFiles):
 
 
 def extract_answer(text: str) -> Fraction | None:
-    """Return a solution's final number; ``None`` if there is no marker or no number after it.
+    """Return the final number of a solution; ``None`` if there is no marker or no number after it.
 
     >>> extract_answer("1,000 in total. #### 1,234.50")
     Fraction(2469, 2)
@@ -85,7 +85,7 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _read_number(text: str) -> Fraction | None:
-    """Return the exact value that a text's first number or equation has; ``None`` if there is none.
+    """Return the exact value of a text's first number, or of an equation's result; ``None`` if there is none.
 
     Numbers that are too long for Python to convert are ``None``, too.
     """
@@ -107,7 +107,7 @@ def _read_number(text: str) -> Fraction | None:
 
 
 def _harness_scores(reference: str, response: str) -> dict[str, float]:
-    """Return lm-evaluation-harness's scores for a response in its task ``gsm8k``."""
+    """Return lm-evaluation-harness's scores of a response in its task ``gsm8k``."""
     response = _HARNESS_ENDS.split(response, maxsplit=1)[0]
     strict, flexible = _STRICT.findall(response), _FLEXIBLE.findall(response)
     extracted = {"strict_match": strict[0] if strict else "", "flexible_extract": flexible[-1] if flexible else ""}

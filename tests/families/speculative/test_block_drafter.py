@@ -108,16 +108,16 @@ def test_shared_prefixes_share_the_drafters_context() -> None:
 
 
 def test_a_target_beyond_its_sliding_window_keeps_its_text() -> None:
-    """Texts of 1.5 and of more than 4 windows, alone, in batches and with shared prefixes."""
+    """Texts of 1.5 and of more than 4 windows, in batches and with shared prefixes."""
     backbone = make_backbone(target_window=8)
     assert backbone.window == 8
     start = tuple(range(3, 13)) * 8
-    found = [Prompt(token_ids=(*start, *end), id=str(i)) for i, end in enumerate([(3,), (4, 5), (3, 6, 7)])]
-    found += [Prompt(token_ids=start[:length], id=f"short {length}") for length in (2, 12)]
+    requests = [Prompt(token_ids=(*start, *end), id=str(i)) for i, end in enumerate([(3,), (4, 5), (3, 6, 7)])]
+    requests += [Prompt(token_ids=start[:length], id=f"short {length}") for length in (2, 12)]
     sampling = SamplingParams(max_new_tokens=20)
-    drafted = decode(backbone, SelfSpeculative(), found, sampling, batch_size=2)
+    drafted = decode(backbone, SelfSpeculative(), requests, sampling, batch_size=2)
     assert drafted.num_shared > 0
-    for prompt, row in zip(found, drafted.rows, strict=True):
+    for prompt, row in zip(requests, drafted.rows, strict=True):
         text = torch.tensor([[*prompt.token_ids, *row.token_ids]])
         with torch.no_grad():
             logits = backbone.model(input_ids=text).logits[0, len(prompt.token_ids) - 1 : -1]

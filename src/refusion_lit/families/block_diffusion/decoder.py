@@ -27,10 +27,10 @@ from refusion_lit.utils.require import require
 
 @dataclass(kw_only=True)
 class SubBlockState(RowState):
-    """State while :class:`BlockDiffusion` decodes.
+    """State of block diffusion.
 
     Attributes:
-        span_step: Steps done in the current sub-block.
+        span_step: Number of steps done in the current sub-block.
         cached_block: Start of the block whose noisy tokens are all cached; -1 for none.
     """
 
@@ -40,7 +40,7 @@ class SubBlockState(RowState):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDecoder(Decoder):
-    """Base for decoders on block-causal models, in which a block sees itself and earlier blocks.
+    """Base of decoders for block-causal models, in which a block sees itself and earlier blocks.
 
     The KV cache of complete blocks is exact, because complete blocks do not depend on later blocks.
 
@@ -193,7 +193,7 @@ class BlockDiffusion(BlockDecoder):
         return "filtered" if is_filtered else None
 
     def step(self, state: SubBlockState) -> Steps[None]:  # type: ignore[override]
-        """Draw tokens for the current sub-block, or a block's first token if the previous block predicts it."""
+        """Draw tokens of the current sub-block, or a block's first token if the previous block predicts it."""
         first = state.prompt_length + state.is_masked.index(True)
         block_start = first // self.block_size * self.block_size
         if self.shifted and first == block_start:
@@ -213,12 +213,12 @@ class BlockDiffusion(BlockDecoder):
             state.span_step = state.span_step + 1 if masked_in(state, first, span_end) else 0
 
     def _quota(self, state: SubBlockState) -> int:
-        """Return how many tokens this step fills at least."""
+        """Return the minimum number of tokens of this step."""
         quota = 1 if self.num_steps is None else step_quota(self._span_size, self.num_steps, state.span_step)
         return max(quota, 1)
 
     def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
-        """Forward the block, after clean blocks that are not cached yet; commit some drawn tokens."""
+        """Forward the block, after clean blocks that are not cached yet; commit some of the drawn tokens."""
         branch = self._noisy_branch(state, block_start, drawn)
         draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic=self._statistic)
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
@@ -227,7 +227,7 @@ class BlockDiffusion(BlockDecoder):
         state.commit([drawn[i] - state.prompt_length for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _choose(self, reading: Reading, quota: int) -> list[int]:
-        """Return which drafts to commit, by index."""
+        """Return the indices of the drafts to commit."""
         if self.sampling_rule == "sequential":
             return [*range(len(reading.tokens))]
         if self.sampling_rule == "entropy_bounded":

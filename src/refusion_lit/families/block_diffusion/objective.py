@@ -1,4 +1,4 @@
-"""Trains block diffusion: autoregressive over blocks, masked diffusion inside a block."""
+"""Training of block diffusion: autoregressive over blocks, masked diffusion inside a block."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class BlockMasked(Objective):
     def _with_whole_blocks(
         self, batch: ResponseBatch, special_tokens: SpecialTokens
     ) -> tuple[ResponseBatch, Int[Tensor, " batch"]]:
-        """Complete the last blocks; return the batch and how many tokens every row shows."""
+        """Complete the last blocks; return the batch and the rows' numbers of visible tokens."""
         lengths = (batch.ends + self.block_size - 1) // self.block_size * self.block_size
         token_id = None if self.fill_blocks_with == "eos" else required_mask_id(self, special_tokens)
         filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=token_id)
@@ -185,9 +185,9 @@ def three_part_ranges(
     and all earlier clean blocks. A clean token sees the clean blocks up to and including its block, and no noisy token.
 
     Args:
-        num_tokens: Tokens in a half.
+        num_tokens: Number of tokens in a half.
         block_size: Tokens per block; blocks are counted from position 0 of both halves.
-        lengths: Real tokens in a half, by row. Padding sees itself and clean tokens.
+        lengths: Number of real tokens in a half, by row. Padding sees itself and clean tokens.
         causal: Inside a block, let a token see only earlier tokens and itself; ``clean``: in the clean half alone.
     """
     tokens = torch.arange(2 * num_tokens, device=lengths.device)

@@ -48,7 +48,7 @@ class TokenEditing(BlockDecoder):
         mask_threshold: Fill masks whose token is more probable (mask-to-token threshold), in [0, 1].
         edit_threshold: Replace a token by another token that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
-        max_post_steps: Maximum forwards on a block without masks; stops edits that undo each other.
+        max_post_steps: Maximum number of forwards of a block without masks; stops edits that undo each other.
         min_num_filled: Fill at least this many masks per forward (``num_to_transfer`` in LLaDA2.1).
         num_steps: Steps per block (``num_inference_steps`` in diffusers). A forward fills at least its equal share of
             the block, and a block whose masks last until the final step is not edited afterwards. ``None``: no limit.
@@ -116,7 +116,7 @@ class TokenEditing(BlockDecoder):
         state.finished = True not in state.is_masked
 
     def _quota(self, num_fills: int) -> int:
-        """Return how many masks to fill at least in a forward after ``num_fills`` others."""
+        """Return the minimum number of masks to fill in a forward after ``num_fills`` others."""
         share = 0 if self.num_steps is None else step_quota(self.block_size, self.num_steps, num_fills)
         return max(share, self.min_num_filled)
 
@@ -150,10 +150,10 @@ class EditableBlockMasked(BlockMasked):
     the model's drafts (multi-turn forward).
 
     Attributes:
-        max_replaced: Maximum share of unmasked tokens that are replaced, in [0, 1].
+        max_replaced: Upper end of the share of unmasked tokens that are replaced, in [0, 1].
         kept: Share of the right unmasked tokens that are targets, in [0, 1].
-        edit_weight: Coefficient on the term ``edit``, at least 0.
-        keep_weight: Coefficient on the term ``keep``, at least 0.
+        edit_weight: Coefficient of the term ``edit``, at least 0.
+        keep_weight: Coefficient of the term ``keep``, at least 0.
 
     >>> EditableBlockMasked(block_size=4).terms
     {'mdm': 1.0, 'edit': 0.5, 'keep': 0.1}
@@ -173,12 +173,12 @@ class EditableBlockMasked(BlockMasked):
 
     @property
     def traits(self) -> ModelTraits:
-        """Block-causal attention; masks and visible tokens predict the right token at their position."""
+        """Block-causal attention; masks and visible tokens predict the right token of their position."""
         return replace(super().traits, predictions=("mask", "visible"))
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """The terms for masks, wrong visible tokens and right visible tokens."""
+        """The terms of masks, of wrong and of right visible tokens."""
         return {"mdm": 1.0, "edit": self.edit_weight, "keep": self.keep_weight}
 
     def corrupt(

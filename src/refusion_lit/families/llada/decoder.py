@@ -1,4 +1,4 @@
-"""LLaDA and Dream: a fixed mask canvas, unmasked step by step with bidirectional attention.
+"""LLaDA and Dream: a fixed canvas of masks, unmasked step by step with bidirectional attention.
 
 Sources: the papers and released samplers of LLaDA (arXiv 2502.09992) and Dream (arXiv 2508.15487). Deliberate
 differences: the state, not the token ids, records which places are masked; mask and padding ids are never drawn; ties
@@ -25,7 +25,7 @@ _END = 1e-3
 
 @dataclass(kw_only=True)
 class LLaDAState(RowState):
-    """State while :class:`LLaDA` decodes.
+    """State of LLaDA.
 
     Attributes:
         schedule: Pairs of a step's block and quota of masks (Dream's orders do not use the quota). A block without
@@ -43,7 +43,7 @@ class LLaDA(Decoder):
     steps, in proportion to its masks.
 
     Attributes:
-        steps: Forwards over the whole response; ``None``: as many as tokens.
+        steps: Number of forwards over the whole response; ``None``: as many as tokens.
         block_length: Tokens per block; blocks are unmasked left to right. ``None``: a single block.
         order: Masks to unmask first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the most
             probable draft first) or ``random``. Dream: ``origin`` (masks by chance), ``maskgit_plus`` (probability
@@ -131,7 +131,7 @@ class LLaDA(Decoder):
         return state
 
     def step(self, state: LLaDAState) -> Steps[None]:  # type: ignore[override]
-        """Run a forward over the whole canvas and unmask the step's quota."""
+        """Run a forward over the whole canvas and unmask the step's quota of tokens."""
         number = state.num_forwards  # the step's number, from 0
         block, _ = state.schedule[number]
         places = [place for place in block if state.is_masked[place]]
@@ -188,7 +188,7 @@ def step_quota(num_masks: int, num_steps: int, step: int) -> int:
 
 
 def paced_steps(num_masks: int, num_steps: int, block_length: int) -> int:
-    """Return how many steps ``num_masks`` get if ``block_length`` masks get ``num_steps``."""
+    """Return the number of steps for ``num_masks`` at the pace of ``num_steps`` steps for ``block_length`` masks."""
     return -(-num_masks * num_steps // block_length)
 
 
@@ -199,7 +199,7 @@ def time_share(step: int, num_steps: int) -> float:
 
     Args:
         step: Step number, from 0.
-        num_steps: How many steps there are.
+        num_steps: Number of steps.
     """
     if step >= num_steps - 1:
         return 1.0

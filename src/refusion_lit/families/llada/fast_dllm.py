@@ -1,4 +1,4 @@
-"""Fast-dLLM: decodes LLaDA and Dream faster by confidence thresholds and an approximate KV cache.
+"""Fast-dLLM: faster decoding of LLaDA and Dream by confidence thresholds and an approximate KV cache.
 
 Source: arXiv 2505.22618 and its released code. Deliberate difference: the factor rule is the paper's; the released code
 accepts an additional token when its scan reaches the last candidate.
@@ -36,7 +36,7 @@ class FastDLLM(Decoder):
             block needs at most as many as it has tokens. ``None``: as many as tokens. With a threshold (Dream's version
             without a cache): a step may unmask an equal share of the response and what earlier steps left over; from
             the last step on, all tokens that reach the threshold.
-        order: How confidence is defined. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: the
+        order: Definition of confidence. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: the
             probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
             ``entropy``: the negative entropy of the filtered distribution, on Dream's time schedule inside a block
             (Dream with a cache and any other ``alg``); needs ``threshold`` null.
@@ -116,7 +116,7 @@ class FastDLLM(Decoder):
         return state
 
     def _pace(self, sampling: SamplingParams) -> tuple[int, int]:
-        """Return how many tokens and steps a block without given tokens has."""
+        """Return the number of tokens and of steps of a block without given tokens."""
         nominal = self.block_length or sampling.max_new_tokens
         return nominal, nominal if self.steps is None else self.steps // -(-sampling.max_new_tokens // nominal)
 
@@ -166,7 +166,7 @@ class FastDLLM(Decoder):
         return replace(branch, visible=((0, first), (last, length)))
 
     def _choose(self, state: RowState, confidences: Sequence[float], block: range, number: int) -> list[int]:
-        """Return which masks to unmask, by index, in the block's forward with this number, from 0."""
+        """Return the indices of the masks to unmask in the block's forward with this number, from 0."""
         ranked = most_certain(confidences)
         if self.threshold is not None:
             allowed = ranked[: self._allowance(state, number)]

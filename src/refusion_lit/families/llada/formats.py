@@ -1,4 +1,4 @@
-"""Checkpoint formats for LLaDA, Dream and Open-dLLM.
+"""Checkpoint formats of LLaDA, Dream and Open-dLLM.
 
 LLaDA is a Llama with the weight names of OLMo's code. In Dream and Open-dLLM, Qwen2 models, the position before a mask
 predicts it.
@@ -20,7 +20,7 @@ _DROPPED = (
     "embedding_dropout", "flash_attention", "init_cutoff_factor", "init_device", "init_fn", "precision",
     "residual_dropout", "rope_full_precision", "use_cache",
 )  # fmt: skip
-"""LLaDA options without a counterpart in Llama."""
+"""Options of LLaDA's classes without a counterpart in Llama."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Trains a block drafter (DFlash): mask blocks after random response tokens predict what follows."""
+"""Training of a block drafter (DFlash): blocks of masks after random tokens of a response predict what follows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BlockDraft(Objective):
     ``draft``, is a mean over all masks inside the response, weighted by ``decay``. Source: DFlash, arXiv 2602.06036.
 
     Attributes:
-        num_anchors: Maximum anchors in a response, at least 1.
+        num_anchors: Maximum number of anchors in a response, at least 1.
         decay: Base of the weights, in (0, 1]: mask k has weight decay^(k - 1), because a draft counts only if all
             earlier drafts are accepted. DFlash's exp(-1 / gamma) is 0.87 for blocks of 16 tokens, 0.78 for 8.
 

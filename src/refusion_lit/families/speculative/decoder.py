@@ -256,7 +256,7 @@ class SelfSpeculative(Decoder):
         return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
 
     def _num_masks(self, state: SpeculativeState, num_drafts: int, accepted: int) -> int:
-        """Return how many masks to put after a forward's first ``accepted`` drafts."""
+        """Return the number of masks to put after the first ``accepted`` drafts of a forward."""
         size = self.slot_size
         available = len(state.special_tokens.draft_token_ids) if size is None else size
         wanted = available if self.num_drafts is None else self.num_drafts

@@ -1,4 +1,4 @@
-"""Trains a drafter: masks after many anchors in a text predict the frozen model's next tokens."""
+"""Training of a drafter: masks after many anchors of a text predict the frozen model's next tokens."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class GatedDraft(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Append mask groups to the text; see :meth:`Objective.corrupt`.
+        """Append groups of masks to the text; see :meth:`Objective.corrupt`.
 
         Raises:
-            ValueError: If the model has no drafter with adapters.
+            ValueError: If the model has no drafter of adapters.
         """
         del mask_ratio  # nothing is masked
         masks = special_tokens.draft_token_ids

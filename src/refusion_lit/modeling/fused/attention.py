@@ -5,10 +5,10 @@ row, and computes all rows in a single call. On CPUs, a mask with more than ``_M
 memory. The queries are then cut into chunks, and every layer computes the chunks' masks again.
 
 Batch invariance: libraries choose the summation order by the product's shape. So a token's states differ in their last
-bits with how many tokens and rows the forward pass has. In low precision this changes texts.
+bits with the number of tokens in the forward pass and with the number of rows. In low precision this changes texts.
 With ``batch_invariant``, every product has 8 rows (:func:`~refusion_lit.modeling.fused.linear.multiply_in_blocks`), and
-attention has 8 queries and 512, 1024, ... keys, with padding if necessary, because torch's kernel processes 512 keys
-at a time. So no result depends on how many tokens, rows or entries there are.
+attention has 8 queries and a multiple of 512 keys, with padding if necessary, because torch's kernel processes 512 keys
+at a time. So no result depends on the number of tokens, rows or entries.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from refusion_lit.modeling.transformers_forward import sdpa_mask
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, as_mask
 
 _TRIANGLE = np.tri(128, dtype=bool)
-"""Causal matrices for short spans are views into this matrix."""
+"""Causal matrices for short spans are views of this matrix."""
 
 NUM_KEYS = 512
-"""How many keys torch's attention on CPUs processes at a time."""
+"""Number of keys that torch's attention on CPUs processes at a time."""
 
 _MAX_MASK = 1 << 22
-"""Maximum mask elements in a call, on CPUs; 16 MB in float32."""
+"""Maximum number of mask elements in a call, on CPUs; 16 MB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where real tokens (not padding) stand in a padded batch.
+    """Places of real tokens (not padding) in a padded batch.
 
     Attributes:
         shape: The batch's shape.
@@ -79,12 +79,12 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     Args:
         query: States [row, place, head, dim].
         key: States in the same layout; several query heads may share a head.
-        value: States, laid out as ``key``.
+        value: States in the layout of ``key``.
         mask: Added to scores [row, 1, place, key]; ``None``: no mask.
         is_causal: Whether the i-th query sees the first i keys; only without a mask.
 
     Returns:
-        The heads' outputs, laid out as the queries.
+        The heads' outputs, in the layout of the queries.
     """
     num_queries = query.shape[1]
     times = query.shape[2] // key.shape[2]
@@ -213,7 +213,7 @@ def chunked_calls(
         visibility: What the tokens see.
         cache: Prepared for the forward pass; ``None`` if keys are the tokens themselves.
         dtype: The states' type.
-        max_mask: Maximum mask elements in a call.
+        max_mask: Maximum number of mask elements in a call.
     """
     num_rows, length = visibility.shape
     size = max(max_mask // (num_rows * visibility.num_keys), 1)
@@ -300,7 +300,7 @@ def additive_mask(visibility: Visibility, dtype: torch.dtype) -> Float[Tensor, "
 
 
 def _span_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:
-    """Return which tokens in a span see which of the span's tokens."""
+    """Return which tokens of a span see which tokens of the span."""
     if order is None:
         return _TRIANGLE[:length, :length] if length <= len(_TRIANGLE) else np.tri(length, dtype=bool)
     orders = np.asarray(order)
@@ -330,5 +330,5 @@ def invariant_attention(
 
 
 def _round_up(number: int, step: int) -> int:
-    """Round up to a multiple of a step."""
+    """Return the next multiple of a step."""
     return -(-number // step) * step
