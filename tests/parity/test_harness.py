@@ -91,7 +91,8 @@ def test_generated_texts(folder: Path) -> None:
     model, library = ours(folder), theirs(folder)
     base = {"max_gen_toks": 12, "do_sample": False}
     contexts = [context for context, _ in PAIRS if context]
-    free = library.generate_until(ask("generate_until", *((c, {**base, "until": []}) for c in contexts)), disable_tqdm=True)
+    requests = ask("generate_until", *((context, {**base, "until": []}) for context in contexts))
+    free = library.generate_until(requests, disable_tqdm=True)
     # Stop strings within the texts, at their beginning, and names of special tokens.
     names = [str(name) for name in AutoTokenizer.from_pretrained(folder).all_special_tokens]
     stops = [["\n\n"], [free[0][2:4] or "x"], [free[1][:1] or "x", free[1][3:6] or "y"], names]

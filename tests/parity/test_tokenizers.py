@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Reference:
         return whole[len(str(self.tokenizer.decode(self.prompt, skip_special_tokens=True))) :]
 
 
-@pytest.fixture(scope="module", params=[(kind, form) for kind in (*KINDS, *LEGACY, *REAL) for form in FORMS], ids="-".join)
+@pytest.fixture(scope="module", params=product((*KINDS, *LEGACY, *REAL), FORMS), ids="-".join)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     kind, form = request.param
     names = {"chat_template": ZEPHYR} if form == "zephyr" and kind not in REAL else {}
@@ -120,8 +121,9 @@ def test_python_and_commands_answer_as_transformers(
 def test_the_server_answers_as_transformers(reference: Reference, model: TextModel) -> None:
     pytest.importorskip("fastapi")
     text = Detokenizer(model.tokenizer)(reference.answer, reference.prompt)
-    door = "chat/completions" if reference.has_template else "completions"
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": QUERY}]} if reference.has_template else {"prompt": QUERY}
+    door, fields = "completions", {"prompt": QUERY}
+    if reference.has_template:
+        door, fields = "chat/completions", {"messages": [{"role": "user", "content": QUERY}]}  # type: ignore[dict-item]
     with serving(model, Autoregressive()) as server:
         for stream in (False, True):
             body = {"model": "additions", "max_tokens": NUM_TOKENS, "stream": stream, **fields}
@@ -225,7 +227,8 @@ def test_every_assistant_turn_is_trained_as_the_template_renders_it(reference: R
     data = [{"messages": CONVERSATION}] if reference.has_template else [{"query": QUERY, "response": " is\n  Paris é"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in data))
     task = InstructionFiles(train=str(path), validation=str(path))
-    module = InstructionDataModule(task, PretrainedTokenizer(source=str(reference.folder)), batch_size=1, max_length=512)
+    encoder = PretrainedTokenizer(source=str(reference.folder))
+    module = InstructionDataModule(task, encoder, batch_size=1, max_length=512)
     rows = []
     for loaded in module.train_dataloader():
         batch = loaded.batch
@@ -243,7 +246,8 @@ def test_every_assistant_turn_is_trained_as_the_template_renders_it(reference: R
         assert ids[-1] in tokenizer.all_special_ids or ids[-1] in tokenizer.added_tokens_decoder
         ends.append(len(ids))
         turns = CONVERSATION[: 2 * len(ends) - 1]
-        assert ids[:length] == tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert ids[:length] == prompt
     assert len(ends) == 2
 
 

@@ -158,10 +158,13 @@ def _real_tokenizer(kind: str, *, chat: bool) -> PreTrainedTokenizerFast:
         template = TEMPLATES["llama2"]
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent)
+        user, assistant = (
+            f"<\N{FULLWIDTH VERTICAL LINE}{role}\N{FULLWIDTH VERTICAL LINE}>" for role in ("User", "Assistant")
+        )
         template = "{{ bos_token }}" + _template(
-            "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}{% else %}"
-            "{{ '<｜Assistant｜>' + m['content'] + eos_token }}{% endif %}",
-            "<｜Assistant｜>",
+            f"{{% if m['role'] == 'user' %}}{{{{ '{user}' + m['content'] }}}}{{% else %}}"
+            f"{{{{ '{assistant}' + m['content'] + eos_token }}}}{{% endif %}}",
+            assistant,
         )
     tokenizer.chat_template = template if chat else None
     return tokenizer

@@ -66,9 +66,9 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
     """
     decoder = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
     named = entry.get("decoder")
-    if named is not None and not has_drafter and type(decoder) is not type(built := _build(named)):
-        reason = "; ".join(built.requirements().mismatches(traits))
-        name, other = type(built).__name__, type(decoder).__name__
+    chosen = None if named is None or has_drafter else _build(named)
+    if chosen is not None and (mismatches := chosen.requirements().mismatches(traits)):
+        name, other, reason = type(chosen).__name__, type(decoder).__name__, "; ".join(mismatches)
         warnings.warn(f"the model's config names the decoder {name}, but {reason}; {other} is used", stacklevel=3)
     if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
         warnings.warn(GUESSED, stacklevel=3)
