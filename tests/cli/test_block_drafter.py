@@ -19,20 +19,10 @@ from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.block_drafter import BlockDrafterOptions
 from refusion_lit.modeling.load import BackboneConfig
-from support.drafter_runs import ADDITIONS, QUERIES, train, write_config
+from support.drafter_runs import NUM_STEPS, QUERIES, train, write_config
 from support.forks import printed_without_us
 
 BLOCK_SIZE = 6
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with next-token predictions."""
-    folder = tmp_path_factory.mktemp("base")
-    config = write_config(folder / "fit.yaml", {"class_path": "Autoregressive"}, 60, source=str(ADDITIONS))
-    checkpoint = train(folder, config) / "checkpoints" / "last.ckpt"
-    assert main(["export", "--ckpt_path", str(checkpoint), "--output", str(folder / "model")]) == 0
-    return folder / "model"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, base: Path) -> str:
     folder = tmp_path_factory.mktemp("runs")
     options = {"block_size": BLOCK_SIZE, "num_layers": 2, "target_layer_ids": [0, 2]}
     backbone = {"source": str(base), "block_drafter": options}
-    config = write_config(folder / "fit.yaml", {"class_path": "BlockDraft"}, 60, **backbone)
+    config = write_config(folder / "fit.yaml", {"class_path": "BlockDraft"}, NUM_STEPS, **backbone)
     return str(train(folder, config) / "checkpoints" / "last.ckpt")
 
 

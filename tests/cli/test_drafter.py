@@ -21,19 +21,9 @@ from refusion_lit.decoding import Autoregressive, SelfSpeculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import save_drafter
-from support.drafter_runs import ADDITIONS, QUERIES, train, write_config
+from support.drafter_runs import ADDITIONS, NUM_STEPS, QUERIES, train, write_config
 from support.forks import printed_without_us
 from support.tiny import make_base, make_sampling
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with next-token predictions."""
-    folder = tmp_path_factory.mktemp("base")
-    config = write_config(folder / "fit.yaml", {"class_path": "Autoregressive"}, 60, source=str(ADDITIONS))
-    checkpoint = train(folder, config) / "checkpoints" / "last.ckpt"
-    assert main(["export", "--ckpt_path", str(checkpoint), "--output", str(folder / "model")]) == 0
-    return folder / "model"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     """Train a drafter; return the run's directory."""
     folder = tmp_path_factory.mktemp("runs")
     options = {"source": str(base), "drafter": {"num_masks": 3, "rank": 4, "alpha": 8.0}}
-    return train(folder, write_config(folder / "fit.yaml", {"class_path": "GatedDraft"}, 60, **options))
+    return train(folder, write_config(folder / "fit.yaml", {"class_path": "GatedDraft"}, NUM_STEPS, **options))
 
 
 @pytest.fixture(scope="module")
