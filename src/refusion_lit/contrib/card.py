@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import rounds_since, text_branch
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.drafting import rounds_since, text_branch
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch

@@ -12,8 +12,8 @@ from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from refusion_lit.engine.branches import masked_in
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.drafting import masked_in
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import list_uncached
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.engine.drafting import uncached
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
@@ -78,7 +78,7 @@ class SetDiffusion(Decoder):
     def _branches(self, state: RowState, active: list[int]) -> tuple[Branch, ...]:
         """Return a branch of the tokens that are not cached, if there are any, and a branch per mask."""
         start = state.num_cached
-        new = uncached(state)
+        new = list_uncached(state)
         tokens, positions = [token for token, _ in new], [position for _, position in new]
         clean = Branch(tokens=tokens, positions=positions, visible=((0, start),), write_at=start)
         known = start + len(clean.tokens)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import masked_in, text_between, text_branch, up_to_eos
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
-from refusion_lit.engine.drafting import masked_in, text_between, text_branch, up_to_eos
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.objective import three_part_ranges

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import text_between
 from refusion_lit.engine.decoder import (
     Decoder,
     ModelRequirements,
@@ -24,7 +25,6 @@ from refusion_lit.engine.decoder import (
     max_length,
     most_certain,
 )
-from refusion_lit.engine.drafting import text_between
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
