@@ -639,7 +639,6 @@ def _nothing(_: Result) -> str:
 for _name in ("kv_reuse", "serial_blocks", "slot_certainty", "slot_size", "thresholds", "gsm8k_small"):
     table(f"{_name} source", _path(_name))(_nothing)
 table("dependency_study source", _path("dependency_study"))(_nothing)
-table("hard_tests earlier source", _path("hard_tests", "mutation.json"))(_nothing)
 
 
 def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[Any, Path], None]) -> None:

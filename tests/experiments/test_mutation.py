@@ -64,10 +64,9 @@ def test_each_seed_has_its_own_file(mutation: ModuleType) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_committed_results_follow_from_their_mutants(mutation: ModuleType, seed: int) -> None:
-    record = json.loads(mutation.result_path(seed).read_text())
-    assert record["seed"] == seed
+def test_committed_results_follow_from_their_mutants(mutation: ModuleType) -> None:
+    record = json.loads(mutation.result_path(1).read_text())
+    assert record["seed"] == 1
     for name, counts in mutation.summary(record["mutants"]).items():
         interval = counts.pop("wilson_95")
         # Committed with a normal quantile of 1.96, which can move the last digit.
