@@ -18,8 +18,9 @@ EXTRAS = "eval,gguf,peft,serve,sweep,tensorboard"
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
 # Two processes; one that has run its tests takes over tests of the other.
 IN_PARALLEL = ("-n", "2", "--dist", "worksteal")
-# Tests of programs around the package; they have a session of their own, so that `tests` stays short.
-EXPERIMENTS = ("tests/experiments", "tests/benchmarks")
+# Tests of programs around the package, and of the programs on documentation pages. They have a session of their own, so
+# that `tests` stays short.
+EXPERIMENTS = ("tests/experiments", "tests/benchmarks", "tests/docs/programs")
 # Grids that compare with transformers, the harness and peft; they have a session of their own, too.
 PARITY = "tests/parity"
 # Packages that hold tokenizers of well-known models, without their requirements, as their code is not used; and
@@ -55,7 +56,7 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def tests_experiments(session: nox.Session) -> None:
-    """Run the tests of the experiments, of the mutation tool and of the benchmarks."""
+    """Run the tests of experiments, benchmarks and the mutation tool, and every command and notebook of the docs."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
     session.run("pytest", *IN_PARALLEL, *(session.posargs or EXPERIMENTS), env=ENVIRONMENT)
 
