@@ -43,9 +43,9 @@ def check_shown(trace: Trace, folder: Path) -> None:
         shown.encode()
     text = page(trace)
     text.encode()
-    found = ParsedPage(text)
-    assert found.markup == MARKUP_OF_PAGE, "text of the model became markup"
-    assert json.loads(found.contents("script")[0])["statistics"]["tokens"] == str(len(trace.token_ids))
+    parsed = ParsedPage(text)
+    assert parsed.markup == MARKUP_OF_PAGE, "text of the model became markup"
+    assert json.loads(parsed.contents("script")[0])["statistics"]["tokens"] == str(len(trace.token_ids))
 
 
 @FUZZ

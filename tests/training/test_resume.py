@@ -94,9 +94,9 @@ class Training:
 
     def check(self, stops: Sequence[tuple[int, str]]) -> None:
         """Compare a training with stops with one without."""
-        expected, found = self.run(), self.run(stops)
-        assert found[1:] == expected[1:]
-        assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
+        expected, actual = self.run(), self.run(stops)
+        assert actual[1:] == expected[1:]
+        assert all(torch.equal(actual[0][name], value) for name, value in expected[0].items())
 
 
 TRAININGS = st.builds(
