@@ -188,6 +188,8 @@ class SlotDiffusionModule(L.LightningModule):
         self.model.traits = self.objective.traits
         self._name_decoder()
         self._warn_of_misfits()
+        if isinstance(data, InstructionDataModule):
+            self._warn_of_long_canvas(data)
         self.model.train()
         self.figures.start(self.device)
 
@@ -219,6 +221,22 @@ class SlotDiffusionModule(L.LightningModule):
             for reason in decoder.requirements().mismatches(self.model.traits)[:1]:
                 what = f"model.decoders.{name}: {type(decoder).__name__} does not fit what the objective trains"
                 rank_zero_warn(f"{what}: {reason}; a test will refuse it, so name another one.")
+
+    def _warn_of_long_canvas(self, data: InstructionDataModule) -> None:
+        """Warn if decoders will have a canvas longer than any on which a bidirectional model learns to end."""
+        has_option = hasattr(self.objective, "pad_responses_to")
+        longest = data.longest_response() if has_option and self.model.traits.attention == "bidirectional" else None
+        if longest is None:
+            return
+        multiple = getattr(self.objective, "pad_responses_to") or 1  # noqa: B009 - an option of some objectives
+        trained = -(-longest // multiple) * multiple
+        canvas = self.evaluation.sampling.max_new_tokens
+        if canvas > trained:
+            rank_zero_warn(
+                f"model.objective.pad_responses_to: responses are trained on a canvas of at most {trained} tokens, but "
+                f"model.sampling.max_new_tokens is {canvas}: on a longer canvas, the model does not learn where "
+                f"responses end, and many are empty. Set pad_responses_to to {canvas}, or lower max_new_tokens."
+            )
 
     def on_fit_end(self) -> None:
         """Refuse a training that has ended without an optimizer step."""
