@@ -60,13 +60,13 @@ def test_training_raises_the_number_of_accepted_drafts_and_changes_no_text(
     untrained = BackboneConfig(source=str(base), block_drafter=BlockDrafterOptions(block_size=BLOCK_SIZE, num_layers=2))
     model = refusion_lit.load(base)
     model.backbone = untrained.build(model.tokenizer, seed=0)
-    found = {
+    texts = {
         "untrained": rows(model), "trained": rows(refusion_lit.load(checkpoint)),
         "exported": rows(refusion_lit.load(base, draft=draft)),
     }  # fmt: skip
-    for name, generations in found.items():
+    for name, generations in texts.items():
         assert [row.token_ids for row in generations] == [row.token_ids for row in expected], name
-    forwards = {name: sum(row.num_forwards for row in generations) for name, generations in found.items()}
+    forwards = {name: sum(row.num_forwards for row in generations) for name, generations in texts.items()}
     assert forwards["exported"] == forwards["trained"] < 0.9 * forwards["untrained"]
 
 
@@ -87,10 +87,10 @@ def test_transformers_drafts_and_verifies_what_we_do(
     original: Any = DFlashTokenCandidateGenerator.get_candidates
 
     def recorded(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        found, scores = original(self, input_ids, *args, **kwargs)
+        ids, scores = original(self, input_ids, *args, **kwargs)
         if scores is not None:
-            candidates.append(found[0, input_ids.shape[1] :].tolist())
-        return found, scores
+            candidates.append(ids[0, input_ids.shape[1] :].tolist())
+        return ids, scores
 
     monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", recorded)
     loaded = refusion_lit.load(base)

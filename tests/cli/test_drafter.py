@@ -95,9 +95,11 @@ def check_alone(base: Path, draft: Path, folder: Path) -> None:
     model = refusion_lit.load(base, draft=draft)
     prompts = [model.encode(query) for query in QUERIES]
     given = f"base, draft, prompts = {str(base)!r}, {str(draft)!r}, {prompts}\n"
-    *found, refused = [json.loads(line) for line in printed_without_us(given + TRANSFORMERS_ALONE, folder).splitlines()]
+    *generations, refused = [
+        json.loads(line) for line in printed_without_us(given + TRANSFORMERS_ALONE, folder).splitlines()
+    ]
     rows = model.generate(QUERIES, decoder=SelfSpeculative(layout="two_forwards"), max_new_tokens=24)
-    assert found == [[r.token_ids, r.num_forwards] for r in rows]
+    assert generations == [[r.token_ids, r.num_forwards] for r in rows]
     assert "which is another model's; give its own." in refused
     assert [row.token_ids for row in rows] == [
         row.token_ids for row in model.generate(QUERIES, decoder=Autoregressive(), max_new_tokens=24)

@@ -47,11 +47,11 @@ DECODERS = [
 )
 def test_numbers_have_all_decimals_within_their_bounds(schema: dict[str, Any], values: list[str]) -> None:
     low, high = (schema.get(name, bound) for name, bound in (("minimum", -1000), ("maximum", 1000)))
-    found = [*schema_templates._numbers(low, high), *schema_templates._decimals(low, high)]
+    shapes = [*schema_templates._numbers(low, high), *schema_templates._decimals(low, high)]
     for value in values:
-        assert any(fits(each, value) for each in found), value
+        assert any(fits(shape, value) for shape in shapes), value
     for value in (f"{low}.5" if low < 0 else f"-{low}.5", f"{high}.5" if high >= 0 else f"-{-high - 1}.5"):
-        assert not any(fits(each, value) for each in found), value
+        assert not any(fits(shape, value) for shape in shapes), value
 
 
 def fits(alternative: list[str], value: str) -> bool:
@@ -232,20 +232,20 @@ def test_optional_properties_and_items_may_be_left_out_or_not(model: TextModel) 
     """Also before the first required property, and where no property is required."""
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     properties = {"a": digit, "b": digit, "c": {"type": "array", "items": digit, "maxItems": 3}}
-    found: set[tuple[str, ...]] = set()
+    names: set[tuple[str, ...]] = set()
     lengths: set[int] = set()
     for seed in range(80):
         for required in (["c"], ["b", "c"], ["a", "c"]):
             schema = {"type": "object", "properties": properties, "required": required}
             value = fill(model, schema, seed)
-            found.add((*value,))
+            names.add((*value,))
             lengths.add(len(value["c"]))
     sampling = SamplingParams(max_new_tokens=80, temperature=30.0)
     [text, *_] = generate_checked(
         model, {"type": "object", "properties": {"a": digit, "b": digit}}, ReFusion(), sampling
     )
     assert "a" in json.loads(text)
-    assert found == {("c",), ("a", "b", "c"), ("b", "c"), ("a", "c")}
+    assert names == {("c",), ("a", "b", "c"), ("b", "c"), ("a", "c")}
     assert lengths == {1, 2, 3}
 
 

@@ -127,8 +127,8 @@ def nucleus(probabilities: Tensor, share: float) -> Tensor:
     ordered, index = probabilities.sort(descending=True)
     kept = ordered.cumsum(0) <= share
     kept[0] = True
-    found = torch.zeros_like(probabilities).scatter(0, index, ordered * kept)
-    return found / found.sum()
+    nucleus = torch.zeros_like(probabilities).scatter(0, index, ordered * kept)
+    return nucleus / nucleus.sum()
 
 
 @pytest.mark.parametrize("setting", range(6))

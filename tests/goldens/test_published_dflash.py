@@ -75,12 +75,12 @@ def test_hidden_states_and_logits(run: dict[str, Any]) -> None:
     layers = REFERENCE["target_layer_ids"]
     ids = torch.tensor([text])
     states = backbone.body(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True).hidden_states
-    own = torch.cat([states[layer + 1] for layer in layers], -1)[0]
+    context_states = torch.cat([states[layer + 1] for layer in layers], -1)[0]
     context: list[list[float]] = []
     for step in run["steps"]:
         context += step["context_hidden_states"]
         given = torch.tensor(context, dtype=torch.float64)
-        torch.testing.assert_close(own[: len(given)], given, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(context_states[: len(given)], given, atol=2e-5, rtol=1e-4)
         length = REFERENCE["settings"][run["setting"]]["block_size"]
         block = torch.tensor([[step["anchor"], *[REFERENCE["mask_token_id"]] * (length - 1)]])
         hidden = drafter.network(

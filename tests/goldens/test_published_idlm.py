@@ -87,12 +87,12 @@ def test_losses(index: int) -> None:
         with torch.no_grad():
             hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
             output = objective.loss(hidden, backbone.head, corrupted)
-        found = (*output.means.tolist(), float(output.total))
+        losses = (*output.means.tolist(), float(output.total))
         if targets == "response":
-            assert found == pytest.approx((case["loss_noisy"], case["loss_clean"], case["loss"]), rel=1e-5)
+            assert losses == pytest.approx((case["loss_noisy"], case["loss_clean"], case["loss"]), rel=1e-5)
         elif "authors" in case and case["authors"] is not None:
             theirs = case["authors"]
-            assert found == pytest.approx((theirs["task_loss"], theirs["clean_ce_loss"], theirs["loss"]), rel=1e-5)
+            assert losses == pytest.approx((theirs["task_loss"], theirs["clean_ce_loss"], theirs["loss"]), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", reference("idlm_loss")["masks"])

@@ -109,8 +109,8 @@ def test_losses(index: int) -> None:
         output = objective.loss(hidden, backbone.head, corrupted)
     mdm, ar = output.sums.tolist()
     expected = (case["diffusion_sum"], case["ar_sum"], case["loss_sum"] / denominator)
-    found = (case["dlm_loss_weight"] * mdm, ar, float(output.total))
-    assert found == pytest.approx(expected, rel=1e-5)
+    losses = (case["dlm_loss_weight"] * mdm, ar, float(output.total))
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_checkpoint_names_decoder_and_block() -> None:

@@ -147,16 +147,6 @@ def test_a_decoder_that_a_config_names_is_that_one_or_refused(
         assert model.default_decoder == expected == read_default_decoder(source)
 
 
-def test_a_named_decoder_that_does_not_fit_the_model_is_replaced_with_a_warning(tmp_path: Path) -> None:
-    source = tmp_path / "model"
-    shutil.copytree(MODEL, source)
-    values = json.loads((MODEL / "config.json").read_text())
-    values["refusion_lit"] = {"decoder": {"class_path": "LLaDA"}}
-    (source / "config.json").write_text(json.dumps(values))
-    with pytest.warns(UserWarning, match="LLaDA.*attention.*ReFusion"):
-        assert refusion_lit.load(source).default_decoder == ReFusion()
-
-
 @pytest.mark.parametrize("template", [5, ["{query}"], None, True, {"a": 1}, "", "no place for it"])
 def test_a_prompt_template_without_text_or_query_is_refused_by_every_door(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], template: object

@@ -120,9 +120,9 @@ def _by_hand(
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(actual[name], value, rtol=1e-7, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
 OBJECTIVES: list[Objective] = [

@@ -51,7 +51,7 @@ GUESSED = (
 
 
 def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
-    """Return a model's default decoder; warn if it is not the named one, or the model's training is unknown.
+    """Return a model's default decoder; warn if the model's training is unknown.
 
     Args:
         traits: What the model was trained to do.
@@ -65,11 +65,6 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
     Autoregressive()
     """
     decoder = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
-    named = entry.get("decoder")
-    chosen = None if named is None or has_drafter else _build(named)
-    if chosen is not None and (mismatches := chosen.requirements().mismatches(traits)):
-        name, other, reason = type(chosen).__name__, type(decoder).__name__, "; ".join(mismatches)
-        warnings.warn(f"the model's config names the decoder {name}, but {reason}; {other} is used", stacklevel=3)
     if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
         warnings.warn(GUESSED, stacklevel=3)
     return decoder
