@@ -299,11 +299,11 @@ def test_a_text_beyond_the_sliding_window_is_transformers_text(
     ids, positions = draw_tokens(2, length), torch.arange(length).expand(2, length)
     with torch.no_grad():
         expected = library(input_ids=ids).logits
-        found = model.logits(model.hidden_states(ids, positions, None))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        actual = model.logits(model.hidden_states(ids, positions, None))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         spans = [Span(row, 0, length, 0) for row in range(2)]
-        found = model.logits(model.hidden_states(ids, positions, Visibility(spans, (2, length), length)))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        actual = model.logits(model.hidden_states(ids, positions, Visibility(spans, (2, length), length)))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     prompts = [Prompt(token_ids=tuple(row.tolist()), id=str(i)) for i, row in enumerate(ids)]
     prompts.append(Prompt(token_ids=(3, 4), id="short"))
     rows = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=20), batch_size=3).rows
