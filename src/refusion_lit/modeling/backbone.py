@@ -188,7 +188,8 @@ class Backbone(nn.Module, LanguageModel):
         if num_canvas and isinstance(body, DiffusionGemmaBody):
             assert isinstance(attention_mask, Tensor)
             assert is_conditioned is not None
-            return body.train_states(self._linear_head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
+            head = self._linear_head
+            return body.train_states(head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
         return library_states(body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:
