@@ -1,6 +1,7 @@
 """Train and decode every run of the comparison, one at a time; finished runs are skipped, so it can be killed.
 
 usage: python experiments/controlled_comparison/run.py [--work_dir DIR] [--output FILE] [--only NAME ...]
+           [--tasks NAME ...] [--seeds SEED ...]
 
 All objectives of a task compute the same number of token positions in training (``BUDGETS``): run.py builds training
 batches of each objective, counts the positions that the model computes for it, and sets the number of steps from that.
@@ -126,9 +127,12 @@ def main() -> None:
     """Run what is missing, and gather everything into results.json."""
     parser = argument_parser(__doc__, "runs/controlled_comparison", HERE / "results.json")
     parser.add_argument("--only", nargs="*", help="objectives to run; all by default")
+    parser.add_argument("--tasks", nargs="*", default=TASKS, help="tasks to run; all by default")
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="seeds to run; all by default")
     args = parser.parse_args()
     runs = [(task, objective, seed, 1.0) for task in TASKS for seed in SEEDS for objective in OBJECTIVES]
     runs += EXTRA
+    runs = [run for run in runs if run[0] in args.tasks and run[2] in args.seeds]
     if args.only is not None:
         runs = [run for run in runs if run[1] in args.only]
     for task, objective, seed, factor in runs:
