@@ -46,10 +46,12 @@ HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
 TASKS = {"walk": Walk, "latin": Latin, "sheet": Sheet}
 SEEDS = (0, 1, 2)
-LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable", "sdar", "zarya")
+LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "sdar", "zarya")
 """Objectives that run on ``walk`` and ``sheet`` with one seed; they came after the others."""
 EXTRA = (("sheet", "block", 0, 2.0), *((task, name, 0, 1.0) for name in LATER for task in ("walk", "sheet")))
 """Single runs, with the factor of their budget: block diffusion with as many samples as the others, not positions."""
+NOISES = ("uniform", "editable", "diffusion_gemma")
+"""Objectives with noise other than masks, on ``walk`` and ``sheet`` with all seeds."""
 BUDGETS = {"sheet": 6_000_000, "walk": 8_000_000, "latin": 8_000_000}
 """Token positions computed in each training; a doubled sequence costs double."""
 LENGTHS = {task: yaml.safe_load((HERE / f"task_{task}.yaml").read_text())["model"]["sampling"]["max_new_tokens"]
@@ -132,6 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     runs = [(task, objective, seed, 1.0) for task in TASKS for seed in SEEDS for objective in OBJECTIVES]
     runs += EXTRA
+    runs += [(task, objective, seed, 1.0) for objective in NOISES for seed in SEEDS for task in ("walk", "sheet")]
     runs = [run for run in runs if run[0] in args.tasks and run[2] in args.seeds]
     if args.only is not None:
         runs = [run for run in runs if run[1] in args.only]
