@@ -273,6 +273,19 @@ def _successors(results: Result) -> str:
     return controlled.best(first, controlled.SUCCESSORS, ("sheet", "walk"))
 
 
+_SPEEDS = _path("controlled_comparison", "speeds.json")
+
+
+@table("controlled_comparison noises on sheet", _CONTROLLED, _SPEEDS)
+def _noises_on_sheet(results: Result, speeds: Result) -> str:
+    return controlled.noises(results["runs"], speeds, "sheet")
+
+
+@table("controlled_comparison noises on walk", _CONTROLLED, _SPEEDS)
+def _noises_on_walk(results: Result, speeds: Result) -> str:
+    return controlled.noises(results["runs"], speeds, "walk")
+
+
 @table("controlled_comparison untrained", _MORE)
 def _untrained(more: Result) -> str:
     return controlled.untrained(more)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,6 +25,8 @@ STYLES = {
     "editable": ("#a16207", ">"),
     "sdar": ("#0f172a", "d"),
     "zarya": ("#ea580c", "*"),
+    "uniform": ("#e11d48", "p"),
+    "diffusion_gemma": ("#fb7185", "h"),
 }
 
 Run = dict[str, Any]
@@ -104,25 +106,81 @@ SUCCESSORS = (
 """One setting each, that of ``configs``: these runs have no validation figures to choose by."""
 
 
-def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:
-    """Return each family's setting: score by seed, tokens per forward, positions per token.
+NEXT_TOKEN = "none, next token"
+NOISES = (
+    (NEXT_TOKEN, "autoregressive", ""),
+    ("masked slots, ReFusion", "hybrid", "refusion"),
+    ("masks over the response, Fast-dLLM", "masked", "fast_dllm_whole_t90"),
+    ("masks over the response, LLaDA", "masked", "llada_1"),
+    ("masks in blocks of 8, block diffusion", "block", ""),
+    ("masks and wrong tokens in blocks of 8, token editing", "editable", "editing"),
+    ("random tokens in canvases of 8", "uniform", "uniform_"),
+    ("random tokens, self-conditioning", "diffusion_gemma", "diffusion_gemma"),
+)
+"""Rows of the tables of noises, as those of families."""
 
-    Of several settings the one with the highest mean score on validation prompts is shown, and of equal ones the one
-    with the most tokens per forward there. The test prompts choose nothing.
+
+def choose_setting(runs: list[Run], task: str, objective: str, settings: str) -> str | None:
+    """Return the setting of an objective that is shown; ``None`` if the objective has no run.
+
+    Of several settings the setting with the highest mean score on validation prompts is chosen, and of equal ones the
+    setting with the most tokens per forward there. The test prompts choose nothing.
+
+    Args:
+        runs: All runs.
+        task: The task.
+        objective: The objective.
+        settings: A setting, or how the names of the settings to choose from begin.
 
     Raises:
         KeyError: If there are several settings, and no validation figures.
+    """
+    tested = points(runs, task, objective)
+    names = [settings] if settings in tested else [name for name in tested if name.startswith(settings)]
+    if len(names) > 1:
+        validated = points(runs, task, objective, "validation")
+        names = [max(names, key=lambda name: (round(validated[name][2], 6), validated[name][0]))]
+    return names[0] if names else None
+
+
+def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
+    """Return a task's table of noises: scores and counts of all seeds, and speeds as times next-token decoding."""
+    counts = "score (seeds) | tokens per forward | positions per token"
+    lines = [
+        f"| noise, decoder | {counts} | tokens/s alone | times | of 16 | of 64 |",
+        "| --- | --- | --: | --: | --: | --- | --- | --- |",
+    ]
+    for label, objective, settings in NOISES:
+        name = choose_setting(runs, task, objective, settings)
+        if name is None:
+            continue
+        speed, positions, score, scores = points(runs, task, objective)[name]
+        measured = speeds["tasks"][task].get(label, {})
+        ratios = [_ratio(measured[size]["times_baseline"]) if size in measured else "" for size in ("1", "16", "64")]
+        alone = f"{measured['1']['tokens_per_second']:.0f}" if measured else ""
+        seeds = ", ".join(f"{value:.2f}" for value in scores)
+        cells = [f"{score:.3f} ({seeds})", f"{speed:.1f}", f"{positions:.1f}", alone, *ratios]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ratio(values: Sequence[float]) -> str:
+    estimate, low, high = values
+    return f"{estimate:.1f} ({low:.1f} to {high:.1f})"
+
+
+def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:
+    """Return each family's setting: score by seed, tokens per forward, positions per token.
+
+    :func:`choose_setting` chooses the settings.
     """
     lines = [f"| | {' | '.join(tasks)} |", "| --- |" + " --- |" * len(tasks)]
     for label, objective, setting in rows:
         cells = []
         for task in tasks:
-            found = points(runs, task, objective)
-            names = [setting] if setting in found else [name for name in found if name.startswith(setting)]
-            if len(names) > 1:
-                judge = points(runs, task, objective, "validation")
-                names = [max(names, key=lambda name: (round(judge[name][2], 6), judge[name][0]))]
-            speed, positions, score, scores = found[names[0]]
+            name = choose_setting(runs, task, objective, setting)
+            assert name is not None
+            speed, positions, score, scores = points(runs, task, objective)[name]
             seeds = f" ({', '.join(f'{value:.2f}' for value in scores)})" if len(scores) > 1 else ""
             cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}")
         lines.append(f"| {label} | {' | '.join(cells)} |")

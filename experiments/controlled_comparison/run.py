@@ -81,6 +81,12 @@ def run_name(task: str, objective: str, seed: int, factor: float) -> str:
     return f"{task}_{objective}_seed{seed}" + (f"_times{factor:g}" if factor != 1 else "")
 
 
+def is_run(values: dict[str, Any], task: str, objective: str, seed: int) -> bool:
+    """Return whether a result is that of the run with this task, objective and seed and the whole budget."""
+    names = ("task", "objective", "seed", "budget_factor")
+    return tuple(values[name] for name in names) == (task, objective, seed, 1.0)
+
+
 def train(task: str, objective: str, seed: int, work: Path, factor: float = 1.0) -> tuple[Path, dict[str, float]]:
     """Train unless that is done; return the last checkpoint, and steps, positions and seconds."""
     name, shared = run_name(task, objective, seed, factor), options(task, objective, seed)
