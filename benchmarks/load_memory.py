@@ -1,7 +1,7 @@
-"""Measures the peak memory of loading a random model of about 1 GB in the published layouts, in bfloat16.
+"""Measures the peak memory of loading random models of two sizes, up to about 1 GB, in the published layouts.
 
-Each model is stored in four shards and loaded in a process of its own; the figures are that process's resident memory
-at its peak, less what it had before loading, over the size of the weights.
+Each model, in bfloat16, is stored in four shards and loaded in a process of its own. The figures are that process's
+resident memory at its peak, less what it had before loading, over the size of the weights.
 
 usage: python -m benchmarks.load_memory
 """
@@ -31,7 +31,6 @@ from refusion_lit.modeling.weights import published_weights
 _SIZES = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
-    "num_hidden_layers": 9,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "vocab_size": 16384,
@@ -41,13 +40,14 @@ _SIZES = {
 _EXPERTS = {"moe_intermediate_size": 1024, "num_experts_per_tok": 2}
 _NUM_EXPERTS = 6
 _NUM_SHARDS = 4
+_NUM_LAYERS = {"small": 3, "large": 9}
 MEASURED = {name: layout for name, layout in FORMATS.items() if layout.base in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """Formats of causal language models. DiffusionGemma is not one of them: its sizes have other names."""
 
 
-def weights_of(layout: CheckpointFormat) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def weights_of(layout: CheckpointFormat, num_layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the published config and random weights of a model of a layout."""
-    config = AutoConfig.for_model(layout.base, **_SIZES)
+    config = AutoConfig.for_model(layout.base, **_SIZES, num_hidden_layers=num_layers)
     if hasattr(config, "num_local_experts"):
         config.update({**_EXPERTS, "num_local_experts": _NUM_EXPERTS, "use_qk_norm": True})
     with torch.device("meta"):
@@ -63,9 +63,9 @@ def weights_of(layout: CheckpointFormat) -> tuple[dict[str, Any], dict[str, Tens
     return {**theirs, **fixed, "model_type": layout.model_type or layout.base}, weights
 
 
-def save(layout: CheckpointFormat, directory: Path) -> int:
+def save(layout: CheckpointFormat, directory: Path, num_layers: int) -> int:
     """Write a model in a layout; return the size of its weights in bytes."""
-    config, weights = weights_of(layout)
+    config, weights = weights_of(layout, num_layers)
     words = ["<|endoftext|>", "<|im_end|>", *(layout.mask_tokens[:1] or ("<|mask|>",)), "a"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
@@ -100,13 +100,15 @@ def main(output: str | None = None) -> None:
     """
     started, layouts = time.perf_counter(), {}
     for name, layout in MEASURED.items():
-        with tempfile.TemporaryDirectory() as folder:
-            num_bytes = save(layout, Path(folder))
-            found = alone("load_memory", "load", directory=folder, layout=name)
-        ratio = (found["peak"] - found["before"]) / num_bytes
-        layouts[name] = {"gigabytes": round(num_bytes / 1e9, 3), "peak_over_weights": round(ratio, 3)}
-        print(f"{name}: {num_bytes / 1e9:.2f} GB of weights, peak {ratio:.2f} times", flush=True)
-    config = {"sizes": _SIZES, "num_shards": _NUM_SHARDS, "dtype": "bfloat16"}
+        layouts[name] = {}
+        for size, num_layers in _NUM_LAYERS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                num_bytes = save(layout, Path(folder), num_layers)
+                memory = alone("load_memory", "load", directory=folder, layout=name)
+            ratio = (memory["peak"] - memory["before"]) / num_bytes
+            layouts[name][size] = {"gigabytes": round(num_bytes / 1e9, 3), "peak_over_weights": round(ratio, 3)}
+            print(f"{name}: {num_bytes / 1e9:.2f} GB of weights, peak {ratio:.2f} times", flush=True)
+    config = {"sizes": _SIZES, "num_layers": _NUM_LAYERS, "num_shards": _NUM_SHARDS, "dtype": "bfloat16"}
     write("load_memory", config, {"layouts": layouts}, output=output, seconds=time.perf_counter() - started, seed=0)
 
 

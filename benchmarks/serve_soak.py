@@ -1,11 +1,13 @@
-"""Soak test of the server: 16 clients with random requests and aborts; memory must settle, and no answer may differ.
+"""Soak test of the server: texts, tools, log-probabilities, aborts and limits; no answer differs, memory must settle.
 
 usage: python -m benchmarks.serve_soak [--minutes 30] [--clients 16] [--pause 0.2] [--output FILE]
 
-One process holds the server on a tiny model, and OpenAI's asynchronous clients. Requests are drawn from a set whose
-answers were decoded alone, without a server; one in five is given up in mid-stream. The model is kept from ending its
-answers, so that they have 5, 60 or 200 tokens. Clients pause between requests, so that the processor has time for other
-work. Resident memory is read every minute, after ``malloc_trim``; the first half of the time is warm-up.
+One process has OpenAI's asynchronous clients and two servers, which decode a tiny random model from left to right and
+in any order. Requests are drawn from cases whose answers were decoded alone, without a server: completions, chats with
+and without calls of tools, and responses, with greedy and sampled tokens and log-probabilities. One request in five is
+given up in mid-stream, and one in twenty is wrong and must be refused. The queue is short and requests have a time
+limit, so some requests get 429 or 504. Clients pause between requests, so that the processor has time for other work.
+Resident memory is read every minute, after ``malloc_trim``; the first half of the time is warm-up.
 """
 
 from __future__ import annotations
@@ -16,83 +18,252 @@ import ctypes
 import gc
 import os
 import random
+import sys
+import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import openai
 import torch
-from benchmarks.common import GOLDENS, resident_bytes, write
+from benchmarks.common import ROOT, resident_bytes, write
 
-import refusion_lit
+from refusion_lit.data.encoding import encode_plain_prompt
+from refusion_lit.data.tool_calls import CallReader, find_format
+from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving import Limits
 from refusion_lit.serving.app import Server, build_app
+from refusion_lit.serving.protocol import Function
 from refusion_lit.serving.service import Service
 from refusion_lit.serving.worker import Worker
+from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 
-PROMPTS = ("1+1", "12+30=", "7+8=15;", "99+1", "3,4", "12+34,56+78>")
-REQUESTS = [
-    (prompt, SamplingParams(max_new_tokens=length, temperature=temperature, seed=seed))
-    for seed, prompt in enumerate(PROMPTS)
-    for length in (5, 60, 200)
-    for temperature in (0.0, 1.0)
-]
+sys.path.append(str(ROOT / "tests"))
+
+from support.tools import SCHEMAS, TOOLS, make_tool_model
+
+DECODERS: dict[str, Decoder] = {"Autoregressive": Autoregressive(), "ReFusion": ReFusion(slot_size=4)}
+QUERIES = ("Rome?", "1+1", 'Add "7" and 8,\nthen more.')
+NUM_TOP = 2
+LIMITS = Limits(max_waiting=2, max_seconds=5.0)
+WRONG: list[dict[str, Any]] = [{"max_tokens": 100_000}, {"tools": [*TOOLS, TOOLS[0]]}, {"top_logprobs": 50}]
 
 
-def without_ends(model: refusion_lit.TextModel) -> refusion_lit.TextModel:
-    """Return a model that ends no answer, so that each is as long as its limit."""
-    head = model.backbone.head_runner()
-    ends = torch.tensor(model.backbone.special_tokens.eos_token_ids)
+@dataclass
+class Answer:
+    """What a client has received, or what was decoded without a server."""
 
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        return head(hidden).index_fill_(-1, ends, -torch.inf)
+    text: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
-    model.backbone.logits = logits  # type: ignore[method-assign]
-    model.backbone.head_runner = lambda: logits  # type: ignore[method-assign]
-    return model
+    def begins_with(self, other: Answer, *, is_whole: bool) -> bool:
+        """Return whether another answer is this answer, or the beginning of it."""
+        num = len(other.tokens)
+        logprobs = zip(other.logprobs, self.logprobs[:num], strict=True)
+        if other.tokens != self.tokens[:num] or any(abs(a - b) > 1e-3 for a, b in logprobs):
+            return False
+        if is_whole:
+            return (other.text, other.calls, num) == (self.text, self.calls, len(self.tokens))
+        names = [name for name, _ in other.calls] == [name for name, _ in self.calls[: len(other.calls)]]
+        whole = all(a == b for (_, a), (_, b) in zip(other.calls[:-1], self.calls, strict=False))
+        last = not other.calls or self.calls[len(other.calls) - 1][1].startswith(other.calls[-1][1])
+        return self.text.startswith(other.text) and names and whole and last
+
+
+@dataclass
+class Case:
+    """A request and its answer."""
+
+    kind: str  # an endpoint
+    options: dict[str, Any]
+    expected: Answer
+
+
+def make_cases(model: TextModel, decoder: Decoder) -> list[Case]:
+    """Return requests with answers that were decoded alone."""
+    tool_format = find_format(model.tokenizer.chat_template)
+    assert tool_format is not None
+    cases = []
+    for seed, query in enumerate(QUERIES):
+        for length, temperature in ((5, 0.0), (60, 1.0), (200, 0.0), (200, 1.0)):
+            sampling = SamplingParams(max_new_tokens=length, temperature=temperature, seed=seed)
+            options: dict[str, Any] = {"temperature": temperature, "seed": seed}
+
+            def decode(prompt: Prompt, functions: Any = None, sampling: SamplingParams = sampling) -> Answer:
+                if functions:
+                    [prompt] = model.schemas.constrain_calls(
+                        [prompt], functions, tool_format, decoder, sampling,
+                        is_parallel=len(functions) > 1,
+                    )  # fmt: skip
+                [row] = model.decode([prompt], decoder, sampling, num_top_logprobs=NUM_TOP).rows
+                answer = Answer(row.text)
+                for token, entry in zip(row.token_ids, row.logprobs, strict=True):
+                    if token not in model.backbone.special_tokens.eos_token_ids:
+                        answer.tokens.append(model.token_text(token))
+                        answer.logprobs.append(0.0 if entry is None else entry.logprob)
+                if functions:
+                    reader = CallReader(tool_format, functions, is_constrained=True)
+                    answer.text = ""
+                    for piece in reader.read(row.text, is_last=True):
+                        assert not isinstance(piece, str)
+                        _add_call(answer, piece.name, piece.arguments)
+                return answer
+
+            plain = Prompt(token_ids=tuple(encode_plain_prompt(model.tokenizer, query)), id="0")
+            body = {**options, "prompt": query, "max_tokens": length}
+            cases.append(Case("completions", {**body, "logprobs": NUM_TOP}, decode(plain)))
+            messages = [{"role": "user", "content": query}]
+            chat = Prompt(token_ids=tuple(model.encode(query, messages)), id="0")
+            body = {**options, "messages": messages, "max_tokens": length}
+            with_logprobs = {"logprobs": True, "top_logprobs": NUM_TOP}
+            cases.append(Case("chat", body | with_logprobs, decode(chat)))
+            if length < 200:
+                continue
+            tools = Prompt(token_ids=tuple(model.encode(query, messages, TOOLS)), id="0")
+            every = {name: Function(name=name, parameters=schema).to_schema() for name, schema in SCHEMAS.items()}
+            for choice in ("required", "add"):
+                functions = every if choice == "required" else {choice: every[choice]}
+                answer = decode(tools, functions)
+                named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+                body = {**options, "messages": messages, "max_tokens": length, "tools": TOOLS, "tool_choice": named}
+                cases.append(Case("chat", body | with_logprobs, answer))
+                body = {"temperature": temperature, "input": query, "max_output_tokens": length,
+                        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+                        "tool_choice": choice if choice == "required" else {"type": "function", "name": choice},
+                        "extra_body": {"seed": seed}}  # fmt: skip
+                cases.append(Case("responses", body, Answer(answer.text, answer.calls)))
+    return cases
+
+
+def _add_call(answer: Answer, name: str | None, arguments: str) -> None:
+    if name is not None:
+        answer.calls.append([name, ""])
+    answer.calls[-1][1] += arguments
+
+
+def read_chunk(answer: Answer, kind: str, chunk: Any) -> bool:
+    """Add a chunk of a stream to an answer; return whether the answer is complete."""
+    if kind == "responses":
+        if chunk.type == "response.output_text.delta":
+            answer.text += chunk.delta
+        elif chunk.type == "response.output_item.added" and chunk.item.type == "function_call":
+            _add_call(answer, chunk.item.name, "")
+        elif chunk.type == "response.function_call_arguments.delta":
+            _add_call(answer, None, chunk.delta)
+        elif chunk.type == "response.failed":
+            raise openai.APIError(chunk.response.error.message, request=None, body=None)  # type: ignore[arg-type]
+        return chunk.type in ("response.completed", "response.incomplete")
+    [choice] = chunk.choices
+    answer.text += (choice.text if kind == "completions" else choice.delta.content) or ""
+    for call in (kind == "chat" and choice.delta.tool_calls) or []:
+        _add_call(answer, call.function.name, call.function.arguments)
+    if choice.logprobs is not None and kind == "chat":
+        answer.tokens += [entry.token for entry in choice.logprobs.content]
+        answer.logprobs += [entry.logprob or 0.0 for entry in choice.logprobs.content]
+    elif choice.logprobs is not None:
+        answer.tokens += choice.logprobs.tokens
+        answer.logprobs += [logprob or 0.0 for logprob in choice.logprobs.token_logprobs]
+    return choice.finish_reason is not None
 
 
 class Soak:
     """Clients and what they have counted."""
 
-    def __init__(self, url: str, expected: list[str], until: float, pause: float) -> None:
-        self.url = url
-        self.expected = expected
+    def __init__(self, urls: dict[str, str], cases: dict[str, list[Case]], until: float, pause: float) -> None:
+        self.urls = urls
+        self.cases = cases
         self.until = until
         self.pause = pause
-        self.counts = {"answers": 0, "given_up": 0, "different": 0, "lost": 0}
+        names = ("answers", "calls", "given_up", "refused", "busy", "timed_out", "different", "lost")
+        self.counts: Counter[str] = Counter(dict.fromkeys(names, 0))
+        self.examples: list[str] = []
 
     async def run(self, num_clients: int) -> None:
-        """Ask until the time is over."""
-        async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-            await asyncio.gather(*(self._ask(client, random.Random(number)) for number in range(num_clients)))
+        """Send requests until the time is over."""
+        async with AsyncExitStack() as stack:
+            names = [*self.urls]
+            options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
+            clients = {
+                name: await stack.enter_async_context(openai.AsyncOpenAI(base_url=f"{url}/v1", **options))
+                for name, url in self.urls.items()
+            }
+            await asyncio.gather(*(
+                self._ask(clients[name := names[number % len(names)]], self.cases[name], random.Random(number))
+                for number in range(num_clients)
+            ))  # fmt: skip
 
-    async def _ask(self, client: openai.AsyncOpenAI, rng: random.Random) -> None:
+    async def _ask(self, client: openai.AsyncOpenAI, cases: list[Case], rng: random.Random) -> None:
         while time.monotonic() < self.until:
-            number = rng.randrange(len(REQUESTS))
-            prompt, sampling = REQUESTS[number]
-            options: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-            given_up_at = rng.randrange(1, 4) if rng.random() < 0.2 else None
-            text = ""
-            try:
-                stream: Any = await client.completions.create(
-                    model="soak", prompt=prompt, seed=sampling.seed, stream=True, **options
-                )
-                num_pieces = 0
-                async for chunk in stream:
-                    text += chunk.choices[0].text
-                    num_pieces += 1
-                    if num_pieces == given_up_at:
-                        break
-                await stream.close()
-                is_whole = given_up_at is None or num_pieces < given_up_at
-                is_right = text == self.expected[number] if is_whole else self.expected[number].startswith(text)
-                self.counts["answers" if is_whole else "given_up"] += 1
-                self.counts["different"] += not is_right
-            except openai.APIError:
-                self.counts["lost"] += 1
+            case = rng.choice(cases)
+            await (self._refuse(client, rng) if rng.random() < 0.05 else self._receive(client, case, rng))
             await asyncio.sleep(rng.uniform(0, 2 * self.pause))
+
+    async def _refuse(self, client: openai.AsyncOpenAI, rng: random.Random) -> None:
+        messages: Any = [{"role": "user", "content": "Rome?"}]
+        try:
+            await client.chat.completions.create(model="soak", messages=messages, **rng.choice(WRONG))
+            self._keep("different", "a wrong request was answered")
+        except openai.BadRequestError:
+            self.counts["refused"] += 1
+        except openai.APIError as error:
+            self._keep("lost", repr(error))
+
+    async def _receive(self, client: openai.AsyncOpenAI, case: Case, rng: random.Random) -> None:
+        given_up_at = rng.randrange(1, 6) if rng.random() < 0.2 else None
+        create: Any = {"completions": client.completions, "chat": client.chat.completions,
+                       "responses": client.responses}[case.kind].create  # fmt: skip
+        answer = Answer()
+        num_chunks = 0
+        is_whole = False
+        try:
+            stream = await create(model="soak", stream=True, **case.options)
+            async for chunk in stream:
+                is_whole = read_chunk(answer, case.kind, chunk)
+                num_chunks += 1
+                if num_chunks == given_up_at:
+                    break
+            await stream.close()
+        except openai.RateLimitError:
+            self.counts["busy"] += 1
+            return
+        except openai.APIError as error:
+            is_late = "time limit" in error.message
+            self._keep("timed_out" if is_late else "lost", repr(error))
+            return
+        self.counts["answers" if is_whole else "given_up"] += 1
+        self.counts["calls"] += len(answer.calls)
+        if not is_whole and given_up_at is None:
+            self._keep("lost", "a stream without an end")
+        if not case.expected.begins_with(answer, is_whole=is_whole):
+            self._keep("different", f"{case.kind} {case.options}: {answer} instead of {case.expected}")
+
+    def _keep(self, name: str, example: str) -> None:
+        self.counts[name] += 1
+        if name in ("different", "lost") and len(self.examples) < 5:
+            self.examples.append(example)
+
+
+@contextmanager
+def serving(model: TextModel, decoder: Decoder) -> Iterator[tuple[str, Worker]]:
+    """Run a server; yield its address and its worker."""
+    worker = Worker(model, decoder, SamplingParams(max_new_tokens=200), DecodingOptions(batch_size=4), LIMITS)
+    service = Service(worker, "soak")
+    server = Server(build_app(service), service, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not (server.started and worker.is_ready):
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", worker
+    worker.drain(LIMITS.drain_seconds)
+    thread.join()
 
 
 def main() -> None:
@@ -105,48 +276,36 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     load_before = os.getloadavg()
-    directory = GOLDENS / "models" / "additions-clean"
-    model = without_ends(refusion_lit.load(directory, device="cpu"))
-    decoder = model.default_decoder
-    expected = []
-    lengths = []
-    for prompt, sampling in REQUESTS:
-        one = Prompt(token_ids=tuple(model.encode(prompt)), id="0")
-        [row] = model.decode([one], decoder, sampling).rows
-        expected.append(row.text)
-        lengths.append(row.num_tokens)
-    worker = Worker(model, decoder, SamplingParams(max_new_tokens=200), DecodingOptions(batch_size=8), Limits())
-    service = Service(worker, "soak")
-    server = Server(build_app(service), service, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not (server.started and worker.is_ready):
-        time.sleep(0.05)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    started = time.monotonic()
-    soak = Soak(f"http://127.0.0.1:{port}", expected, started + options.minutes * 60, options.pause)
-    clients = threading.Thread(target=lambda: asyncio.run(soak.run(options.clients)))
-    clients.start()
-    curve: list[tuple[float, float, int]] = []
-    while clients.is_alive():
-        clients.join(timeout=min(60.0, options.minutes * 3))
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        minutes = (time.monotonic() - started) / 60
-        curve.append((round(minutes, 2), round(resident_bytes() / 2**20, 1), soak.counts["answers"]))
-    is_idle = not (worker.active or worker.waiting)
-    worker.drain(worker.limits.drain_seconds)
-    thread.join()
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = make_tool_model(directory, mask=True)
+        cases = {name: make_cases(model, decoder) for name, decoder in DECODERS.items()}
+        servers = {name: stack.enter_context(serving(model, decoder)) for name, decoder in DECODERS.items()}
+        started = time.monotonic()
+        urls = {name: url for name, (url, _) in servers.items()}
+        soak = Soak(urls, cases, started + options.minutes * 60, options.pause)
+        clients = threading.Thread(target=lambda: asyncio.run(soak.run(options.clients)))
+        clients.start()
+        curve: list[tuple[float, float, int]] = []
+        while clients.is_alive():
+            clients.join(timeout=min(60.0, options.minutes * 3))
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            minutes = (time.monotonic() - started) / 60
+            curve.append((round(minutes, 2), round(resident_bytes() / 2**20, 1), soak.counts["answers"]))
+        time.sleep(1.0)  # for the aborts of the last streams
+        is_idle = not any(worker.active or worker.waiting for _, worker in servers.values())
     steady = [megabytes for minutes, megabytes, _ in curve if minutes >= options.minutes / 2]
     results = {
         **soak.counts,
-        "tokens_of_an_answer_alone": [min(lengths), max(lengths)],
+        "examples": soak.examples,
+        "cases": {name: len(some) for name, some in cases.items()},
         "is_idle_at_the_end": is_idle,
         "megabytes_after_half_the_time": [min(steady), max(steady)],
         "processor_minutes": round(time.process_time() / 60, 1),
         "curve": curve,
     }
-    config = {"model": directory.name, "minutes": options.minutes, "clients": options.clients, "pause": options.pause,
+    config = {"minutes": options.minutes, "clients": options.clients, "pause": options.pause,
               "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
     write("serve_soak", config, results, output=options.output, seconds=time.monotonic() - started, seed=0)
     print({name: value for name, value in results.items() if name != "curve"})

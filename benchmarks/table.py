@@ -259,8 +259,12 @@ def policy_memory(result: Result) -> str:
 
 
 def load_memory(result: Result) -> str:
-    rows = [[name, layout["gigabytes"], layout["peak_over_weights"]] for name, layout in result["layouts"].items()]
-    return table(["checkpoint format", "gigabytes of weights", "peak over weights"], rows)
+    rows = [
+        [name, *(layout[size][figure] for size in ("small", "large") for figure in ("gigabytes", "peak_over_weights"))]
+        for name, layout in result["layouts"].items()
+    ]
+    figures = [f"{size}: {figure}" for size in ("small", "large") for figure in ("GB of weights", "peak over weights")]
+    return table(["checkpoint format", *figures], rows)
 
 
 def serve(result: Result) -> str:
@@ -283,7 +287,7 @@ def serve(result: Result) -> str:
 
 def serve_soak(result: Result) -> str:
     low, high = result["megabytes_after_half_the_time"]
-    names = ["answers", "given_up", "different", "lost"]
+    names = ["answers", "calls", "given_up", "refused", "busy", "timed_out", "different", "lost"]
     head = ["minutes", *(name.replace("_", " ") for name in names), "megabytes after half the time"]
     return table(head, [[result["config"]["minutes"], *(result[name] for name in names), f"{low} to {high}"]])
 

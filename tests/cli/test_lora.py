@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
-from support.tiny import TINY_QWEN, make_base
+from support.tiny import TINY_QWEN, make_base, training_config
 
 pytest.importorskip("peft")
 
@@ -29,33 +29,7 @@ IDS = torch.tensor([[5, 6, NUM_TOKENS, 9, 4, NUM_TOKENS, 7]])  # with the mask t
 
 def write_config(path: Path, source: Path | None, **backbone: Any) -> list[str]:
     """Write a training's config; return the options that name it."""
-    values = {
-        "run_name": "adapters",
-        "trainer": {
-            "accelerator": "cpu", "max_steps": 6, "limit_val_batches": 1, "val_check_interval": 3,
-            "log_every_n_steps": 1,
-            "enable_progress_bar": False,
-            "callbacks": [{
-                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                "init_args": {"save_last": True, "every_n_train_steps": 3, "save_top_k": -1},
-            }],
-        },
-        "model": {
-            "backbone": {"source": None if source is None else str(source), **backbone},
-            "objective": {"class_path": "Hybrid", "init_args": {"slot_sizes": [4]}},
-            "sampling": {"max_new_tokens": 12},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.02}},
-            "schedule": {"warmup_steps": 1},
-        },
-        "data": {
-            "task": {"class_path": "Additions",
-                     "init_args": {"num_train": 64, "num_validation": 4, "num_test": 3}},
-            "tokenizer": {"class_path": "CharacterTokenizer"}, "batch_size": 8, "max_length": 128,
-        },
-    }  # fmt: skip
-    if source is not None:
-        values["data"]["tokenizer"] = {"class_path": "PretrainedTokenizer", "init_args": {"source": str(source)}}
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump(training_config("adapters", source, num_steps=6, interval=3, **backbone)))
     return ["--config", str(path), "--num_threads=1"]
 
 

@@ -13,6 +13,8 @@ from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.sweep import make_resolver, read_sweep, split_overrides
+from refusion_lit.evaluation.latency import LatencyOptions
+from refusion_lit.sweeps.launchers import Slurm
 from refusion_lit.sweeps.points import plan
 from refusion_lit.sweeps.running import run
 from support.forks import forking_command
@@ -102,6 +104,14 @@ def test_wrong_options_are_refused_before_anything_runs(
     assert f"point {next(iter(grid))}=" in error
     assert len(error.splitlines()) == 1
     assert not out.exists()
+
+
+def test_values_stay_as_written_and_components_keep_their_defaults(tmp_path: Path) -> None:
+    grid = {"model.x": ["8", 8, "null"]}
+    sweep = read_sweep(Path(_write(tmp_path, grid=grid, launcher="Slurm", latency={"batch_sizes": [1, 4]})))
+    assert sweep.grid == grid, "a text stays a text"
+    assert sweep.launcher == Slurm()
+    assert sweep.latency == LatencyOptions(batch_sizes=(1, 4))
 
 
 def test_no_point_tests_the_checkpoint_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

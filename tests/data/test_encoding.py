@@ -86,6 +86,16 @@ def test_a_query_is_one_user_turn(chat: PreTrainedTokenizerBase) -> None:
     assert encode_prompt(chat, "hi") == encode_prompt(chat, "", messages=[{"role": "user", "content": "hi"}])
 
 
+def test_text_parts_are_joined_and_images_are_refused(chat: PreTrainedTokenizerBase) -> None:
+    """A template might write a list of parts as Python does, or an image's token."""
+    whole = encode_prompt(chat, "", messages=[{"role": "user", "content": "1+2"}])
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2"}]
+    assert encode_prompt(chat, "", messages=[{"role": "user", "content": parts}]) == whole
+    for image in ({"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": "a.png"}}, "a.png"):
+        with pytest.raises(ValueError, match=r"^messages\.0\.content\.2\.type: expected 'text'.*(image|a\.png)"):
+            encode_prompt(chat, "", messages=[{"role": "user", "content": [*parts, image]}])
+
+
 def test_a_template_that_refuses_the_turns_is_named() -> None:
     strict = TrainedBPE(vocab_size=260).build(Words())
     strict.chat_template = "{{ raise_exception('no system turn') }}"

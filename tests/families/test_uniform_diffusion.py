@@ -18,6 +18,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Diffu
 
 import refusion_lit
 from refusion_lit.cli import main
+from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import Branch, Draw, Forward, UniformDiffusion, decode
 from refusion_lit.engine.batch import Batch
 from refusion_lit.learning.batch import ResponseBatch
@@ -211,6 +212,65 @@ def test_training_computes_what_decoding_computes() -> None:
             torch.testing.assert_close(states[row, 40:], expected[0], rtol=1e-5, atol=1e-6)
 
 
+class DrawnNoise(KeyedNoise):
+    """Gives the numbers of a dictionary of streams."""
+
+    def __init__(self, **streams: torch.Tensor) -> None:
+        self._streams = streams
+
+    def uniform(self, stream: str, size: int) -> torch.Tensor:
+        return self._streams[stream][:, :size]
+
+    bits = uniform
+
+
+def test_the_loss_is_the_cross_entropy_of_transformers_logits() -> None:
+    """Canvases and targets are written by hand; the last canvas is longer than its response."""
+    theirs, ours = two_models(random_config(4, 5, ["sliding_attention", "full_attention"], 2))
+    text = torch.randint(3, 37, (3, 24), generator=torch.Generator().manual_seed(2))
+    prompts, responses, blocks = [3, 9, 11], [21, 8, 13], [3, 0, 2]
+    is_conditioned = [True, False, True]
+    t, uniform = torch.tensor([[0.2], [0.7], [0.5]]).double(), torch.rand(3, 5, generator=torch.Generator()).double()
+    random = torch.tensor([[4, 5, 6, 7, 8], [9, 10, 11, 12, 13], [14, 15, 16, 17, 18]])
+    noise = DrawnNoise(
+        block=torch.tensor(blocks)[:, None],
+        mask_ratio=t,
+        replaced=uniform,
+        random_token=random,
+        self_conditioning=torch.tensor([[0.1], [0.9], [0.1]]),
+    )
+    lengths = {"prompt_lengths": torch.tensor(prompts), "response_lengths": torch.tensor(responses)}
+    batch = ResponseBatch(input_ids=text, sample_keys=torch.arange(3), **lengths)
+    objective = UniformBlock(canvas_length=5, eps=0.1, ar_weight=0.3)
+    corrupted = objective.corrupt(batch, noise, ours.special_tokens)
+    with torch.no_grad():
+        hidden = ours(
+            corrupted.input_ids, corrupted.position_ids, corrupted.visible,
+            num_canvas=corrupted.num_canvas, is_conditioned=corrupted.is_conditioned,
+        )  # fmt: skip
+        output = objective.loss(hidden, ours.head, corrupted)
+
+        diffusion, ar = [], []
+        for row in range(3):
+            end = prompts[row] + responses[row]
+            start = prompts[row] + 5 * blocks[row]
+            clean = [int(text[row, place]) if place < end else 0 for place in range(start, start + 5)]  # 0: padding
+            ratio = 0.9 * float(t[row]) + 0.1
+            canvas = [int(random[row, i]) if float(uniform[row, i]) < ratio else token for i, token in enumerate(clean)]
+            inputs = {"input_ids": text[row : row + 1, :start], "decoder_input_ids": torch.tensor([canvas])}
+            logits = theirs(**inputs).logits
+            if is_conditioned[row]:
+                logits = theirs(**inputs, self_conditioning_logits=logits).logits
+            diffusion += torch.nn.functional.cross_entropy(logits[0], torch.tensor(clean), reduction="none").tolist()
+            encoded = theirs.model.encoder(input_ids=text[row : row + 1, :end]).last_hidden_state
+            logits = 5 * torch.tanh(theirs.lm_head(encoded)[0] / 5)
+            targets = range(prompts[row], end)
+            ar += [-float(logits[place - 1].log_softmax(-1)[text[row, place]]) for place in targets]
+    expected = sum(diffusion) / len(diffusion), sum(ar) / len(ar)
+    assert output.means.tolist() == pytest.approx(expected, rel=1e-5)
+    assert float(output.total) == pytest.approx(expected[0] + 0.3 * expected[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("is_gemma", [True, False])
 def test_the_checkpoint_of_a_fit_decodes(is_gemma: bool, tmp_path: Path) -> None:
     source = str(CHECKPOINT)
@@ -256,6 +316,16 @@ def test_adapters_of_shared_weights_are_refused() -> None:
     options = BackboneConfig(source=str(CHECKPOINT), lora=LoraOptions())
     with pytest.raises(ValueError, match=r"^backbone\.lora: .*share weights"):
         options.build(refusion_lit.load(CHECKPOINT).tokenizer)
+
+
+def test_sharding_of_shared_weights_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(DiffusionGemmaForBlockDiffusion, "from_pretrained", read)
+    options = BackboneConfig(source=str(CHECKPOINT))
+    with pytest.raises(ValueError, match=r"^trainer\.strategy: .*share weights.*ddp"):
+        options.build(PretrainedTokenizer(source=str(CHECKPOINT)).build(None), is_sharded=True)
 
 
 # Checkpoints.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -263,6 +264,31 @@ def test_a_text_beyond_the_sliding_window_is_transformers_text(
     assert len({tuple(row.token_ids) for row in rows.rows}) == 1
     [alone] = decode(model, Autoregressive(), shared[:1], SamplingParams(max_new_tokens=9), share_prefixes=False).rows
     assert alone.token_ids == rows.rows[-1].token_ids
+
+
+@pytest.mark.parametrize(("model_type", "options"), SLIDING)
+def test_batches_and_shared_prefixes_keep_texts_beyond_the_window(model_type: str, options: dict[str, Any]) -> None:
+    """Long and short texts share a small cache and prefixes; rows of finished texts are used again."""
+    model = Backbone(
+        library_model(model_type, torch.float64, sliding_window=8, **options),
+        ModelTraits(predictions=("next_token",)),
+        replace(SPECIAL, eos_token_ids=(1, 5, 9)),
+    )
+    start = (3, 4, 6) * 25
+    ends = [(3,), (4, 6), (7,) * 9, (3, 8), (), (10, 11)]
+    prompts = [Prompt(token_ids=(*start, *end), id=str(i)) for i, end in enumerate(ends)]
+    prompts += [Prompt(token_ids=(i, 4), id=f"short {i}") for i in (3, 6, 7)]
+    sampling = SamplingParams(max_new_tokens=40)
+    batched = decode(model, Autoregressive(), prompts, sampling, batch_size=3, max_cache_tokens=300)
+    assert batched.num_shared > 0
+    for prompt, row in zip(prompts, batched.rows, strict=True):
+        [alone] = decode(model, Autoregressive(), [prompt], sampling, share_prefixes=False).rows
+        assert row.token_ids == alone.token_ids
+        text = torch.tensor([[*prompt.token_ids, *row.token_ids]])
+        with torch.no_grad():
+            logits = model.model(input_ids=text).logits[0, len(prompt.token_ids) - 1 : -1]
+        logits[:, [*SPECIAL.banned_token_ids, *range(SPECIAL.vocab_size, logits.shape[1])]] = -torch.inf
+        assert logits.argmax(-1).tolist() == row.token_ids
 
 
 def test_a_text_out_of_order_beyond_the_sliding_window_is_refused() -> None:

@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.model_card import model_card
-from refusion_lit.reports.plots import curves_plot
+from refusion_lit.reports.plots import curves_plot, speed_plot
 from refusion_lit.reports.runs import read_runs, read_scores
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.reports.write import report_results, write_report
@@ -189,6 +189,23 @@ def test_tables_and_plots_for_papers(tmp_path: Path) -> None:
     assert (other["mismatch"], float(other["score_difference"])) == ("another attention", -100)
     assert files[2].read_bytes().startswith(b"%PDF")
     assert files[3].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("speeds", [(503.0, 1100.0, 3318.0), (11.7, 12.8, 14.0), (900.0, 90_000.0, 4.0)])
+def test_the_axis_of_speeds_has_plain_numbers(speeds: tuple[float, ...], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {f"decoder{i}": predictions([1.0, 0.0]) for i in range(len(speeds))})
+    results = json.loads((run / "results.json").read_text())
+    decoders = {
+        f"decoder{i}": {"1": {"tokens_per_second": speed, "times_baseline": [speed / speeds[0]] * 3}}
+        for i, speed in enumerate(speeds)
+    }
+    results["latency_results"] = {"baseline": "decoder0", "decoders": decoders}
+    (run / "results.json").write_text(json.dumps(results))
+    picture = ElementTree.fromstring(speed_plot(compare(*read_runs([run]))))
+    texts = ["".join(text.itertext()) for text in picture.iter(f"{SVG}text")]
+    [end] = [i for i, text in enumerate(texts) if text.startswith("tokens per second")]  # its ticks come before it
+    numbers = [float(text) for text in texts[:end] if text]
+    assert len([number for number in numbers if min(speeds) * 0.8 < number < max(speeds) * 1.2]) >= 2
 
 
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:

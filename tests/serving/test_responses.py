@@ -87,6 +87,55 @@ def test_an_agent_sends_back_calls_and_results(client: Any) -> None:
     assert [item.type for item in ended.output] == ["message"]
 
 
+def test_log_probabilities_are_those_of_chats(client: Any) -> None:
+    """Also next to tools that are not called; a stream's deltas have those of their text."""
+    turns: Any = [{"role": "user", "content": "Rome?"}]
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 30}
+    for tools, functions in (([], []), (TOOLS, FUNCTIONS)):
+        options: dict[str, Any] = {"max_tokens": 30, "logprobs": True, "top_logprobs": 2}
+        [choice] = client.chat.completions.create(
+            model=NAME, messages=turns, tools=tools or openai.omit, **options
+        ).choices
+        expected = choice.logprobs.content
+        tokens = [entry.token for entry in expected]
+        events = [*respond(client, tools=functions, stream=True, **asked)]
+        for response in (respond(client, tools=functions, **asked), check_events(events)):
+            [part] = response.output[0].content
+            assert part.text == choice.message.content
+            for actual, entry in zip(part.logprobs, expected, strict=True):
+                assert (actual.token, actual.forward) == (entry.token, entry.forward)
+                assert actual.logprob == pytest.approx(entry.logprob, abs=1e-5)
+            assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * len(expected)
+            assert response.top_logprobs == 2
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert [entry.token for event in deltas for entry in event.logprobs] == tokens
+        for event in deltas:
+            assert b"".join(bytes(entry.bytes) for entry in event.logprobs).decode(errors="replace") == event.delta
+        [done] = [event for event in events if event.type == "response.output_text.done"]
+        assert [entry.token for entry in done.logprobs] == tokens
+    plain = respond(client, max_output_tokens=5, include=["reasoning.encrypted_content"])
+    assert plain.output[0].content[0].logprobs == []
+
+
+def test_log_probabilities_of_calls_are_left_out(client: Any) -> None:
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "tools": FUNCTIONS}
+    events = [*respond(client, stream=True, tool_choice="required", **asked)]
+    assert {item.type for item in check_events(events).output} == {"function_call"}
+
+
+def test_tools_are_rendered_as_in_chats(client: Any) -> None:
+    """The order of a tool's fields is the client's, and its schema is whole."""
+    schema = SCHEMAS["add"] | {"default": None}
+    function = {"parameters": schema, "description": "adds", "name": "add"}
+    tools: list[Any] = [{"type": "function", "function": function}]
+    turns: Any = [{"role": "user", "content": "Rome?"}]
+    options: dict[str, Any] = {"temperature": 0, "tool_choice": "required", "parallel_tool_calls": False}
+    chat = client.chat.completions.create(model=NAME, messages=turns, tools=tools, max_tokens=60, **options)
+    response = respond(client, tools=[{"type": "function", **function}], max_output_tokens=60, **options)
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.output[0].arguments == chat.choices[0].message.tool_calls[0].function.arguments
+
+
 def test_a_schema_is_kept(client: Any) -> None:
     schema = SCHEMAS["add"] | {"additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "sum", "schema": schema}}
@@ -105,6 +154,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # options, the field that is wron
     ({"tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 5}, "max_output_tokens"),
     ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format"),
     ({"extra_body": {"max_tokens": 5}}, "max_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["x"]}, "include.0"),
+    ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
 ]
 
 

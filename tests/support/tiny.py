@@ -36,6 +36,46 @@ def make_base(
     return path
 
 
+def training_config(
+    run_name: str, source: Path | None, *, num_steps: int, interval: int, max_length: int = 128, **backbone: Any
+) -> dict[str, Any]:
+    """Return the config of a short training on sums.
+
+    Args:
+        run_name: The run's name.
+        source: Directory of the model to train; ``None`` for a new model with a tokenizer of characters.
+        num_steps: Number of steps.
+        interval: Steps between two checkpoints and between two validations.
+        max_length: Maximum number of tokens in a sample.
+        backbone: Further options of the backbone.
+    """
+    tokenizer: dict[str, Any] = {"class_path": "CharacterTokenizer"}
+    if source is not None:
+        tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"source": str(source)}}
+    return {
+        "run_name": run_name,
+        "trainer": {
+            "accelerator": "cpu", "max_steps": num_steps, "limit_val_batches": 1, "val_check_interval": interval,
+            "log_every_n_steps": 1, "enable_progress_bar": False,
+            "callbacks": [{
+                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                "init_args": {"save_last": True, "every_n_train_steps": interval, "save_top_k": -1},
+            }],
+        },
+        "model": {
+            "backbone": {"source": None if source is None else str(source), **backbone},
+            "objective": {"class_path": "Hybrid", "init_args": {"slot_sizes": [4]}},
+            "sampling": {"max_new_tokens": 12},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.02}},
+            "schedule": {"warmup_steps": 1},
+        },
+        "data": {
+            "task": {"class_path": "Additions", "init_args": {"num_train": 64, "num_validation": 4, "num_test": 3}},
+            "tokenizer": tokenizer, "batch_size": 8, "max_length": max_length,
+        },
+    }  # fmt: skip
+
+
 def make_sampling(source: Path, path: Path) -> Path:
     """Copy a model's directory; the copy's generation config asks for sampling, as Qwen's does."""
     shutil.copytree(source, path)

@@ -28,7 +28,7 @@ def is_checkpoint_file(source: str | Path) -> bool:
 
 
 def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Load a checkpoint to the CPU without running any code in it. Tensors of a sharded checkpoint stay on disk.
+    """Load a checkpoint to the CPU without running any code in it. A sharded checkpoint's tensors stay on disk.
 
     Args:
         path: The checkpoint.

@@ -52,14 +52,14 @@ def load(
     add_bos: AddBos | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> TextModel:
-    """Load a model with its tokenizer for inference. Adapters of a checkpoint are merged into its weights.
+    """Load a model with its tokenizer for inference. A checkpoint's adapters are merged into its weights.
 
     Args:
         source: Path of a checkpoint, a run's directory or a Hugging Face directory, or a hub id.
         dtype: Type of the weights. ``auto``: the checkpoint's type, but float32 on a CPU that has no instructions for
             a 16-bit type.
-        device: Device of the weights. ``auto``: a GPU that CUDA finds, else the CPU.
-        revision: Pinned revision of a hub id.
+        device: The weights' device. ``auto``: a GPU that CUDA finds, else the CPU.
+        revision: A hub id's pinned revision.
         trust_remote_code: Let the source run its Python code on this machine.
         overrides: Attention pattern and implementation for directories that do not state theirs, ``fused_body`` and
             ``batch_invariant``.
@@ -70,7 +70,7 @@ def load(
             :class:`~refusion_lit.decoding.APD`.
         add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does.
             ``None``: as stored with the model, else ``auto``.
-        chat_template_kwargs: Options of the chat template, such as ``{"enable_thinking": False}``. ``None``: as stored
+        chat_template_kwargs: Chat template options, such as ``{"enable_thinking": False}``. ``None``: as stored
             with the model, else none.
 
     Raises:
@@ -128,12 +128,12 @@ def pair(model: TextModel, other: TextModel) -> None:
 
 
 def own_draft(source: str, revision: str | None, entry: Mapping[str, Any]) -> str:
-    """Return the directory of the drafter that a source holds beside its model.
+    """Return the drafter directory that a source holds beside its model.
 
     Args:
         source: Directory or hub id.
-        revision: Pinned revision of a hub id.
-        entry: The entry ``refusion_lit`` in the config of the source.
+        revision: A hub id's pinned revision.
+        entry: The entry ``refusion_lit`` in the source's config.
     """
     names = (OPTIONS_FILE, WEIGHTS_FILE)
     if entry[HAS_DRAFTER] == FOLDER:
@@ -151,12 +151,12 @@ def read_default_decoder(
     block_size: int | None = None,
     draft: str | Path | None = None,
 ) -> Decoder:
-    """Return the default decoder of a model, without loading weights.
+    """Return a model's default decoder, without loading weights.
 
     Args:
         source: A checkpoint, a run's directory, a Hugging Face directory or a hub id.
-        revision: Pinned revision of a hub id.
-        checkpoint_format: Published format of the source.
+        revision: A hub id's pinned revision.
+        checkpoint_format: The source's published format.
         attention: Attention pattern of a source that does not state its own.
         block_size: Tokens per block, for block-causal attention.
         draft: Directory of a drafter that the model will be loaded with.
@@ -192,7 +192,7 @@ def _device(name: str | torch.device) -> torch.device:
 
 
 def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
-    """Return the model of a checkpoint, with merged adapters."""
+    """Return a checkpoint's model, with merged adapters."""
     model = load_checkpoint(source, options, device)
     adapted = model.backbone
     model.backbone = Backbone(
@@ -228,7 +228,7 @@ def _from_directory(options: BackboneConfig, device: torch.device, draft: str | 
 def load_checkpoint(
     path: str | Path, options: BackboneConfig | None = None, device: str | torch.device = "cpu"
 ) -> TextModel:
-    """Rebuild the model of a checkpoint as it was trained, with its adapters unmerged.
+    """Rebuild a checkpoint's model as it was trained, with its adapters unmerged.
 
     Args:
         path: The checkpoint, sharded or not.
@@ -260,7 +260,7 @@ def load_checkpoint(
 def restore_metadata(
     checkpoint: dict[str, Any], backbone: Backbone, tokenizer: PreTrainedTokenizerBase | None, *, resumes: bool
 ) -> None:
-    """Prepare a training module's backbone for the weights of a checkpoint, before it loads them.
+    """Prepare a training module's backbone for a checkpoint's weights, before it loads them.
 
     Args:
         checkpoint: The checkpoint. Its weights get their adapters merged if the backbone has none.

@@ -47,7 +47,7 @@ COMMANDS = {
 """Module and function of the commands without a Lightning Trainer."""
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
-"""Subcommands of LightningCLI."""
+"""LightningCLI's subcommands."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

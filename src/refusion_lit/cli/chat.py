@@ -101,7 +101,7 @@ class Chat:
         self._kept = KeptCache()
 
     def take(self, line: str) -> bool:
-        """Run a line of input, a command or a question; return whether the conversation continues.
+        """Run an input line, a command or a question; return whether the conversation continues.
 
         Raises:
             ValueError: If the command or question fails; the conversation is unchanged.

@@ -248,7 +248,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
 
 def import_gguf(args: list[str]) -> int:
-    """Write the model of a GGUF file.
+    """Write a GGUF file's model.
 
     Raises:
         ValueError: If the file cannot be read, or the directory is not empty.

@@ -90,11 +90,11 @@ def _print_answer(options: Namespace) -> None:
 
 
 class AnswerStream(GenerationCallback):
-    """Prints the final prefix of a response as it grows.
+    """Prints a response's final prefix as it grows.
 
     Args:
-        detokenize: Turns the tokens of a response into text; see :meth:`TextModel.detokenize`.
-        sampling: Length limit and stop strings of the response.
+        detokenize: Turns a response's tokens into text; see :meth:`TextModel.detokenize`.
+        sampling: The response's length limit and stop strings.
         decoder: The decoder's name.
     """
 
@@ -167,10 +167,10 @@ class PromptRequest:
     """A prompt of a file.
 
     Attributes:
-        id: Name of the prompt in the output.
+        id: The prompt's name in the output.
         prompt: Its text.
         reference: Reference answer, which is copied to the output.
-        template: Template of the response.
+        template: The response template.
     """
 
     id: str
@@ -324,7 +324,7 @@ def read_prompts(source: str, template: str | None = None) -> Iterator[PromptReq
 
 
 def _parse_request(row: DataRow, template: str | None) -> PromptRequest:
-    """Return the request of a JSON object.
+    """Return a JSON object's request.
 
     Raises:
         ValueError: Naming the line and its fault.

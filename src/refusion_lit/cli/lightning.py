@@ -66,7 +66,7 @@ class RefusionCLI(LightningCLI):
     """LightningCLI with runs in ``runs/NAME/VERSION``, one-line errors, and checkpoints that override no option.
 
     Attributes:
-        run_directory: Directory of this process's run; ``None`` until the directory is chosen. The attribute belongs to
+        run_directory: This process's run directory; ``None`` until the directory is chosen. The attribute belongs to
             the class, because the constructor does the whole work and may raise.
         claim: The right to write to the directory; ``None`` on processes that do not write to it.
 
@@ -129,7 +129,7 @@ class RefusionCLI(LightningCLI):
         self.config = self.parse(parser, args)
 
     def parse(self, parser: LightningArgumentParser, args: Sequence[str]) -> Namespace:
-        """Parse arguments; ``--model.decoders.NAME`` may be the YAML file of a decoder.
+        """Parse arguments; ``--model.decoders.NAME`` may be a decoder's YAML file.
 
         ``seed_everything`` is the default of ``model.seed`` and ``data.seed``.
 
@@ -165,7 +165,7 @@ class RefusionCLI(LightningCLI):
         """Do nothing. Lightning's instantiators copy the config for hyperparameters, which our modules do not save."""
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
-        """Create the trainer: with our progress bar, loggers of the run's directory, and atomic checkpoints."""
+        """Create the trainer: with our progress bar, the run directory's loggers, and atomic checkpoints."""
         if self.run_directory is not None:
             config["default_root_dir"] = str(self.run_directory)  # Lightning writes here without a logger
             if config["logger"] is not False:  # the run's loggers first: trainer.log_dir is the directory of the first
@@ -307,7 +307,7 @@ def _find_file(message: str, args: Sequence[str], files: Iterable[Path]) -> str:
 
 
 def _read_decoder_files(args: Sequence[str]) -> list[str]:
-    """Replace ``--model.decoders.NAME FILE`` by the content of the file.
+    """Replace ``--model.decoders.NAME FILE`` by the file's content.
 
     jsonargparse reads files of options, but no files of entries of a mapping.
 
@@ -365,7 +365,7 @@ def _choose_precision(trainer: Namespace) -> None:
 def _use_source(config: Namespace, source: str) -> None:
     """Take architecture and tokenizer from a checkpoint or directory; all other options stay.
 
-    Lightning loads the weights of a checkpoint from ``config.ckpt_path``. A directory becomes the backbone's source, so
+    Lightning loads a checkpoint's weights from ``config.ckpt_path``. A directory becomes the backbone's source, so
     ``config.ckpt_path`` is set to ``None``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The options of model, decoder and sampling that commands share, and how a command loads its model."""
+"""Model, decoder and sampling options that commands share, and how a command loads its model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _read_default_decoder(options: Namespace) -> Decoder:
 
 
 def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128, with_seed: bool = True) -> None:
-    """Add the options of model, decoder and sampling, named as in ``generate``."""
+    """Add model, decoder and sampling options, named as in ``generate``."""
     add_decoder_option(parser)
     parser.add_class_arguments(SamplingParams, skip={"stop", *(() if with_seed else ("seed",))})
     parser.set_defaults(max_new_tokens=max_new_tokens)
@@ -197,7 +197,7 @@ class Setup:
 
 
 def load_setup(options: Namespace) -> Setup:
-    """Check the options of sampling and decoding, and load the model.
+    """Check sampling and decoding options, and load the model.
 
     Decoding checks whether the model fits the decoder; :meth:`Setup.check` does this earlier.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from argparse import Action
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from difflib import SequenceMatcher, get_close_matches
 from types import NoneType
 from typing import Any, NoReturn, cast, get_args
@@ -49,8 +50,15 @@ class OneLineParser(ArgumentParser):
         """
         allow_bare_flags(self)
         self._refuse_repeated(args)
+        return self._create(lambda: self.parse_args(args))
+
+    def parse_values(self, values: Mapping[str, Any]) -> Namespace:
+        """Check a file's values and create the components that they name; see :meth:`parse`."""
+        return self._create(lambda: self.parse_object(deepcopy(dict(values))))
+
+    def _create(self, parse: Callable[[], Namespace]) -> Namespace:
         try:
-            parsed = self.parse_args(args)
+            parsed = parse()
         except PARSER_ERRORS as error:
             raise ValueError(explain_error(self, error)) from error
         try:
@@ -96,7 +104,7 @@ _REPEATED = re.compile(
     r"Expected a path but|Does not validate against|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
     r"|Subclass types expect|a class path \(|a dict with|Unable to load config '"
 )
-"""Lines in which jsonargparse repeats the type or the value of an option."""
+"""Lines in which jsonargparse repeats an option's type or value."""
 _TYPE = re.compile(r"Expected an? (?:<class '(?P<name>.+?)'>|typing\.Literal\[(?P<choices>.+?)\])")
 _CLASS = re.compile(r"Expected a dot import path string: ?(.*)|Not a valid subclass of \w+\. Got value: (.*)")
 
@@ -109,7 +117,7 @@ def explain_error(parser: ArgumentParser, error: Exception) -> str:
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
-    """Shorten a message of jsonargparse to ``option: reason`` on one line, with the nearest known name.
+    """Shorten jsonargparse's message to ``option: reason`` on one line, with the nearest known name.
 
     The message about an option of a class arrives first, from the parser of the class, and again within the message
     about the option that takes the class.
@@ -143,6 +151,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
         reason = " ".join(line for line in lines if line not in types)
         fix = "name the class before its options, and define all abstract methods"
         reason = re.sub(r"Expected an instantiatable class.*", f"expected a class that is not abstract; {fix}", reason)
+        reason = re.sub(r"Not a valid subclass of \w+$", "expected options; write them as NAME: VALUE", reason)
         fix = "run in the module's directory with PYTHONPATH=. set, or correct the name"
         reason = re.sub(r"(No module named '.+?').*", rf"\1; {fix}", reason)
         reason = re.sub(
@@ -168,10 +177,15 @@ def _option_names(parser: ArgumentParser) -> list[str]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NAME'?`` for the most similar name, or a short list of all names.
 
-    Last parts are compared (``precision`` is near ``trainer.precision``). The whole name decides between equal parts.
+    Last parts are compared (``precision`` is near ``trainer.precision``); the whole name decides between equal parts.
+    Then the first part is, unless it names a known group.
 
     >>> suggest("precison", ["trainer.precision", "model.seed"])
     "; did you mean 'trainer.precision'?"
+    >>> suggest("gird.slot_size", ["grid", "base"])
+    "; did you mean 'grid'?"
+    >>> suggest("model.speed_limit", ["model", "model.seed", "data", "data.seed", "trainer"])
+    '; choose one of data, data.seed, model, model.seed, trainer'
     >>> suggest("x", ["model", "data"])
     '; choose one of data, model'
     """
@@ -179,8 +193,10 @@ def suggest(word: str, known: Iterable[str]) -> str:
     word = word.lower().replace("-", "_")
     names = sorted(names, key=lambda name: SequenceMatcher(None, word, name.lower()).ratio())
     last_parts = {name.lower().rpartition(".")[2]: name for name in names}
-    if close := get_close_matches(word.rpartition(".")[2], last_parts, n=1, cutoff=_MIN_SIMILARITY):
-        return f"; did you mean {last_parts[close[0]]!r}?"
+    first_part = word.partition(".")[0]
+    for part in (word.rpartition(".")[2], *[first_part] * (first_part not in names)):
+        if close := get_close_matches(part, last_parts, n=1, cutoff=_MIN_SIMILARITY):
+            return f"; did you mean {last_parts[close[0]]!r}?"
     if not 0 < len(names) <= _MAX_LISTED:
         return "; --help lists them"
     return f"; choose one of {', '.join(sorted(names))}"

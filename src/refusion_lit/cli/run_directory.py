@@ -51,12 +51,12 @@ def check_names(run_name: str, run_version: str | None) -> None:
     for option, value in (("run_name", run_name), ("run_version", run_version)):
         parts = () if value is None else Path(value).parts
         inside = value is None or (bool(parts) and ".." not in parts and not Path(value).is_absolute())
-        holds = inside and (option == "run_name" or len(parts) < 2)
-        require(holds, option, "a name inside RUNS_DIR", value, "choose a name without .. and leading /")
+        is_name = inside and (option == "run_name" or len(parts) < 2)
+        require(is_name, option, "a name inside RUNS_DIR", value, "choose a name without .. and leading /")
 
 
 def next_version(folder: Path) -> str:
-    """Return the first free ``version_N``, which other processes of the run read from the environment."""
+    """Return the first free ``version_N``, which the run's other processes read from the environment."""
     shared = os.environ.get("REFUSION_LIT_RUN_VERSION")
     if shared:
         return shared

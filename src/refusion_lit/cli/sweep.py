@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,10 +88,10 @@ def run(args: list[str]) -> int:
 
 
 def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Separate the options of ``sweep`` from the options of its points, which have a dotted name or are the seed.
+    """Separate ``sweep``'s options from its points' options, which have a dotted name or are the seed.
 
     Returns:
-        The arguments of ``sweep``, and the values of the other options by name.
+        ``sweep``'s arguments, and the other options' values by name.
 
     Raises:
         ValueError: If a value is missing or is not YAML.
@@ -138,20 +137,20 @@ def read_sweep(file: Path) -> Sweep:
     Raises:
         ValueError: If it is missing or wrong.
     """
+    from refusion_lit.evaluation.latency import LatencyOptions  # imports torch
+
     values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
-    names = list(Sweep.__dataclass_fields__)
-    for name in values:
-        close = get_close_matches(name, names, 1)
-        fix = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(names)}"
-        if name not in names:
-            raise ValueError(f"{file}: unknown option {name!r}; {fix}")
-    if "launcher" in values:
-        parser = OneLineParser(prog="refusion-lit sweep")
-        parser.add_argument("--launcher", type=Launcher)
-        launcher = values["launcher"]
-        text = launcher if isinstance(launcher, str) else json.dumps(launcher)
-        values["launcher"] = parser.parse([f"--launcher={text}"]).launcher
-    return Sweep(**values)
+    parser = OneLineParser(prog="refusion-lit sweep")
+    components = {"launcher": Launcher, "latency": LatencyOptions}
+    parser.add_class_arguments(Sweep, skip=set(components))
+    for name, kind in components.items():
+        parser.add_argument(f"--{name}", type=kind | None)
+    try:
+        parsed = parser.parse_values(values)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    # The other values stay as they are written: the parser would read a text such as '8' as a number.
+    return Sweep(**{name: parsed[name] if name in components else value for name, value in values.items()})
 
 
 def make_resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:

@@ -40,7 +40,7 @@ _IGNORED_WITHOUT_TRAINING = ("Be aware that when using `ckpt_path`, callbacks us
 
 
 def run(command: str, args: list[str]) -> int:
-    """Run a command of the Trainer.
+    """Run a Trainer command.
 
     Args:
         command: Its name.

@@ -68,11 +68,11 @@ class TrainerProgress(ProgressBar):
         self._batches = self._add("validation", sum(num_batches) if isinstance(num_batches, list) else num_batches)
 
     def on_validation_batch_end(self, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
-        """Move the bar of the validation."""
+        """Move the validation bar."""
         self._bars.advance(self._batches)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Remove the bar of the validation; within a training, print a line with the losses."""
+        """Remove the validation bar; within a training, print a line with the losses."""
         self._bars.remove_task(self._batches)
         if trainer.state.fn != TrainerFn.FITTING:
             self._stop()
@@ -96,7 +96,7 @@ class TrainerProgress(ProgressBar):
         return self._bars.add_task(name, total=total if math.isfinite(total) else None, completed=completed, text="")
 
     def _stop(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the arguments of several hooks
-        """Remove the bars: before the table of a test, after predictions, and before an error."""
+        """Remove the bars before a test's table, after predictions, and before an error."""
         self._bars.stop()
         self._bars = DecodingProgress(self._bars.console)
 

@@ -28,9 +28,9 @@ def encode_prompt(
 ) -> list[int]:
     """Encode a query as a prompt.
 
-    With a chat template, the query is a user turn (or ``messages`` are the turns), followed by the opening of the
-    assistant's turn. Without a chat template, ``prompt_template`` is filled in. The name of a special token becomes the
-    token if the template contains it, and plain text if the query does. The text is encoded as a whole.
+    With a chat template, the query is a user turn (or ``messages`` are the turns), followed by the
+    assistant turn's opening. Without a chat template, ``prompt_template`` is filled in. A special token's name becomes
+    the token if the template contains it, and plain text if the query does. The text is encoded as a whole.
 
     The prompt begins with the BOS token if the tokenizer's policy says so
     (:func:`~refusion_lit.modeling.vocabulary.set_add_bos`) and the template does not write it. With ``add_bos: auto``,
@@ -48,7 +48,7 @@ def encode_prompt(
         ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
             or the prompt is empty.
     """
-    turns = list(messages) or [{"role": "user", "content": query}]
+    turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, *_texts_in([turns, tools])])
     if chat_options:
         check_chat_options(tokenizer, chat_options)
@@ -71,8 +71,8 @@ def encode_response(
 ) -> list[int]:
     """Encode a response as a part of the whole text, including its end.
 
-    Prompt and response together are the tokens of the rendered conversation, up to the special token that ends the
-    assistant's turn. Without a chat template, they are the tokens of the whole text, followed by EOS. If the whole text
+    Prompt and response together are the rendered conversation's tokens, up to the special token that ends the
+    assistant's turn. Without a chat template, they are the whole text's tokens, followed by EOS. If the whole text
     is split within the prompt's last token, the response is encoded as text within a text.
 
     Args:
@@ -87,7 +87,7 @@ def encode_response(
     Raises:
         ValueError: If a character is unknown.
     """
-    turns = list(messages) or [{"role": "user", "content": query}]
+    turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, response, *_texts_in([turns, tools])])
     opened = _render(tokenizer, guard, turns, prompt_template, query, tools)
     eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
@@ -153,6 +153,29 @@ def encode_within(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         if whole[: len(before)] == before:
             return whole[len(before) :]
     return ids
+
+
+def _read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return chat turns whose contents are texts; the text parts of a content are joined.
+
+    Raises:
+        ValueError: If a content has a part of another type, such as an image, which a template may render silently.
+    """
+    turns: list[Mapping[str, Any]] = []
+    for number, turn in enumerate(messages):
+        content = turn.get("content")
+        if not isinstance(content, list | tuple):
+            turns.append(turn)
+            continue
+        texts: list[str] = []
+        for index, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            is_text = isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str)
+            option = f"messages.{number}.content.{index}.type"
+            require(is_text, option, "'text', because models read text only", kind, "leave the part out")
+            texts.append(part["text"])
+        turns.append({**turn, "content": "".join(texts)})
+    return turns
 
 
 _MARKS_BEGINNING = re.compile("prepend_scheme|Prepend|add_prefix_space=True")
@@ -240,8 +263,8 @@ def _encode_parts(
     pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
     pieces: list[tuple[str, bool]] = []  # text, and whether it is a special token
     for text, is_template in parts:
-        found = pattern.split(text) if is_template else [text]
-        for index, piece in enumerate(found):
+        split = pattern.split(text) if is_template else [text]
+        for index, piece in enumerate(split):
             is_name = is_template and index % 2 == 1
             if pieces and not is_name and not pieces[-1][1]:
                 pieces[-1] = (pieces[-1][0] + piece, False)

@@ -126,8 +126,8 @@ class PretrainedTokenizer(TokenizerSource):
 
     Attributes:
         source: Directory or hub id.
-        revision: Pinned revision of a hub id.
-        checkpoint_format: Published format of the source, if its config does not name it; see
+        revision: A hub id's pinned revision.
+        checkpoint_format: The source's published format, if its config does not name it; see
             :class:`~refusion_lit.BackboneConfig`.
         trust_remote_code: Let a source of unknown format run its Python code on this machine.
     """

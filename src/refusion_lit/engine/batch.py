@@ -19,8 +19,8 @@ from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Span, Visibility
 
 
-def shape_of(forward: Forward) -> tuple[int, int]:
-    """Return rows and length of a forward's share of a call."""
+def measure_shape(forward: Forward) -> tuple[int, int]:
+    """Return how many rows a forward takes in a call, and how long they are."""
     lengths = [len(branch.tokens) for branch in forward.branches]
     return (1, sum(lengths)) if forward.packed else (len(lengths), max(lengths))
 
@@ -53,7 +53,7 @@ class Batch:
     def __init__(
         self, forwards: Sequence[Forward], cache_rows: Sequence[int], device: torch.device, cache: KVCache | None
     ) -> None:
-        self.shapes = [shape_of(forward) for forward in forwards]
+        self.shapes = [measure_shape(forward) for forward in forwards]
         self.starts: list[list[int]] = []
         length = max(length for _, length in self.shapes)
         batch_cache_rows: list[int] = []  # the cache row of every row of the batch

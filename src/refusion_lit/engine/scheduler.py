@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from os.path import commonprefix
 
-from refusion_lit.engine.batch import shape_of
+from refusion_lit.engine.batch import measure_shape
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.types import Prompt
@@ -113,8 +113,8 @@ def fit_into_forward(sequences: Sequence[PromptSequence], max_tokens: int) -> li
     for sequence in sorted(sequences, key=lambda sequence: (sequence.last_call, sequence.state.num_forwards)):
         kind = sequence.forward.kind
         num_rows, length = shapes.get(kind, (0, 0))
-        more_rows, own_length = shape_of(sequence.forward)
-        num_rows, length = num_rows + more_rows, max(length, own_length)
+        more_rows, new_length = measure_shape(sequence.forward)
+        num_rows, length = num_rows + more_rows, max(length, new_length)
         if num_rows * length <= max_tokens or not chosen:
             chosen.add(sequence.index)
             shapes[kind] = (num_rows, length)

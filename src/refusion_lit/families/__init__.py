@@ -1,1 +1,1 @@
-"""Model families besides ReFusion: a folder or file holds decoder, objective and checkpoint formats of a family."""
+"""Model families besides ReFusion: a folder or file holds a family's decoder, objective and checkpoint formats."""

@@ -1,4 +1,4 @@
-"""Default decoder of a model, chosen from its traits."""
+"""A model's default decoder, chosen from its traits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     - bidirectional: :class:`LLaDA`;
     - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict themselves.
 
-    Rules of plugins (:func:`register_decoder`) come first.
+    Plugins' rules (:func:`register_decoder`) come first.
 
     Args:
         traits: What the model was trained to do, fine-tuning included.

@@ -216,7 +216,7 @@ class Introspective(Objective):
         )
 
     def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
-        """Compute the loss; see :meth:`Objective.loss`. ``auto_balance`` takes the ratio of this micro-batch."""
+        """Compute the loss; see :meth:`Objective.loss`. ``auto_balance`` takes this micro-batch's ratio."""
         output = super().loss(hidden, head, corrupted)
         if not self.auto_balance:
             return output

@@ -39,7 +39,7 @@ _NEXT_TOKEN = Autoregressive()
 @dataclass(frozen=True, kw_only=True)
 class _NemotronFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a config; the default decoder uses the ``block_size`` of the training."""
+        """Convert a config; the default decoder uses the training's ``block_size``."""
         options = super().library_options(values)
         rope = values.get("rope_parameters") or values.get("rope_scaling")
         for name in _ROPE if rope is not None else ():
@@ -282,7 +282,7 @@ class LinearSpeculation(_BlockOfMasks):
 
 @dataclass(frozen=True, kw_only=True)
 class CausalBlockMasked(Objective):
-    """Predicts the masks of a block from the whole block and causal text, and the next token of the clean text.
+    """Predicts a block's masks from the whole block and causal text, and the clean text's next token.
 
     Nemotron-Labs-Diffusion (arXiv 2607.05722): a forward over ``[noisy; clean]`` with repeated position ids. A sample
     draws t, and its response tokens are masked with probability p = 0.999 t + 0.001. A noisy token sees all of its
@@ -291,12 +291,12 @@ class CausalBlockMasked(Objective):
 
     Terms: ``mdm``, the sum over masks of cross-entropy / p, and ``ar``, the sum over the clean half of the next
     response token's cross-entropy. Both are divided by the batch's number of masks and response tokens. The loss is
-    ``mdm_weight`` * mdm + ar. Deliberate differences: the program counts the tokens of a single row in the denominator,
-    and it scales the queries of the clean half as if they came after the noisy half.
+    ``mdm_weight`` * mdm + ar. Deliberate differences: the program counts a single row's tokens in the denominator,
+    and it scales the clean half's queries as if they came after the noisy half.
 
     Attributes:
         block_size: Tokens per block, at least 1.
-        mdm_weight: Weight of the masked term (``dlm_loss_weight``), at least 0.
+        mdm_weight: The masked term's weight (``dlm_loss_weight``), at least 0.
 
     >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch

@@ -32,7 +32,7 @@ class UniformDiffusion(Decoder):
     The next canvas follows, until an EOS token or ``max_new_tokens``; tokens beyond it in the last canvas are not
     returned. A forward pass over the text is counted once per canvas, beside the steps.
 
-    Temperature 0 draws with the temperatures of the schedule, the same tokens in every run, whatever the seed. Above 0,
+    At temperature 0, the schedule's temperatures apply, and all seeds draw the same tokens. Above 0,
     ``temperature`` multiplies the schedule (1: as published), and the seed counts.
 
     Source: ``DiffusionGemmaForBlockDiffusion.generate`` of transformers. Deliberate differences: exactly
@@ -42,7 +42,7 @@ class UniformDiffusion(Decoder):
         canvas_length: Tokens per canvas, at least 1; must be the length in training.
         num_steps: Maximum number of steps per canvas (``max_denoising_steps``), at least 1.
         t_min: The temperature falls from ``t_max`` towards this value, which no step reaches; in [0, 1000].
-        t_max: Temperature of the first step, in (0, 1000].
+        t_max: The first step's temperature, in (0, 1000].
         entropy_bound: Accept tokens in rising order of entropy while the entropies before sum up to this many nats at
             most, at least one token. At least 0.
         stability_threshold: A canvas is finished if its draft equals the drafts of this many steps before, and it is
@@ -86,7 +86,7 @@ class UniformDiffusion(Decoder):
         return True
 
     def step_temperature(self, step: int) -> float:
-        """Return the temperature of a step; steps count down from ``num_steps`` to 1."""
+        """Return a step's temperature; steps count down from ``num_steps`` to 1."""
         return self.t_min + (self.t_max - self.t_min) * step / self.num_steps
 
     def step(self, state: RowState) -> Steps[None]:
@@ -122,7 +122,7 @@ class UniformDiffusion(Decoder):
 
         Args:
             drafts: The drafts of all steps so far.
-            entropies: The entropies of the last step.
+            entropies: The last step's entropies.
         """
         *before, draft = drafts[-self.stability_threshold - 1 :]
         is_stable = len(before) == self.stability_threshold and all(other == draft for other in before)
@@ -215,7 +215,7 @@ class UniformBlock(Objective):
 
     @property
     def traits(self) -> ModelTraits:
-        """The tokens of a canvas predict themselves; with ``ar_weight``, the text predicts the next token."""
+        """A canvas's tokens predict themselves; with ``ar_weight``, the text predicts the next token."""
         predictions: tuple[Prediction, ...] = ("visible", "next_token") if self.ar_weight else ("visible",)
         return ModelTraits(predictions=predictions)
 
@@ -268,7 +268,7 @@ class UniformBlock(Objective):
 @dataclass(frozen=True, kw_only=True)
 class _DiffusionGemmaFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the settings of the generation config to the default decoder; keep what training has stored."""
+        """Add the generation config's settings to the default decoder; keep what training has stored."""
         text = values.get("text_config")
         where = f"backbone.source: text_config of a {self.name} checkpoint"
         fix = "fetch config.json again"
@@ -281,8 +281,8 @@ class _DiffusionGemmaFormat(CheckpointFormat):
         fits = isinstance(taken, int) and isinstance(num_experts, int) and 1 <= taken <= num_experts
         expected = f"an integer from 1 to num_experts, which is {num_experts}"
         require(fits, f"{where}: top_k_experts", expected, taken, fix)
-        own = {"generation_config", "refusion_lit"}
-        options = super().library_options({name: value for name, value in values.items() if name not in own})
+        added = {"generation_config", "refusion_lit"}
+        options = super().library_options({name: value for name, value in values.items() if name not in added})
         settings = values.get("generation_config") or {}
         settings = {**settings, **(settings.get("sampler_config") or {}), "canvas_length": values.get("canvas_length")}
         settings["vocab_size"] = text.get("vocab_size")

@@ -85,7 +85,7 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class WeDLM(Decoder):
-    """Fills masks of a window in parallel, and caches the filled tokens at the window's start a forward later.
+    """Fills a window's masks in parallel, and caches the filled tokens at the window's start a forward later.
 
     A forward feeds the window's filled tokens in text order, then its masks in text order, with their positions in the
     text. Causal attention over this sequence shows a mask all filled tokens and the masks to its left. Filled tokens
@@ -209,7 +209,7 @@ class WeDLM(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class DualStream(Objective):
-    """Predicts the masks of a block from its clean tokens, from earlier masks, and from all earlier clean blocks.
+    """Predicts a block's masks from its clean tokens, from earlier masks, and from all earlier clean blocks.
 
     WeDLM (arXiv 2512.22737): a forward over ``[prediction; memory]`` with repeated position ids. The memory stream is
     the clean text. In the prediction stream, every block draws a share gamma, uniform in [0, 1), and masks exactly this

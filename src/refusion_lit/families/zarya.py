@@ -54,18 +54,18 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class Zarya(Hybrid):
-    """:class:`Hybrid` with the changes of Zarya (arXiv 2609.19868); by default all are off.
+    """:class:`Hybrid` with Zarya's changes (arXiv 2609.19868); by default all are off.
 
     Zarya's mix of the terms is ``mdm_weight`` = lambda and ``ar_weight`` = 1 - lambda.
 
     Attributes:
-        slot_borders: Curriculum of slot sizes (``slot_step_borders`` of Zarya): border i is the share of optimizer
+        slot_borders: Curriculum of slot sizes (Zarya's ``slot_step_borders``): border i is the share of optimizer
             steps, in (0, 1] and ascending, up to which size i is used; the last size is also used beyond the last
             border. As many as sizes. Validation draws from all sizes. Zarya's borders are shares of an epoch, which is
             the same in a run of a single epoch. ``None``: sizes are drawn.
         token_weights: Weights of masked tokens in a slot: ``equal`` (the paper) or ``harmonic``, in which the first of
-            n tokens has about n times the last token's weight (``ordered_sampling`` of Zarya).
-        shuffle_masked: Put masked slots in random order, too (``diffusion_shuffle`` of Zarya), not in text order.
+            n tokens has about n times the last token's weight (Zarya's ``ordered_sampling``).
+        shuffle_masked: Put masked slots in random order, too (Zarya's ``diffusion_shuffle``), not in text order.
 
     >>> objective = Zarya(slot_sizes=(4, 8), slot_borders=(0.5, 1.0))
     >>> objective.at(0.2).slot_sizes, objective.at(0.9).slot_sizes
@@ -200,7 +200,7 @@ class FirstHitting(Decoder):
         return state
 
     def _sizes(self, state: RowState, num_masks: int) -> Iterator[int]:
-        """Yield the group sizes of the diffusion phase."""
+        """Yield the diffusion phase's group sizes."""
         num_steps = max(-(-num_masks // 4), 1) if self.num_steps is None else self.num_steps
         for step in range(num_steps):
             before, after = (self._share_known(1 - (step + i) / num_steps) for i in (0, 1))

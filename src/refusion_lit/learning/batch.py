@@ -1,4 +1,4 @@
-"""The values of a training step: the clean batch, the corrupted batch and the loss."""
+"""A training step's values: the clean batch, the corrupted batch and the loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Movable:
 
 @dataclass(kw_only=True)
 class ResponseBatch(_Movable):
-    """A clean micro-batch of prompts with responses, padded on the right.
+    """A clean micro-batch: prompts with responses, padded on the right.
 
     Attributes:
         input_ids: Prompt, then response with its EOS token, then padding.
@@ -95,7 +95,7 @@ class CorruptedBatch(_Movable):
     Attributes:
         input_ids: Tokens in sequence order, which need not be text order.
         position_ids: The tokens' positions in the text.
-        labels: Targets of the logits, or ``IGNORE_INDEX``. No further shift is applied.
+        labels: The logits' targets, or ``IGNORE_INDEX``. No further shift is applied.
         weights: Weights of the cross-entropies in the sums of their terms.
         terms: Indices into :attr:`Objective.terms`, by labelled position.
         counts: Denominators (numbers of tokens or samples), by term.

@@ -46,7 +46,7 @@ class Objective(ABC):
     Class attributes:
         ranges: Minimum or interval by numeric option, checked on construction; see ``utils.require.check_options``.
         trained: What a trained model can do: its attention pattern and the meaning of its logits.
-        term: Name of the only loss term; objectives with several terms override :attr:`terms`.
+        term: The only loss term's name; objectives with several terms override :attr:`terms`.
         packs: Whether samples can be packed: :meth:`corrupt` marks the real positions.
         step_source: Import path of a ``StepSource`` (``training/step_source.py``) that makes the responses for every
             optimizer step, such as roll-outs; ``None``: the data has the responses.

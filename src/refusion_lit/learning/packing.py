@@ -23,7 +23,7 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
     Args:
         corrupted: A sample per row, view-major if there are several views.
         rows: Row indices by sample, from 0 without gaps. Views never share a row; rows are view-major again.
-        pad_token_id: Fills up the rows to the length of the fullest row.
+        pad_token_id: Fills up the rows to the fullest row's length.
 
     Raises:
         ValueError: If ``corrupted.is_real`` is missing.

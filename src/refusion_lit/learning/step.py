@@ -1,4 +1,4 @@
-"""Gradient accumulation: an optimizer step's micro-batches, their denominators, and the scale of the loss."""
+"""Gradient accumulation: an optimizer step's micro-batches, their denominators, and the loss's scale."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OptimizerStep:
 
     @property
     def sample_ids(self) -> list[str]:
-        """Ids of the samples on this process."""
+        """The samples' ids on this process."""
         return [name for batch in self.batches for name in batch.ids]
 
     def begin(self, corrupted: Sequence[CorruptedBatch]) -> None:

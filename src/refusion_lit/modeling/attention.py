@@ -90,7 +90,7 @@ def _attend(
     if attn_mask.shape[2] == 1 and (attn_mask == attn_mask[:, :1]).all():  # all tokens of a row see the same
         return _chunk(query, key, value, attn_mask[:, :1], options)
     chunks = zip(query.split(CHUNK, 2), attn_mask.split(CHUNK, 1), strict=True)
-    return torch.cat([checkpoint(_chunk, q, key, value, own, options, use_reentrant=False) for q, own in chunks], 2)
+    return torch.cat([checkpoint(_chunk, q, key, value, mask, options, use_reentrant=False) for q, mask in chunks], 2)
 
 
 def _chunk(

@@ -30,13 +30,13 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.transformers_forward import LibraryCache
 from refusion_lit.modeling.visibility import AttentionMask, as_mask
-from refusion_lit.modeling.weights import stored_shapes, weights_digest
+from refusion_lit.modeling.weights import missing_shards, stored_shapes, weights_digest
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import check_options, require
 
 MODEL_TYPE = MuseGlimmerAssistantConfig.model_type
 FOLDER = "drafter"
-"""Folder of a block drafter in the directory of its model."""
+"""A block drafter's folder in its model's directory."""
 ENTRY = "refusion_lit"
 """Key of the assistant's config for what transformers does not know: the name and digest of the model."""
 _CONFIG = "config.json"
@@ -45,7 +45,7 @@ _OPTIONS = (
     "rms_norm_eps", "rope_parameters", "max_position_embeddings", "sliding_window", "layer_types", "hidden_act",
     "bos_token_id", "eos_token_id", "pad_token_id", "block_size", "mask_token_id", "target_layer_ids",
 )  # fmt: skip
-"""Options of the assistant's config that say what the network computes."""
+"""Assistant config options that say what the network computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +115,10 @@ class BlockDrafter(nn.Module):
 
     Args:
         config: The assistant's config; the caller has checked that it fits the model.
-        base: Directory or hub id of the model; ``None`` if its weights are random.
+        base: The model's directory or hub id; ``None`` if its weights are random.
 
     Attributes:
-        network: The network of transformers.
+        network: Transformers' network.
         base: As in the arguments.
     """
 
@@ -138,7 +138,7 @@ class BlockDrafter(nn.Module):
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
-        """Layers of the model that the network reads."""
+        """Model layers that the network reads."""
         return tuple(self.network.config.target_layer_ids or ())
 
     @property
@@ -177,7 +177,7 @@ class BlockDrafter(nn.Module):
     def _store(
         self, features: Float[Tensor, "token width"], positions: Int[Tensor, " token"], cache: KVCache, first_layer: int
     ) -> None:
-        """Write the keys and values of text into the cache, where its forward wrote the model's."""
+        """Write the text's keys and values into the cache, where its forward wrote the model's."""
         network = self.network
         context = network.encoder(features.to(network.dtype))
         cos, sin = (angles[0, :, None] for angles in network.rotary_emb(context[None], positions[None]))
@@ -320,6 +320,8 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
         raise _refused(folder, expected, f"mask_token_id {config.mask_token_id}", fix)
     if config.block_size < 2:
         raise _refused(folder, "blocks of at least 2 tokens", f"block_size {config.block_size}", "correct config.json")
+    if missing := missing_shards(folder):
+        raise _refused(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     shapes = stored_shapes(folder)
     if not shapes:
         raise _refused(folder, "safetensors files with weights", "none that can be read", "fetch it again")
@@ -339,7 +341,7 @@ def check_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> No
 
     Args:
         directory: The drafter's directory.
-        vocabulary: Ids of the model's tokenizer by token.
+        vocabulary: The model tokenizer's ids by token.
 
     Raises:
         ValueError: Naming a token that has another id.
@@ -366,7 +368,7 @@ def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtyp
     Args:
         body: The body of the model that it drafts for.
         directory: The directory.
-        dtype: Type of the weights; by default the body's.
+        dtype: The weights' type; by default the body's.
 
     Raises:
         ValueError: As :func:`check_block_drafter`, or if the drafter says that it was trained for other weights.
@@ -391,11 +393,11 @@ def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtyp
 
 
 def save_block_drafter(drafter: BlockDrafter, body: nn.Module, directory: Path) -> None:
-    """Write a drafter in transformers' assistant layout, with the name and the digest of its model.
+    """Write a drafter in transformers' assistant layout, with its model's name and digest.
 
     Args:
         drafter: The drafter.
-        body: The body of its model.
+        body: Its model's body.
         directory: An existing directory.
     """
     config = drafter.network.config

@@ -1,4 +1,4 @@
-"""Options of a chat template, such as ``enable_thinking`` of Qwen3, which are kept with the tokenizer."""
+"""Chat template options, such as Qwen3's ``enable_thinking``, which are kept with the tokenizer."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _HEAD_CHANGES = (
 
 
 def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build the config of a model type; vocabulary size and special ids default to the tokenizer's.
+    """Build a model type's config; vocabulary size and special ids default to the tokenizer's.
 
     Args:
         options: The config's options, ``model_type`` among them.
@@ -133,7 +133,7 @@ def load_config(
 
 
 def _published_config(published: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one class per architecture
-    """Return transformers' config for the config of a published checkpoint."""
+    """Return transformers' config for a published checkpoint's config."""
     try:
         config = AutoConfig.for_model(**published.library_options(values))
         for name, value in overrides.items():
@@ -174,7 +174,7 @@ def read_traits(entry: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
 
 
 def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse invalid sizes; not every architecture has all of these options."""
+    """Refuse invalid sizes; not every architecture has all these options."""
     for name in _SIZES:
         value = getattr(config, name, None)
         if value is not None:
@@ -204,7 +204,7 @@ def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN
 
 
 def _check_frequencies(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse rotary frequencies that transformers chooses by the longest text of a batch (LongRoPE).
+    """Refuse rotary frequencies that transformers chooses by a batch's longest text (LongRoPE).
 
     Equal factors are harmless, and so is a context that never reaches the long factors.
     """
@@ -224,10 +224,10 @@ def _check_frequencies(config: Any, where: str) -> None:  # noqa: ANN401 - one c
 
 
 def freeze_frequencies(body: nn.Module) -> None:
-    """Stop rotary embeddings from changing their frequencies with the longest text of a batch.
+    """Stop rotary embeddings from changing their frequencies with a batch's longest text.
 
     Within the model's context, no frequency changes anyway. Masks beyond the context (a last block or slot) would
-    change the frequencies of the whole batch.
+    change the whole batch's frequencies.
     """
     changing = ("dynamic", "longrope")  # the types of transformers' ``dynamic_rope_update``
     module: Any
@@ -240,7 +240,7 @@ def freeze_frequencies(body: nn.Module) -> None:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error message, which holds the reason."""
+    """Return an error message's last line, which holds the reason."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().removesuffix(".")
 
 

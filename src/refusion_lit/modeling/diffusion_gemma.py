@@ -43,7 +43,7 @@ class SoftcappedHead(nn.Linear):
 
 
 class CanvasAttention(library.DiffusionGemmaDecoderTextAttention):
-    """The decoder's attention, with keys and values of the canvas placed where the masks expect them."""
+    """The decoder's attention, with the canvas's keys and values placed where the masks expect them."""
 
     def append_to_cache(
         self, past_key_values: Cache, key_states: Tensor, value_states: Tensor
@@ -67,7 +67,7 @@ class TextStates(Cache):
         *args: Any,  # noqa: ANN401, ARG002 - the signature is transformers'
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's states at the first call; at later calls, append the states of a canvas to them."""
+        """Store a layer's states at the first call; at later calls, append a canvas's states to them."""
         if layer_idx not in self._stored:
             self._stored[layer_idx] = (key_states, value_states)
             return key_states, value_states
@@ -122,7 +122,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
         """Run the decoder over canvases.
 
         Args:
-            input_ids: Tokens of the canvases.
+            input_ids: The canvases' tokens.
             position_ids: Their positions in the text.
             attention_mask: What they see: the text, and the whole canvas. Layers with a sliding window see the last
                 ``window - 1`` tokens of the text, from every place of the canvas.
@@ -161,7 +161,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
     ) -> Float[Tensor, "batch token hidden"]:
         """Run the encoder over texts and the decoder over the canvases behind them, with gradients.
 
-        Self-conditioning takes two passes of the decoder: the prediction of the first pass, which has no gradients,
+        Self-conditioning takes two decoder passes: the first pass's prediction, which has no gradients,
         conditions the second.
 
         Args:

@@ -1,6 +1,6 @@
 """Drafter: low-rank adapters and learnt mask embeddings with which a frozen model drafts several tokens ahead.
 
-:class:`Drafter` is trained in the forward of transformers; :class:`DraftMasks` is its form in the fused backbone.
+:class:`Drafter` is trained in transformers' forward; :class:`DraftMasks` is its form in the fused backbone.
 
 The adapters act at mask positions only, so ordinary tokens go through the untouched model and its KV cache entries stay
 exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
@@ -49,7 +49,7 @@ _FUSED_PARTS = {
     "mlp": ("mlp-gate_proj", "mlp-up_proj"),
     "down": ("mlp-down_proj",),
 }
-"""Adapted linear layers by part of a block. The fused backbone computes the layers of a part in one matrix product."""
+"""Adapted linear layers by block part. The fused backbone computes a part's layers in one matrix product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class DrafterOrigin:
 
     Attributes:
         options: The options.
-        base: Directory or hub id of the model; ``None`` if its weights were initialised at random.
+        base: The model's directory or hub id; ``None`` if its weights were initialised at random.
     """
 
     options: DrafterOptions | BlockDrafterOptions
@@ -96,7 +96,7 @@ class DrafterOrigin:
 
     @classmethod
     def of(cls, drafter: Drafter | BlockDrafter) -> DrafterOrigin:
-        """Return the origin of a drafter."""
+        """Return a drafter's origin."""
         return cls(options=drafter.options, base=drafter.base)
 
 
@@ -108,7 +108,7 @@ class Drafter(nn.Module):
     Args:
         body: The body that is adapted; it is not changed.
         options: Sizes.
-        base: Directory or hub id of the model, ``None`` if its weights are random.
+        base: The model's directory or hub id, ``None`` if its weights are random.
 
     Attributes:
         options: Sizes.
@@ -203,9 +203,9 @@ def check_draft(directory: str | Path, target: Any, vocabulary: Mapping[str, int
     """Refuse an assistant's directory that does not fit a model, before weights are read.
 
     Args:
-        directory: Directory of a drafter.
+        directory: The drafter's directory.
         target: The model's config.
-        vocabulary: Ids of the model's tokenizer by token.
+        vocabulary: The model tokenizer's ids by token.
 
     Raises:
         ValueError: Naming what does not fit.
@@ -240,13 +240,13 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
             f"({error_reason(error)}); check the path, or export the drafter again."
         ) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
-    found = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
+    actual = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
     # In float16, the digest's bfloat16 values have been rounded twice, so that the model's own digest is another one.
     is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
-    if digest != found and not is_rounded_twice:
+    if digest != actual and not is_rounded_twice:
         raise ValueError(
             f"draft: expected the model of {path} ({origin.base}; weights {digest}; see its README), got weights "
-            f"{found}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
+            f"{actual}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
         )
     assert isinstance(origin.options, DrafterOptions)
     drafter = Drafter(body, origin.options, origin.base)
@@ -263,14 +263,14 @@ def _linears(body: nn.Module) -> dict[str, nn.Linear]:
     Raises:
         ValueError: If the body has none of the expected layers.
     """
-    found = {
+    linears = {
         name.replace(".", "-"): module
         for name, module in body.named_modules()
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
     }
     expected = f"a body with linear layers named {', '.join(TARGETS)}"
-    require(bool(found), "backbone.drafter", expected, type(body).__name__, "use a Llama, Qwen2 or Qwen3 model")
-    return found
+    require(bool(linears), "backbone.drafter", expected, type(body).__name__, "use a Llama, Qwen2 or Qwen3 model")
+    return linears
 
 
 class DraftMasks:
@@ -282,12 +282,12 @@ class DraftMasks:
     Args:
         drafter: The drafter.
         embedding: The body's embedding; ids from its end on are draft masks.
-        num_layers: Blocks of the body.
+        num_layers: The body's blocks.
 
     Attributes:
         embedding: The body's embedding.
-        first_id: Id of the first draft mask.
-        masks: Embeddings of the draft masks.
+        first_id: The first draft mask's id.
+        masks: The draft masks' embeddings.
     """
 
     def __init__(self, drafter: Drafter, embedding: Float[Tensor, "row hidden"], num_layers: int) -> None:
@@ -330,7 +330,7 @@ class DraftMasks:
 
 @dataclass(frozen=True, slots=True)
 class DraftGate:
-    """The tokens of a forward that are draft masks, and what they need.
+    """A forward's tokens that are draft masks, and what they need.
 
     Attributes:
         drafts: The weights.
@@ -353,7 +353,7 @@ class DraftGate:
     def add(
         self, layer: int, part: str, x: Float[Tensor, "token input"], output: Float[Tensor, "token output"]
     ) -> None:
-        """Add the adapters' updates to the output of linear layers, in place, for draft masks only."""
+        """Add the adapters' updates to linear layers' output, in place, for draft masks only."""
         adapters = self.drafts.layers[layer][part]
         x = x[self.rows].to(adapters[0][0].dtype)
         update = torch.cat([x @ down @ up for down, up in adapters], -1).to(output.dtype)

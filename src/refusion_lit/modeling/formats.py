@@ -42,7 +42,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportLayout:
-    """What an exported config of a format holds, beside the architecture's own options.
+    """What a format's exported config holds, beside the architecture's own options.
 
     Attributes:
         repository: Hub repository with the authors' classes, for ``auto_map``; ``None``: no repository has them.
@@ -88,7 +88,7 @@ class CheckpointFormat:
 
     Attributes:
         name: Name in options (``--checkpoint_format``) and messages.
-        family: Models of the format, for messages and documentation.
+        family: The format's models, for messages and documentation.
         model_type: ``model_type`` in the family's ``config.json``; ``None`` if the name is transformers' too, so that
             users must name the format.
         source_pattern: Pattern of hub ids and directory names, in lower case, of a family whose ``model_type`` another
@@ -103,8 +103,8 @@ class CheckpointFormat:
         attention: Attention pattern.
         predictions: Meaning of the logits.
         block_size: Tokens per block, for block-causal attention.
-        block_size_option: Option of the config that overrides ``block_size``.
-        mask_tokens: Texts of the mask token, for families whose config and tokenizer do not name it.
+        block_size_option: Config option that overrides ``block_size``.
+        mask_tokens: The mask token's texts, for families whose config and tokenizer do not name it.
         has_mask: Whether the family has a mask token; without, the tokenizer gets none.
         draws_padding: Whether padding is a token that the model predicts.
         end_tokens: Texts of further tokens that end a response.

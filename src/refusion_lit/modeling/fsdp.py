@@ -121,9 +121,9 @@ class _IndexUnpickler(pickle.Unpickler):
         if is_type or name in (names or ()):
             return super().find_class(module, name)
         if names is None and "." not in name:  # a dotted name reaches what the module imports
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+            member = super().find_class(module, name)
+            if isinstance(member, type) and member.__module__ == module:
+                return member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 

@@ -1,4 +1,4 @@
-"""The interface of a language model, implemented by real backbones and by the fakes of tests."""
+"""The interface of a language model, implemented by real backbones and by tests' fakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LanguageModel(ABC):
     image_token_ids: tuple[int, ...] = ()
 
     def context(self, *, in_text_order: bool) -> int | None:
-        """Return the maximum length of a text; ``None`` without a limit.
+        """Return the maximum text length; ``None`` without a limit.
 
         Args:
             in_text_order: Whether tokens stand in the KV cache in the order of the text.
@@ -46,7 +46,7 @@ class LanguageModel(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """The weights' device."""
 
     def hidden_states(
         self,

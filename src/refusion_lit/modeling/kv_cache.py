@@ -1,4 +1,4 @@
-"""Preallocated KV cache with a region of storage per row.
+"""Preallocated KV cache with a storage region per row.
 
 A *cache index* is the index of a token's keys and values in its row's storage. It is not the token's position in the
 text: committing, cropping and reordering only move entries. A forward pass declares in advance the indices to which its
@@ -86,7 +86,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the storage in bytes. It never shrinks, so after the last forward pass this is the peak."""
+        """The storage's memory in bytes. It never shrinks, so after the last forward pass this is the peak."""
         return sum(states.nbytes for states in chain(*self._stored))
 
     def store(

@@ -35,8 +35,8 @@ class BackboneConfig:
         config: Options that replace options in the source's transformers config. With ``source: null``, the whole
             config, which needs ``model_type``. A whole config sets the base of rotary positions with ``rope_theta``,
             a replacement with ``rope_parameters`` (``{rope_type: default, rope_theta: 10000.0}``).
-        revision: Pinned revision of a hub id.
-        checkpoint_format: Published format of the source (see :data:`~refusion_lit.modeling.formats.FORMATS`);
+        revision: A hub id's pinned revision.
+        checkpoint_format: The source's published format (see :data:`~refusion_lit.modeling.formats.FORMATS`);
             ``None`` derives the format from ``model_type``.
         attention: Attention pattern; ``None`` takes the pattern in the source's config, causal by default.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
@@ -103,7 +103,7 @@ class BackboneConfig:
         require(fits, "backbone.gradient_checkpointing", "false with a drafter", self.gradient_checkpointing, fix)
 
     def open_source(self, option: str = "backbone.source") -> ModelSource:
-        """Read the config of the source.
+        """Read the source's config.
 
         Args:
             option: The option that named the source, for messages.
@@ -122,7 +122,12 @@ class BackboneConfig:
         )
 
     def build(
-        self, tokenizer: PreTrainedTokenizerBase, *, seed: int | None = None, source: ModelSource | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int | None = None,
+        source: ModelSource | None = None,
+        is_sharded: bool = False,
     ) -> Backbone:
         """Build the backbone for a tokenizer.
 
@@ -132,6 +137,7 @@ class BackboneConfig:
             tokenizer: The tokenizer; its mask token becomes the model's mask token.
             seed: Seeds random weights without changing the global generator's state.
             source: The source, if the caller has opened it already.
+            is_sharded: Whether the caller will shard the weights over processes.
 
         Raises:
             ValueError: If the source cannot be loaded or is not supported.
@@ -143,6 +149,9 @@ class BackboneConfig:
         fix = "train all weights"
         expected = "null for a model whose encoder and decoder share weights"
         require(self.lora is None or not shares, "backbone.lora", expected, self.lora, fix)
+        expected = "a strategy with whole weights for a model whose encoder and decoder share weights"
+        fits = not (is_sharded and shares)
+        require(fits, "trainer.strategy", expected, "one that shards weights", "use the strategy ddp")
         name = decoding_dtype(config, default_device()) if self.dtype == "auto" else self.dtype
         if self.draft is not None:
             check_draft(self.draft, config, tokenizer.get_vocab())
@@ -179,7 +188,7 @@ class BackboneConfig:
 
 
 def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelTraits:  # noqa: ANN401 - one class per architecture
-    """Return what the config says that the weights were trained to do, with the attention pattern of the options."""
+    """Return what the config says that the weights were trained to do, with the options' attention pattern."""
     traits = read_traits(getattr(config, "refusion_lit", None) or {}, options.source)
     if options.attention is not None:
         traits = replace(
@@ -248,7 +257,7 @@ def decoding_dtype(config: Any, device: str | torch.device) -> DType:  # noqa: A
 
     Args:
         config: The transformers config, or its values.
-        device: Device of the model.
+        device: The model's device.
     """
     values = config if isinstance(config, Mapping) else {"dtype": getattr(config, "dtype", None)}
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -18,7 +18,7 @@ class LoraOptions:
     """Options of low-rank adapters (``pip install peft``).
 
     Attributes:
-        rank: Rank of the update (``r`` in peft).
+        rank: The update's rank (``r`` in peft).
         alpha: The update is scaled by alpha / rank (``lora_alpha`` in peft).
         dropout: Dropout probability on the adapters' input, in [0, 1).
         target_modules: Names of the layers to adapt: linear layers and the embedding, but not the head.
@@ -115,7 +115,7 @@ def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - tra
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence warnings of peft 0.21 that users cannot act on: a deprecation, and tied weights (see :func:`merged`)."""
+    """Silence peft 0.21's warnings that users cannot act on: a deprecation, and tied weights (see :func:`merged`)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")

@@ -29,8 +29,8 @@ class ModelSource:
     """A Hugging Face directory or hub id. Loading hands this object on, so that nothing reads a file again.
 
     Attributes:
-        name: Path of the directory, or the hub id.
-        revision: Pinned revision of a hub id.
+        name: The directory's path, or the hub id.
+        revision: A hub id's pinned revision.
         trust_remote_code: Whether the source may run its own Python code on this machine.
         overrides: Options that replace options of the source's config.
         values: Contents of ``config.json``; empty if the source has none.
@@ -67,8 +67,8 @@ class ModelSource:
         Args:
             name: Directory or hub id.
             option: The option that named the source, for messages.
-            checkpoint_format: Name of the published format; ``None`` derives it from ``model_type``.
-            revision: Pinned revision of a hub id.
+            checkpoint_format: The published format's name; ``None`` derives it from ``model_type``.
+            revision: A hub id's pinned revision.
             trust_remote_code: Allow the source to run its own Python code; warns.
             overrides: Options that replace options of the source's config.
 
@@ -120,7 +120,7 @@ class ModelSource:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The entry ``refusion_lit`` of the config: traits, default decoder, prompt template.
+        """The config's entry ``refusion_lit``: traits, default decoder, prompt template.
 
         Raises:
             ValueError: If the entry is no mapping, or a published config needs something that transformers'

@@ -23,7 +23,7 @@ class Span:
     """Consecutive tokens of a sequence that share a context.
 
     Attributes:
-        sequence: Index of the sequence in the batch.
+        sequence: The sequence's index in the batch.
         offset: The first token's place in the sequence.
         length: Number of tokens.
         first_key: The first token's key; the keys of the other tokens follow.
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Keys that the tokens of a padded batch see: cache entries or, without a cache, tokens of the sequence.
+    """Keys that a padded batch's tokens see: cache entries or, without a cache, the sequence's tokens.
 
     Attributes:
         spans: Spans of all tokens but padding, by sequence and offset. Every sequence has a span at offset 0.

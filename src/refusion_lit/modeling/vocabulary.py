@@ -56,7 +56,7 @@ def vocabulary_size(tokenizer: Any) -> int:  # noqa: ANN401 - a tokenizer of tra
 
 
 def set_add_bos(tokenizer: PreTrainedTokenizerBase, add_bos: AddBos) -> None:
-    """Set the BOS policy of a tokenizer, which is saved with the tokenizer.
+    """Set a tokenizer's BOS policy, which is saved with the tokenizer.
 
     Args:
         tokenizer: Changed in place.
@@ -76,7 +76,7 @@ def set_add_bos(tokenizer: PreTrainedTokenizerBase, add_bos: AddBos) -> None:
 
 
 def get_add_bos(tokenizer: Any) -> AddBos:  # noqa: ANN401 - a tokenizer of transformers
-    """Return the BOS policy of a tokenizer."""
+    """Return a tokenizer's BOS policy."""
     return tokenizer.init_kwargs.get(ADD_BOS, "auto")
 
 
@@ -135,7 +135,7 @@ def ensure_mask_token(
         tokenizer: Changed in place.
         mask_token_id: Id that the model's config names. Its token becomes the mask token unless the tokenizer names
             a mask token.
-        texts: Texts of the mask token in the model's published format. With them, no token is ever added.
+        texts: The mask token's texts in the model's published format. With them, no token is ever added.
 
     Raises:
         ValueError: If a published format's mask token is missing.

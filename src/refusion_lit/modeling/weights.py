@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from operator import itemgetter
 from pathlib import Path
@@ -72,21 +73,22 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     if source.config.model_type == "diffusion_gemma":
         loader = DiffusionGemmaForBlockDiffusion
     try:
-        loaded: Any = loader.from_pretrained(
-            source.name,
-            config=source.config,
-            # Without a generation config, transformers looks for generation options in config.json.
-            generation_config=source.generation_config,
-            revision=source.revision,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            **_experts_options(dtype),
-            trust_remote_code=source.trust_remote_code,
-            weights_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            key_mapping=None if published is None else published.key_mapping,
-        )
+        with _without_report():
+            loaded: Any = loader.from_pretrained(
+                source.name,
+                config=source.config,
+                # Without a generation config, transformers looks for generation options in config.json.
+                generation_config=source.generation_config,
+                revision=source.revision,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                **_experts_options(dtype),
+                trust_remote_code=source.trust_remote_code,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                key_mapping=None if published is None else published.key_mapping,
+            )
     except Exception as error:  # readers of formats have errors of their own for damaged files
         raise ValueError(
             f"backbone.source: the weights of {source.name!r} cannot be loaded ({error_reason(error)}). They may be "
@@ -115,13 +117,28 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     return model
 
 
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers from printing a table of missing and unexpected weights, which are refused in one line."""
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_report)
+
+
 def _experts_options(dtype: torch.dtype) -> dict[str, str]:
-    """Return the implementation of experts to load; torch's grouped products, the default, have no float64."""
+    """Return the experts' implementation to load; torch's grouped products, the default, have no float64."""
     return {"experts_implementation": "eager"} if dtype is torch.float64 else {}
 
 
 class _SplitRows(ConversionOps):
-    """Split the rows of a stored tensor into the parameters of several modules."""
+    """Split a stored tensor's rows into several modules' parameters."""
 
     def convert(
         self,
@@ -130,7 +147,7 @@ class _SplitRows(ConversionOps):
         target_patterns: list[str],
         **kwargs: Any,  # noqa: ANN401
     ) -> dict[str, Any]:
-        """Return the rows of every target, as many as its parameter has."""
+        """Return every target's rows, as many as its parameter has."""
         [[tensor]] = input_dict.values()
         names = [kwargs["full_layer_name"].replace(target_patterns[0], target) for target in target_patterns]
         sizes = [kwargs["model"].get_parameter(name).shape[0] for name in names]
@@ -147,7 +164,7 @@ class _SplitRows(ConversionOps):
 def _splitting_class(config: Any, published: CheckpointFormat) -> type[PreTrainedModel]:  # noqa: ANN401 - one class per architecture
     """Return a subclass of transformers' class that splits the fused tensors of a format while it loads.
 
-    transformers finds conversions by the name of the class, so that its own class stays as it is.
+    transformers finds conversions by the class's name, so transformers' class itself stays unchanged.
     """
     base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = f"{base.__name__}From{published.name}"
@@ -173,20 +190,24 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
     for name, weight in revert_weight_conversion(model, model.state_dict()).items():
         published_name, rank = published.locate(name)
         parts.setdefault(published_name, []).append((rank, weight))
-    ordered = {name: [weight for _, weight in sorted(found, key=itemgetter(0))] for name, found in parts.items()}
+    ordered = {name: [weight for _, weight in sorted(ranked, key=itemgetter(0))] for name, ranked in parts.items()}
     return {name: weights[0] if len(weights) == 1 else torch.cat(weights) for name, weights in ordered.items()}
 
 
 def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
     """Compare the headers of a directory's files with the config, before memory is allocated for weights.
 
-    Returns the shapes of the stored tensors, see :func:`stored_shapes`.
+    Returns the stored tensors' shapes, see :func:`stored_shapes`.
 
     Raises:
-        ValueError: If the config asks for far more weights than the files hold, or for another number of experts, or
-            if a tensor of a published mixture of experts is missing or has another shape.
+        ValueError: If the config asks for far more weights than the files hold, or for another number of
+            experts, if a published mixture of experts lacks a tensor or has one of another shape, or if a shard is
+            missing.
     """
     _check_shard_names(Path(source.name))
+    missing = missing_shards(Path(source.name))
+    where = f"backbone.source: {source.name!r}"
+    require(not missing, where, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     shapes = stored_shapes(Path(source.name))
     config = source.config.get_text_config()
     if not shapes or getattr(source.config, "quantization_config", None) is not None:  # quantised weights are packed
@@ -249,24 +270,32 @@ def _missing(source: ModelSource, names: Sequence[str]) -> ValueError:
 def _check_shard_names(folder: Path) -> None:
     """Refuse an index of shards that names a file outside its directory, because directories are not trusted."""
     for index in folder.glob("*.index.json"):
-        with suppress(AttributeError, LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
-            for name in {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}:
-                inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-                require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
+        for name in _shards(index):
+            inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+            require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the files that an index names; nothing if the index is damaged, which loading reports."""
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    return set()
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """Return the safetensors files that a directory's index names and the directory lacks."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file() or (folder / "model.safetensors").is_file():  # transformers prefers the single file
+        return []
+    return sorted(name for name in _shards(index) if not (folder / name).is_file())
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a directory's safetensors files, by name.
 
-    The result is empty if a file is missing or damaged, which loading reports.
+    The result is empty if a file is damaged, which loading reports; :func:`missing_shards` finds missing files.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        with suppress(AttributeError, LookupError, TypeError, ValueError):
-            shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-            if not all((folder / name).is_file() for name in shards):
-                return {}
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, "pt") as file:

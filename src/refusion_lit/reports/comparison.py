@@ -153,6 +153,10 @@ class Comparison:
     option_names: dict[str, str]
     metrics: list[str]
 
+    def find_difference(self, row: ComparisonRow) -> Difference | None:
+        """Return a row's difference from its baseline; ``None`` for a baseline."""
+        return next((difference for difference in self.differences if difference.row is row), None)
+
     def count_prompts(self, row: ComparisonRow) -> str:
         """Format a row's prompt count, with the largest count in the table if that is larger."""
         most = max(max(len(other.predictions), int(other.figures.get("num_prompts", 0))) for other in self.rows)

@@ -84,11 +84,15 @@ def speed_plot(comparison: Comparison) -> str:
     The horizontal interval is the interval of the ratio to the baseline, at the baseline's speed. Rows without a
     measured speed are left out.
     """
+    from matplotlib.ticker import LogFormatter
+
     rows = [row for row in comparison.rows if "1" in row.latency]
     with _figure([row.name for row in rows]) as (figure, ax):
         ax.set_xlabel("tokens per second, one prompt at a time (log scale)")
         ax.set_ylabel("score in %")
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(LogFormatter())  # plain numbers: the default writes formulas, which are not parsed
+        ax.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))
         titles = {}
         for number, row in enumerate(rows):
             speed, (estimate, low, high) = row.latency["1"]["tokens_per_second"], row.latency["1"]["times_baseline"]

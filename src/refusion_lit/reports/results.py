@@ -33,12 +33,12 @@ _MAPPINGS = (
 )
 """Fields in ``results.json`` that hold mappings, which may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
+"""Longer texts in a config are cut: a stored tokenizer's files have millions of characters."""
 _NUM_KEPT = 100
 NUM_CONCURRENT = "REFUSION_LIT_NUM_CONCURRENT"
 """Environment variable in which a sweep passes how many points share the machine."""
 CONCURRENT = "Speeds are left out: points ran concurrently and slowed each other down (launcher.num_workers)."
 _SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
-"""Longer texts in a config are cut to this many characters: a stored tokenizer's files have millions."""
 
 
 def read_results(path: Path) -> dict[str, Any] | None:

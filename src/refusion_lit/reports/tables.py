@@ -35,7 +35,7 @@ FIGURES = (
 
 _PRINTED_KEYS = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
 PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
-"""The figures that fit a terminal; reports and result files have all figures."""
+"""The figures that fit a terminal; reports have more, and result files have all figures."""
 
 _WIDTH_OF_FILES = 1000
 Latency = Mapping[str, Mapping[str, Any]]
@@ -125,9 +125,14 @@ def latency_cells(entry: Latency | None, sizes: Sequence[str]) -> list[str]:
     return texts
 
 
+def metric_columns(metrics: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return a task's further metrics as columns: name, title and format."""
+    return [(name, name, "{:.3f}") for name in metrics]
+
+
 def with_metrics(columns: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:
     """Insert a task's further metrics after the score, which is the first figure."""
-    return [columns[0], *((name, name, "{:.3f}") for name in metrics), *columns[1:]]
+    return [columns[0], *metric_columns(metrics), *columns[1:]]
 
 
 def cells(figures: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> list[str]:
@@ -137,16 +142,15 @@ def cells(figures: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -
 
 def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return a comparison's table as texts: its head, and rows with intervals and differences from the baseline."""
-    metrics = [(name, name, "{:.3f}") for name in comparison.metrics]
+    metrics = metric_columns(comparison.metrics)
     speeds = [figure for figure in FIGURES if figure[0] in ("tokens_per_second", "calls_per_batch")]
     head = ["decoder", *comparison.option_names.values(), "prompts", "score %", *(title for _, title, _ in metrics)]
     sizes = latency_sizes(row.latency for row in comparison.rows)
     head += ["tokens/forward", *latency_head(sizes), *(title for _, title, _ in speeds), "batch size"]
     head += ["Δ score", "Δ tokens/forward"]
-    differences = {id(difference.row): difference for difference in comparison.differences}
     rows = []
     for row in comparison.rows:
-        difference = differences.get(id(row))
+        difference = comparison.find_difference(row)
         size = row.run.results["batch_size"]
         rows.append([
             row.title + " *" * bool(row.mismatches),
@@ -219,10 +223,9 @@ def latex_table(comparison: Comparison) -> str:
 
 def csv_table(comparison: Comparison) -> str:
     """Return a comparison as CSV: numbers with all digits, an interval in three columns."""
-    differences = {id(difference.row): difference for difference in comparison.differences}
     rows = []
     for row in comparison.rows:
-        difference = differences.get(id(row))
+        difference = comparison.find_difference(row)
         intervals = {
             "score": row.score,
             "tokens_per_forward": row.tokens_per_forward,

@@ -20,13 +20,16 @@ from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, trainin
 from refusion_lit.reports.results import describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import (
+    FIGURES,
     LATENCY,
+    cells,
     csv_table,
     latency_cells,
     latency_head,
     latency_sizes,
     latex_table,
     markdown_table,
+    metric_columns,
 )
 from refusion_lit.utils.files import write_atomically
 from refusion_lit.utils.require import require
@@ -35,6 +38,8 @@ from refusion_lit.version import __version__
 _PLOT = "tradeoff.svg"  # every report has this file
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
+_NOT_IN_TABLE = ("score", "tokens_per_forward", "num_calls", "tokens_per_call")
+"""Figures without a plain column on the page: two have intervals, and two follow from calls per batch."""
 
 
 def write_report(
@@ -118,6 +123,9 @@ def html_report(comparison: Comparison) -> str:
         title=", ".join(dict.fromkeys(run.source for run in runs)),
         speed=Markup(speed_plot(comparison)) if any("1" in row.latency for row in comparison.rows) else None,
         tradeoff=Markup(tradeoff_plot(comparison).decode()),
+        cells=cells,
+        figures=[figure for figure in FIGURES if figure[0] not in _NOT_IN_TABLE],
+        metrics=metric_columns(comparison.metrics),
         latency_sizes=latency_sizes(row.latency for row in comparison.rows),
         latency_head=latency_head,
         latency_cells=latency_cells,

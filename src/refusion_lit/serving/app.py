@@ -298,7 +298,7 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _follow(self) -> None:
-        """Set the state, and the time limit of a new state."""
+        """Set the state, and a new state's time limit."""
         state = "waiting" if not self.is_answering else "stalled" if self.flow.write_paused else "busy"
         if state == self.state:
             return
@@ -378,7 +378,7 @@ class Server(uvicorn.Server):
                 copy.listen(2048)
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop when the engine's thread has ended or hangs in a call of the model."""
+        """Stop when the engine's thread has ended or hangs in a model call."""
         hangs = time.monotonic() > self.worker.stop_at + self.worker.grace_seconds
         self.should_exit = self.should_exit or hangs or not self.worker.thread.is_alive()
         return await super().on_tick(counter)

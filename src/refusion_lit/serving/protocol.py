@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -82,13 +83,13 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """Format of the answer."""
+    """The answer's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def to_schema(self) -> Any:  # noqa: ANN401 - a JSON schema is an object or a boolean
-        """Return the JSON schema of the answer; ``None`` for text.
+        """Return the answer's JSON schema; ``None`` for text.
 
         Raises:
             ValueError: If the type is json_schema and the schema is missing, or the other way round.
@@ -139,7 +140,7 @@ class FunctionCall(_Strict):
 
 
 class ToolCall(_Strict):
-    """A call of a tool in an assistant's turn."""
+    """A tool call in an assistant's turn."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -152,7 +153,7 @@ class Message(_Strict):
     Attributes:
         role: Whose turn it is.
         content: Its text; an assistant's turn that calls tools may have none.
-        name: Name of the speaker, or of the tool.
+        name: The speaker's or tool's name.
         tool_calls: The tools that an assistant's turn calls.
         tool_call_id: The call that a tool's turn answers.
         reasoning_content: An assistant's thoughts, for templates that write them.
@@ -207,7 +208,7 @@ class Function(_Strict):
         return self
 
     def to_schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the arguments; without ``additionalProperties``, there are no further arguments."""
+        """Return the arguments' JSON schema; without ``additionalProperties``, there are no further arguments."""
         schema: dict[str, Any] = {"type": "object", "properties": {}, **(self.parameters or {})}
         return schema if schema.keys() & _APPLICATORS else {"additionalProperties": False, **schema}
 
@@ -216,21 +217,25 @@ _APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties"}
 """Keywords beside which ``additionalProperties`` could forbid properties that they name."""
 
 
-class Tool(_Strict):
-    """A tool that a response may call; tools are functions."""
-
-    type: Literal["function"]
-    function: Function
+class _Ordered(_Strict):
+    """A tool's description that keeps its fields in the client's order, in which chat templates write them."""
 
     _fields: dict[str, Any] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
-    def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:  # noqa: ANN401 - any JSON
-        """Keep the fields as the client sent them, because chat templates write the fields in that order."""
+    def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:  # noqa: ANN401 - any JSON
+        """Keep the fields as the client sent them."""
         tool = handler(values)
         tool._fields = values
         return tool
+
+
+class Tool(_Ordered):
+    """A tool that a response may call; tools are functions."""
+
+    type: Literal["function"]
+    function: Function
 
     def to_template(self) -> dict[str, Any]:
         """Return the tool as chat templates read it."""
@@ -240,7 +245,7 @@ class Tool(_Strict):
 
 
 class FunctionName(_Strict):
-    """The name of a function."""
+    """A function's name."""
 
     name: str
 
@@ -253,7 +258,7 @@ class ToolChoice(_Strict):
 
     @model_validator(mode="after")
     def check_function(self) -> ToolChoice:
-        """Refuse a choice of a function without name, and a name with another choice."""
+        """Refuse a function choice without name, and a name with another choice."""
         if (self.type == "function") != (self.function is not None):
             raise ValueError("a name belongs to the type function, and to no other type")
         return self
@@ -305,8 +310,8 @@ class ChatRequest(BaseRequest):
         Raises:
             ValueError: If alternatives are asked for without log-probabilities.
         """
-        holds = self.logprobs or self.top_logprobs is None
-        require(holds, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
+        is_allowed = self.logprobs or self.top_logprobs is None
+        require(is_allowed, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -342,7 +347,7 @@ _Parts = Annotated[list[ResponseText], BeforeValidator(_to_parts)]
 
 
 class InputItem(_Strict):
-    """A turn, a call of a function, or a call's result; ``id`` and ``status`` have no effect."""
+    """A turn, a function call, or a call's result; ``id`` and ``status`` have no effect."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     id: str | None = None
@@ -356,7 +361,7 @@ class InputItem(_Strict):
 
     @model_validator(mode="after")
     def check_fields(self) -> InputItem:
-        """Refuse an item without the fields of its type."""
+        """Refuse an item without its type's fields."""
         fields = {
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
@@ -368,10 +373,14 @@ class InputItem(_Strict):
         return self
 
 
-class ResponseTool(Function):
+class ResponseTool(Function, _Ordered):
     """A function that a response may call, as ``/v1/responses`` describes it."""
 
     type: Literal["function"]
+
+    def to_tool(self) -> dict[str, Any]:
+        """Return the tool as chats describe it."""
+        return {"type": self.type, "function": {name: value for name, value in self._fields.items() if name != "type"}}
 
 
 class ResponseToolChoice(_Strict):
@@ -382,7 +391,7 @@ class ResponseToolChoice(_Strict):
 
 
 class TextFormat(JsonSchema):
-    """Format of the text in ``/v1/responses``."""
+    """The text's format in ``/v1/responses``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -398,6 +407,15 @@ class TextOptions(_Strict):
     """Options of the text in ``/v1/responses``."""
 
     format: TextFormat = TextFormat()
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_Include = Literal[
+    "message.output_text.logprobs", "message.input_image.image_url", "reasoning.encrypted_content",
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+]  # fmt: skip
+"""What a response includes on request. All but the first have no effect, as responses have no such items."""
 
 
 class ResponsesRequest(_Strict):
@@ -421,6 +439,8 @@ class ResponsesRequest(_Strict):
     ] = ResponseToolChoice(type="auto")
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
+    include: list[_Include] = []
+    top_logprobs: int = Field(default=0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     truncation: Literal["disabled"] = "disabled"
     metadata: dict[str, str] = {}
@@ -431,14 +451,14 @@ class ResponsesRequest(_Strict):
 
         Raises:
             RequestValidationError: If a value is wrong.
+            ValueError: If alternatives are requested without log-probabilities.
         """
+        has_logprobs = _LOGPROBS in self.include
+        is_allowed = has_logprobs or not self.top_logprobs
+        require(is_allowed, "top_logprobs", "0 without log-probabilities", self.top_logprobs, f"include {_LOGPROBS}")
         sampling = self.model_dump(
             include={"model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "parallel_tool_calls"}
         )
-        tools = [
-            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
-            for tool in self.tools
-        ]
         choice: dict[str, Any] = {"type": self.tool_choice.type}
         if self.tool_choice.name is not None:
             choice["function"] = {"name": self.tool_choice.name}
@@ -451,19 +471,21 @@ class ResponsesRequest(_Strict):
                     **sampling,
                     "max_tokens": self.max_output_tokens,
                     "stream": self.stream,
-                    "tools": tools,
+                    "tools": [tool.to_tool() for tool in self.tools],
                     "tool_choice": choice,
                     "response_format": form,
                     "messages": self._turns(),
+                    "logprobs": has_logprobs,
+                    "top_logprobs": self.top_logprobs if has_logprobs else None,
                 }
             )
         except ValidationError as error:
             raise RequestValidationError(
-                [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+                [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
             ) from error
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Return the conversation as a chat; calls after a text of the assistant belong to its turn."""
+        """Return the conversation as a chat; calls after the assistant's text belong to its turn."""
         turns: list[dict[str, Any]] = []
         if self.instructions:
             turns.append({"role": "system", "content": self.instructions})
@@ -491,12 +513,13 @@ class ResponseBuilder:
         body: The request.
         response_id: The response's id.
         sampling: The sampling options.
+        model: Gives the tokens' text.
 
     Attributes:
         response: The response so far.
     """
 
-    def __init__(self, body: ResponsesRequest, response_id: str, sampling: SamplingParams) -> None:
+    def __init__(self, body: ResponsesRequest, response_id: str, sampling: SamplingParams, model: TextModel) -> None:
         given = body.model_dump(mode="json", exclude_none=True, by_alias=True)
         self.response: dict[str, Any] = {
             "id": response_id, "object": "response", "created_at": int(time.time()), "status": "in_progress",
@@ -507,8 +530,11 @@ class ResponseBuilder:
             "parallel_tool_calls": body.parallel_tool_calls, "previous_response_id": None, "store": False,
             "text": {"format": given["text"]["format"] if body.text.format.type == "json_schema"
                      else {"type": body.text.format.type}},
-            "truncation": "disabled", "metadata": body.metadata, "usage": None,
+            "top_logprobs": body.top_logprobs, "truncation": "disabled", "metadata": body.metadata, "usage": None,
         }  # fmt: skip
+        self._model = model
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
+        self._num_covered = 0  # bytes of the tokens that the last item has log-probabilities of
         self._num_events = 0
         self._item: dict[str, Any] | None = None  # the last item, unless it is complete
 
@@ -516,6 +542,19 @@ class ResponseBuilder:
         """Return the events before the first item."""
         names = ("response.created", "response.in_progress")
         return [self._event(name, response=copy.deepcopy(self.response)) for name in names]
+
+    def add_logprobs(self, entries: LogprobEntries) -> None:
+        """Add log-probabilities of tokens whose text follows; calls, and text after calls, have none."""
+        if not any(item["type"] == "function_call" for item in self.response["output"]):
+            self._logprobs += chat_logprobs(entries, self._model)["content"]
+
+    def _take_logprobs(self, num_bytes: float = math.inf) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens in the first bytes of the text that were not returned yet."""
+        taken: list[dict[str, Any]] = []
+        while self._logprobs and self._num_covered < num_bytes:
+            taken.append(self._logprobs.pop(0))
+            self._num_covered += len(taken[-1]["bytes"] or taken[-1]["token"].encode())
+        return taken
 
     def add(self, piece: str | CallPiece) -> list[dict[str, Any]]:
         """Add a piece of text or of a call; return the events."""
@@ -526,18 +565,29 @@ class ResponseBuilder:
             events += [*self._close(), *self._open(piece)]
         assert self._item is not None
         if isinstance(piece, str):
-            self._item["content"][0]["text"] += piece
-            events.append(self._item_event("output_text.delta", content_index=0, delta=piece, logprobs=[]))
-        elif piece.arguments:
+            text = self._item["content"][0]["text"] + piece
+            events.append(self._add_text(piece, self._take_logprobs(len(text.encode()))))
+        else:
+            self._logprobs.clear()
             self._item["arguments"] += piece.arguments
-            events.append(self._item_event("function_call_arguments.delta", delta=piece.arguments))
+            if piece.arguments:
+                events.append(self._item_event("function_call_arguments.delta", delta=piece.arguments))
         return events
+
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        assert self._item is not None
+        part = self._item["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return self._item_event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def finish(self, finish_reason: str, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Complete the response; return the last events."""
         is_cut = finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         events = [] if self.response["output"] else self.add("")
+        if self._item is not None and (rest := self._take_logprobs()):
+            events.append(self._add_text("", rest))
         events += self._close(status)
         self.response |= {
             "status": status,
@@ -582,7 +632,8 @@ class ResponseBuilder:
         self._item["status"] = status
         if self._item["type"] == "message":
             [part] = self._item["content"]
-            events = [self._item_event("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
+            events = [self._item_event("output_text.done", content_index=0, **done),
                       self._item_event("content_part.done", content_index=0, part=part)]  # fmt: skip
         else:
             done = {"name": self._item["name"], "arguments": self._item["arguments"]}

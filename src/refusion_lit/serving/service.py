@@ -1,4 +1,4 @@
-"""Turns requests of the API into jobs of the worker, and the jobs' results into answers or streams."""
+"""Turns API requests into the worker's jobs, and the jobs' results into answers or streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -77,7 +77,7 @@ class ServedRequest:
     Attributes:
         body: The request's body.
         id: The request's id in the answer and in the log.
-        started: Time of arrival (:func:`time.monotonic`).
+        started: Arrival time (:func:`time.monotonic`).
         jobs: A job per choice.
         events: The worker's updates of the jobs.
     """
@@ -112,7 +112,7 @@ class ServedRequest:
     def make_choice(
         self, job: Job, pieces: Sequence[str | CallPiece], entries: LogprobEntries, model: TextModel
     ) -> dict[str, Any]:
-        """Return a choice, or a chunk's part of it; the first part of a choice has the role.
+        """Return a choice, or a chunk's part of it; a choice's first part has the role.
 
         Args:
             job: The choice's job.
@@ -193,7 +193,7 @@ class Service:
         Raises:
             HTTPException: If the request is refused, or fails.
         """
-        served = await self._accept(body, request, _API_NAMES)
+        served = await self._accept(lambda: body, request, _API_NAMES)
         if body.stream:
             return StreamingResponse(self._stream(served), media_type="text/event-stream")
         return await self._wait(self._collect(served), request)
@@ -204,22 +204,28 @@ class Service:
         Raises:
             HTTPException: If the request is refused, or fails.
         """
-        served = await self._accept(body.to_chat(), request, _RESPONSES_NAMES)
-        builder = ResponseBuilder(body, served.id.replace("chatcmpl-", "resp_"), served.jobs[0].sampling)
+        served = await self._accept(body.to_chat, request, _RESPONSES_NAMES)
+        response_id = served.id.replace("chatcmpl-", "resp_")
+        builder = ResponseBuilder(body, response_id, served.jobs[0].sampling, self.model)
         if body.stream:
             return StreamingResponse(self._stream_response(served, builder), media_type="text/event-stream")
         return await self._wait(self._collect_response(served, builder), request)
 
     async def _accept(
-        self, body: ChatRequest | CompletionRequest, request: Request, names: Mapping[str, str]
+        self, read: Callable[[], ChatRequest | CompletionRequest], request: Request, names: Mapping[str, str]
     ) -> ServedRequest:
-        """Begin a request; ``names`` has names of options in the API, by their names elsewhere.
+        """Begin a request.
+
+        Args:
+            read: Returns the body of the request as a chat or completion.
+            request: The request.
+            names: Option names in the API, by their names elsewhere.
 
         Raises:
             HTTPException: If the request is refused.
         """
         try:
-            served = await self._begin(body, request.state.arrived)
+            served = await self._begin(read(), request.state.arrived)
         except (ValueError, HTTPException) as error:
             self.requests.labels("refused").inc()
             if isinstance(error, HTTPException):
@@ -227,7 +233,7 @@ class Service:
             name = names.get(error.option) if isinstance(error, OptionError) else None
             message = error.rename(name) if isinstance(error, OptionError) and name else str(error)
             raise HTTPException(400, message) from error
-        request.state.is_stream = body.stream
+        request.state.is_stream = served.body.stream
         return served
 
     async def _wait(self, answer: Coroutine[Any, Any, dict[str, Any]], request: Request) -> Response:
@@ -365,7 +371,7 @@ class Service:
         return sampling
 
     def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """Return the prompts' tokens; names of special tokens in texts stay text."""
+        """Return the prompts' tokens; special tokens' names in texts stay text."""
         if isinstance(body, ChatRequest):
             turns = [message.to_turn() for message in body.messages]
             fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
@@ -441,7 +447,7 @@ class Service:
         yield "data: [DONE]\n\n"
 
     async def _collect_response(self, served: ServedRequest, builder: ResponseBuilder) -> dict[str, Any]:
-        """Return the body of a response."""
+        """Return a response's body."""
         async for _ in self._response_events(served, builder):
             pass
         return builder.response
@@ -459,6 +465,7 @@ class Service:
         for event in builder.begin():
             yield event
         async for job, update in self._events(served):
+            builder.add_logprobs(update.logprobs)
             for piece in filter(None, _read(job, update)):
                 for event in builder.add(piece):
                     yield event

@@ -1,6 +1,6 @@
 """The thread that owns the engine: it takes jobs while it runs, and confines a failure to the job that causes it.
 
-A response depends on its job alone, so jobs in flight may always start again. After a failed call of the model, every
+A response depends on its job alone, so jobs in flight may always start again. After a failed model call, every
 job runs alone, and only a job that fails alone gets the error. Streamed text is not sent twice.
 """
 
@@ -114,7 +114,7 @@ class CheckedModel(LanguageModel):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """The weights' device."""
         return self._model.device
 
     @property
@@ -135,7 +135,7 @@ class CheckedModel(LanguageModel):
         return self._model.soft_embeddings(probabilities)
 
     def draft_runner(self) -> Callable[..., Tensor] | None:
-        """Return the forward of the model's drafter."""
+        """Return the model drafter's forward."""
         return self._model.draft_runner()
 
     def head_runner(self) -> Callable[..., Tensor]:
@@ -176,8 +176,8 @@ class Worker:
         is_ready: Whether the model has run once.
         is_draining: Whether further jobs are refused.
         failure: Why the thread has ended early: no new engine could be made after a failed call.
-        grace_seconds: Time that a running call of the model gets after ``stop_at``, and that streams get to be read.
-        stop_at: Time (:func:`time.monotonic`) at which the thread ends, unless a call of the model hangs.
+        grace_seconds: Time that a running model call gets after ``stop_at``, and that streams get to be read.
+        stop_at: Time (:func:`time.monotonic`) at which the thread ends, unless a model call hangs.
         active: Jobs in flight by number.
         waiting: Jobs that wait for a row.
     """

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import Progress
 
 from refusion_lit.checkpoints.models import load
 from refusion_lit.evaluation.latency import Entrant, LatencyOptions, choose_baseline, measure_latency, summarize
@@ -22,7 +19,9 @@ from refusion_lit.utils.files import digest, read_object, write_json_atomically
 _SEPARATOR = "/"
 
 
-def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, console: Console) -> None:
+def measure_points(
+    folders: Mapping[Path, Point], options: LatencyOptions, progress: Callable[[int, int], None]
+) -> None:
     """Measure the decoders of finished points and write the speeds into their ``results.json``.
 
     A decoder decodes prompts of its point's test, with as many CPU threads as that test used. Decoders that a model
@@ -31,7 +30,7 @@ def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, conso
     Args:
         folders: Finished points by directory.
         options: Prompts and batch sizes.
-        console: Where progress is shown.
+        progress: Called with the number of decoded batches and of all batches.
     """
     results = {folder: read_object(folder / "test" / RESULTS) for folder in folders}
     tests = [[str(folder), values.get("fingerprints"), _num_threads(values)] for folder, values in results.items()]
@@ -43,18 +42,7 @@ def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, conso
         entrants |= _entrants(folder, results[folder], point)
     if not entrants:
         return
-    tenth = 0
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("speeds, one decoder at a time", total=None)
-
-        def report(num_done: int, num_batches: int) -> None:
-            nonlocal tenth
-            progress.update(task, completed=num_done, total=num_batches)
-            if not console.is_terminal and 10 * num_done // num_batches > tenth:
-                tenth = 10 * num_done // num_batches
-                console.print(f"speeds: {10 * tenth} %", highlight=False)
-
-        timings = measure_latency(entrants, options, progress=report)
+    timings = measure_latency(entrants, options, progress=progress)
     summary = summarize(timings, choose_baseline(entrants))
     for folder, values in results.items():
         prefix = f"{folder.name}{_SEPARATOR}"

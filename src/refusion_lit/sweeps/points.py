@@ -7,12 +7,15 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from refusion_lit.reports.results import shorten_value
 from refusion_lit.sweeps.launchers import Launcher, Local
 from refusion_lit.utils.files import digest, read_yaml
 from refusion_lit.utils.require import require
+
+if TYPE_CHECKING:
+    from refusion_lit.evaluation.latency import LatencyOptions
 
 Config = dict[str, Any]
 Resolve = Callable[[str, Config], Config]
@@ -41,8 +44,8 @@ class Sweep:
         launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
         directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
         description: A line that is printed first, for example what the sweep does and how long it takes.
-        latency: Options of :class:`~refusion_lit.evaluation.latency.LatencyOptions`. After all points have run, every
-            decoder is timed on its model, all in turns in one process. ``None``: speeds are not measured.
+        latency: How speeds are measured: after all points have run, every decoder is timed on its model, all in turns
+            in one process. ``None``: speeds are not measured.
 
     Examples:
         >>> sweep = Sweep(grid={"slot_size": [4, 8]}, entries=[{"seed": 0}, {"seed": 1}])
@@ -58,22 +61,13 @@ class Sweep:
     launcher: Launcher = field(default_factory=Local)
     directory: str | None = None
     description: str | None = None
-    latency: Config | None = None
+    latency: LatencyOptions | None = None
 
     def __post_init__(self) -> None:
         allowed = (["test"], ["fit", "test"])
         require(self.subcommands in allowed, "subcommands", "[test] or [fit, test]", self.subcommands, "choose one")
-        is_mapping = self.latency is None or isinstance(self.latency, dict)
-        require(is_mapping, "latency", "options with values", self.latency, "write it as {num_prompts: 32}")
-        is_list = isinstance(self.base, list) and all(isinstance(name, str) for name in self.base)
-        require(is_list, "base", "a list of config files", self.base, "write it as [FILE, ...]")
-        for name, kind, values in (("options", dict, self.options), ("grid", dict, self.grid)):
-            require(isinstance(values, kind), name, "options with values", values, "write them as NAME: VALUE")
-        are_sets = isinstance(self.entries, list) and all(isinstance(entry, dict) for entry in self.entries)
-        require(are_sets, "entries", "a list of sets of options", self.entries, "write it as [{NAME: VALUE}, ...]")
         for name, values in self.grid.items():
-            is_list = isinstance(values, (list, tuple)) and len(values) > 0
-            require(is_list, f"grid.{name}", "a list of at least one value", values, "write it as [VALUE, ...]")
+            require(len(values) > 0, f"grid.{name}", "a list of at least one value", values, "write it as [VALUE, ...]")
         entries = {name for entry in self.entries for name in entry}
         places = {"grid": set(self.grid), "entries": entries, "options": set(self.options)}
         for (first, names), (second, others) in itertools.combinations(places.items(), 2):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -21,12 +21,9 @@ from rich.progress import Progress
 
 from refusion_lit.reports.results import read_latency, without_speeds
 from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, Launcher, tail
-from refusion_lit.sweeps.points import Config, Point, Resolve, Sweep, plan
+from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
 from refusion_lit.utils.files import acquire_lock, digest, read_object, write_atomically, write_json_atomically
 from refusion_lit.utils.require import require
-
-if TYPE_CHECKING:
-    from refusion_lit.evaluation.latency import LatencyOptions
 
 TableRow = dict[str, Any]
 _LOOK_SECONDS = 1.0
@@ -71,7 +68,6 @@ def run(
     if directory.exists() and any(directory.iterdir()) and not resume:
         raise ValueError(f"directory: expected a new directory, got {directory}, which exists; add --resume.")
     sweep.launcher.check()
-    latency = None if sweep.latency is None else _latency_options(sweep.latency)
     varies_threads = any(name.rpartition(".")[2] == "num_threads" for name in sweep.option_names)
     variable = os.environ.get("OMP_NUM_THREADS") if varies_threads else None
     require(
@@ -95,29 +91,18 @@ def run(
             _print_line(console, f"{num_finished} of {len(points)} points are already finished")
         try:
             _launch(sweep.launcher, unfinished, console)
-            if latency is not None:
+            if sweep.latency is not None:
                 from refusion_lit.sweeps.latency import measure_points
 
                 finished = {_folder(directory, point): point for point in points if is_finished(directory, point)}
-                measure_points(finished, latency, console)
+                with _Bar(console, "speeds, one decoder at a time") as bar:
+                    measure_points(finished, sweep.latency, bar.show)
         finally:  # write the table of the finished points even if interrupted
             rows = collect_rows(directory, points, sweep.option_names)
             write_table(directory, rows)
     finally:
         lock.release()
     return rows
-
-
-def _latency_options(options: Config) -> LatencyOptions:
-    """Return the options as a class; raise ValueError if an option is unknown or wrong."""
-    from refusion_lit.evaluation.latency import LatencyOptions  # imports torch
-
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    try:
-        return LatencyOptions(**values)
-    except TypeError as error:
-        names = ", ".join(LatencyOptions.__dataclass_fields__)
-        raise ValueError(f"latency: expected some of the options {names}, got {options} ({error}).") from None
 
 
 def is_finished(directory: Path, point: Point) -> bool:
@@ -184,18 +169,31 @@ def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) ->
     write_json_atomically(folder / POINT, {**values, "checkpoint": _checkpoint_state(point)})
 
 
-def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> None:
-    """Run points; print a line when a point ends.
+class _Bar(Progress):
+    """A bar in a terminal. Elsewhere, a line for every tenth that is done, with the time left."""
 
-    A bar in a terminal shows how far the points are; elsewhere, a line for every tenth names the time left.
-    """
-    start = last_look = time.monotonic()
-    num_ended = tenth = 0
-    with (
-        Progress(console=console, disable=not console.is_terminal) as progress,
-        closing(launcher.launch(list(points))) as ends,
-    ):
-        task = progress.add_task("points", total=len(points))
+    def __init__(self, console: Console, name: str) -> None:
+        super().__init__(console=console, disable=not console.is_terminal)
+        self._task = self.add_task(name, total=None)
+        self._name = name
+        self._tenth = 0
+        self._start = time.monotonic()
+
+    def show(self, num_done: float, total: float) -> None:
+        """Show how much is done."""
+        self.update(self._task, completed=num_done, total=total)
+        tenth = int(10 * num_done / total)
+        if not self.console.is_terminal and self._tenth < tenth < 10:
+            self._tenth = tenth
+            left = (time.monotonic() - self._start) * (total - num_done) / num_done
+            _print_line(self.console, f"{self._name}: {10 * tenth} % done, about {left:.0f} s left")
+
+
+def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> None:
+    """Run points; print a line when a point ends, and show how far the points are."""
+    last_look = time.monotonic()
+    num_ended = 0
+    with _Bar(console, "points") as bar, closing(launcher.launch(list(points))) as ends:
         for ended in ends:
             if ended is not None:
                 num_ended += 1
@@ -211,12 +209,7 @@ def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> 
             elif time.monotonic() < last_look + _LOOK_SECONDS:
                 continue
             last_look = time.monotonic()
-            done = sum(_share_done(folder, point) for folder, point in points.items())
-            progress.update(task, completed=done)
-            if not console.is_terminal and int(10 * done / len(points)) > tenth and num_ended < len(points):
-                tenth = int(10 * done / len(points))
-                left = (time.monotonic() - start) * (len(points) - done) / done
-                _print_line(console, f"{10 * tenth} % done, about {left:.0f} s left")
+            bar.show(sum(_share_done(folder, point) for folder, point in points.items()), len(points))
 
 
 def _share_done(folder: Path, point: Point) -> float:

@@ -72,7 +72,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, example: Example, response: str) -> float | Mapping[str, float] | None:
-        """Return the score of a response in [0, 1]; ``None`` if it is scored later.
+        """Return a response's score in [0, 1]; ``None`` if it is scored later.
 
         A task with ``metrics`` returns a mapping with ``score`` and a finite number for every name in ``metrics``.
 
@@ -88,7 +88,7 @@ class Task(ABC):
         return math.nan if score is None else float(score)
 
     def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
-        """Return the rewards of responses; see :meth:`reward`."""
+        """Return the responses' rewards; see :meth:`reward`."""
         return [self.reward(example, response) for example, response in zip(examples, responses, strict=True)]
 
     def describe_test_split(self) -> str:

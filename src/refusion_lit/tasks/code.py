@@ -29,7 +29,7 @@ class CodeTask(FileTask):
     ``refusion-lit score`` computes them later from the predictions file.
 
     Attributes:
-        files: File or files of the benchmark (JSON or JSONL, also ``.gz``).
+        files: The benchmark's file or files (JSON or JSONL, also ``.gz``).
         allow_code_execution: Whether generated code may run on this machine.
         minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, or ``full`` (no access to
             outside files, no network, no processes).
@@ -49,7 +49,7 @@ class CodeTask(FileTask):
 
     @abstractmethod
     def read(self, row: DataRow) -> tuple[Split, Example]:
-        """Return the split and the example of a row; the example's id names the problem.
+        """Return a row's split and example; the example's id names the problem.
 
         Raises:
             ValueError: If a field is missing; the message names file and line.
@@ -60,7 +60,7 @@ class CodeTask(FileTask):
         """Return a response's program and the problem's tests."""
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples of a split."""
+        """Return a split's examples."""
         return self._problems[split]
 
     def score(self, example: Example, response: str) -> float | None:

@@ -90,12 +90,12 @@ class FileTask(Task):
 class InstructionFiles(FileTask):
     """Queries with responses from JSON, JSONL, CSV (also ``.gz``) or Parquet files, or from a hub data set.
 
-    The ``id`` of a row, text or an integer, is the example's id. A row without ``id`` is named by split, file and line.
+    A row's ``id``, text or an integer, is the example's id. A row without ``id`` is named by split, file and line.
     A chat gives an example for every assistant turn; all but the last have the turn's number in their ids. In Python,
     ``train``, ``validation`` and ``test`` may also be data sets whose items are mappings; see :meth:`from_rows`.
 
     Attributes:
-        train: Training file or files; with ``dataset``, the name of its training split (default ``train``).
+        train: Training file or files; with ``dataset``, its training split's name (default ``train``).
         validation: Validation files or split. ``None`` uses the data set's ``validation`` split if there is one, and
             otherwise holds out ``validation_fraction`` of the training samples.
         test: Test and prediction files or split. ``None`` uses the data set's ``test`` split if there is one, and
@@ -107,9 +107,9 @@ class InstructionFiles(FileTask):
             ``value``). ``auto``: by the fields of a row.
         assistant_turns: Assistant turns of a chat to train and validate on: ``all`` (an example per turn with text) or
             ``last``. Turns that call tools or have ``weight: 0`` are context. A test prompts for the last turn.
-        query_field: Name of the query's field, if it differs from the preset's.
-        response_field: Name of the response's field, if it differs from the preset's.
-        keep: Which answers of a model, as ``generate`` and ``predict`` write them, are training samples: ``all``,
+        query_field: The query field's name, if it differs from the preset's.
+        response_field: The response field's name, if it differs from the preset's.
+        keep: Which model answers, as ``generate`` and ``predict`` write them, are training samples: ``all``,
             ``finished`` (not empty, ended with EOS) or ``correct`` (finished, score 1). Held-out samples follow the
             same rule.
         malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts such samples, including

@@ -2,7 +2,7 @@
 
 Every example of a generated task has a unique *key* in ``range(num_keys)``, and different keys give different queries.
 A seeded permutation assigns the keys to train, validation and test in turn. Examples are therefore distinct, splits are
-disjoint, and example ``i`` of a split does not depend on the split sizes, without storing or comparing examples.
+disjoint, and a split's example ``i`` does not depend on the split sizes, without storing or comparing examples.
 """
 
 from __future__ import annotations

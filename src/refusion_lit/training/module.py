@@ -131,7 +131,8 @@ class SlotDiffusionModule(L.LightningModule):
         check_vocabulary(self.tokenizer, self.backbone_config)
         if self._trainer is not None:
             warn_of_slow_precision(str(self.trainer.precision), self.trainer.strategy.root_device)
-        self.backbone = self.backbone_config.build(self.tokenizer, seed=self.seed)
+        is_sharded = self.device_mesh is not None
+        self.backbone = self.backbone_config.build(self.tokenizer, seed=self.seed, is_sharded=is_sharded)
         if self.device_mesh is not None:
             mixed = self.trainer.precision == "bf16-mixed"
             shard(self.backbone, self.device_mesh["data_parallel"], compute_dtype=torch.bfloat16 if mixed else None)

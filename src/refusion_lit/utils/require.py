@@ -58,8 +58,8 @@ def require_template(template: object, option: str = "prompt_template") -> str:
     >>> require_template("Question: {query}")
     'Question: {query}'
     """
-    holds = isinstance(template, str) and "{query}" in template
-    require(holds, option, "a text with {query} in it", template, "put {query} where the query belongs")
+    is_template = isinstance(template, str) and "{query}" in template
+    require(is_template, option, "a text with {query} in it", template, "put {query} where the query belongs")
     return str(template)
 
 

@@ -38,13 +38,16 @@ SIZES = [(3, 9), (1, 1), (5, 12)]
 @cache
 def make_backbone(
     *, fused_body: bool = True, dtype: torch.dtype = torch.float64, window: int = WINDOW, width: int = 16,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, target_window: int | None = None,
 ) -> Backbone:  # fmt: skip
     """Return a random model with a random block drafter, which has a sliding and a full layer."""
+    sliding = {} if target_window is None else {
+        "use_sliding_window": True, "sliding_window": target_window, "max_window_layers": 1,
+    }  # fmt: skip
     config = Qwen3Config(
         vocab_size=VOCAB + NUM_EXTRA_ROWS, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256, initializer_range=0.5,
-        pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        pad_token_id=0, bos_token_id=None, eos_token_id=1, **sliding,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -102,6 +105,25 @@ def test_shared_prefixes_share_the_drafters_context() -> None:
     assert shared.num_shared > 0
     alone = [decode(backbone, SelfSpeculative(), [prompt], sampling).rows[0] for prompt in found]
     assert [(row.token_ids, row.num_forwards) for row in shared.rows] == [(r.token_ids, r.num_forwards) for r in alone]
+
+
+def test_a_target_beyond_its_sliding_window_keeps_its_text() -> None:
+    """Texts of 1.5 and of more than 4 windows, in batches and with shared prefixes."""
+    backbone = make_backbone(target_window=8)
+    assert backbone.window == 8
+    start = tuple(range(3, 13)) * 8
+    requests = [Prompt(token_ids=(*start, *end), id=str(i)) for i, end in enumerate([(3,), (4, 5), (3, 6, 7)])]
+    requests += [Prompt(token_ids=start[:length], id=f"short {length}") for length in (2, 12)]
+    sampling = SamplingParams(max_new_tokens=20)
+    drafted = decode(backbone, SelfSpeculative(), requests, sampling, batch_size=2)
+    assert drafted.num_shared > 0
+    for prompt, row in zip(requests, drafted.rows, strict=True):
+        text = torch.tensor([[*prompt.token_ids, *row.token_ids]])
+        with torch.no_grad():
+            logits = backbone.model(input_ids=text).logits[0, len(prompt.token_ids) - 1 : -1]
+        special = backbone.special_tokens
+        logits[:, [*special.banned_token_ids, *range(special.vocab_size, logits.shape[1])]] = -torch.inf
+        assert logits.argmax(-1).tolist() == row.token_ids
 
 
 def test_log_probabilities_are_the_models() -> None:

@@ -1,4 +1,4 @@
-"""Block diffusion: decodes blocks left to right over an exact KV cache, and unmasks tokens of a block in parallel."""
+"""Block diffusion: decodes blocks left to right over an exact KV cache, and unmasks a block's tokens in parallel."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class BlockDecoder(Decoder):
         return 0 if self.requires.prompt_is_block else max(num_blocks, 0) * self.block_size
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a canvas for the longest response, extended to the end of the last block."""
+        """Create a canvas for the longest response, extended to the last block's end."""
         # Tokens of the prompt in the first block with generated tokens.
         num_before = 0 if self.requires.prompt_is_block else len(prompt.token_ids) % self.block_size
         length = num_before + max_length(prompt, sampling, special_tokens)
@@ -94,7 +94,7 @@ class BlockDecoder(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDiffusion(BlockDecoder):
-    """Decodes block by block; masks of a block are unmasked in parallel, with bidirectional attention in the block.
+    """Decodes block by block; a block's masks are unmasked in parallel, with bidirectional attention in the block.
 
     Blocks are counted from position 0, prompt included, as in training. A prompt that ends inside a block begins the
     first decoded block. Tokens beyond ``max_new_tokens`` in the last block are computed, but not returned. Decoding
@@ -126,7 +126,7 @@ class BlockDiffusion(BlockDecoder):
         num_steps: Steps per sub-block, for ``threshold`` and ``sequential`` (``denoising_steps`` in SDAR). The quota of
             a step is its equal share of the sub-block; ``None``: 1.
         confidence: Distribution of probabilities and entropies: ``raw`` softmax, or ``filtered`` by temperature, top-k
-            and top-p, as in the programs of SDAR and Fast-dLLM v2. At temperatures below 0.3, filtered probabilities
+            and top-p, as in SDAR's and Fast-dLLM v2's programs. At temperatures below 0.3, filtered probabilities
             round to 1: they leave masks in text order and pass any threshold.
         sub_block_size: Tokens per sub-block; sub-blocks of a block are decoded left to right. A divisor of
             ``block_size``; ``None``: a single sub-block.

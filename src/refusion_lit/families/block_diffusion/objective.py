@@ -25,7 +25,7 @@ _MIN_PROBABILITY = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMasked(Objective):
-    """Predicts the masks of a block from the noisy block itself and all earlier clean blocks.
+    """Predicts a block's masks from the noisy block itself and all earlier clean blocks.
 
     BD3-LM (arXiv 2503.09573): a forward over the doubled sequence ``[noisy; clean]`` with repeated position ids and the
     three-part mask of :func:`three_part_ranges`; outputs of the clean half are not used. Blocks are counted from
@@ -39,7 +39,7 @@ class BlockMasked(Objective):
     Deliberate differences: the noise interval is fixed, not searched during training, and masks are not redrawn until
     their share lies in it. t is stratified, in random order, over a sample's blocks instead of the batch's blocks,
     because a sample's noise must not depend on its neighbours. A sample whose length is a multiple of the block size
-    gets no block of padding.
+    gets no padding block.
 
     Attributes:
         block_size: Tokens per block, at least 1.

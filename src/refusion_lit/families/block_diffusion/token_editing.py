@@ -1,4 +1,4 @@
-"""LLaDA2.1 (arXiv 2602.08676): tokens of a block may be edited until the block is complete.
+"""LLaDA2.1 (arXiv 2602.08676): a block's tokens may be edited until the block is complete.
 
 The decoder ``TokenEditing`` and the objective ``EditableBlockMasked``.
 """
@@ -29,7 +29,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEditing(BlockDecoder):
-    """Decodes block by block; a forward fills masks of the block and replaces filled tokens that the model rejects.
+    """Decodes block by block; a forward fills the block's masks and replaces filled tokens that the model rejects.
 
     A forward reads all places of the block except prompt tokens and given tokens, which never change. It fills masks
     more probable than ``mask_threshold``, at least the most probable mask. It also replaces filled tokens if another

@@ -20,7 +20,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class FastDLLM(Decoder):
-    """Unmasks the certain tokens of a block in parallel, block by block, on a bidirectional model.
+    """Unmasks a block's certain tokens in parallel, block by block, on a bidirectional model.
 
     The caches are approximate: with bidirectional attention a token's KV cache entries depend on later tokens. A
     forward over the whole canvas refreshes the cache at the start of every block.
@@ -126,7 +126,7 @@ class FastDLLM(Decoder):
         return self.shifted and self.cache != "none"
 
     def step(self, state: RowState) -> Steps[None]:
-        """Run a forward and unmask the certain tokens of the block."""
+        """Run a forward and unmask the block's certain tokens."""
         length = len(state.tokens)
         size = self.block_length or length
         start = state.is_masked.index(True) // size * size
@@ -157,7 +157,7 @@ class FastDLLM(Decoder):
         state.finished = not any(state.is_masked)
 
     def _branch(self, state: RowState, places: Sequence[int], block: range, *, is_whole: bool) -> Branch:
-        """Return the branch of a round: the whole canvas, the block and later tokens, or only the block."""
+        """Return a round's branch: the whole canvas, the block and later tokens, or only the block."""
         length = state.prompt_length + len(state.tokens)
         first = 0 if is_whole else state.prompt_length + block.start
         last = length if is_whole or self.cache == "prefix" else state.prompt_length + block.stop

@@ -18,7 +18,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDraft(Objective):
-    """Trains a block drafter to predict the next tokens of a frozen causal model (``backbone.block_drafter``; DFlash).
+    """Trains a block drafter to predict a frozen causal model's next tokens (``backbone.block_drafter``; DFlash).
 
     Anchors are drawn at random among the tokens of the response. A block is an anchor and the drafter's masks after it.
     All tokens of a block see one another and, by hidden states of the frozen model, the text before the anchor. A mask

@@ -18,7 +18,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDraft(Objective):
-    """Trains a drafter's masks to predict the next tokens of a frozen causal model (``backbone.drafter``).
+    """Trains a drafter's masks to predict a frozen causal model's next tokens (``backbone.drafter``).
 
     An anchor, at position a, is the prompt's last token or a token of the response. The drafter's K masks follow at
     positions a+1 to a+K. They see the text up to the anchor and earlier masks of the anchor, but no masks of other

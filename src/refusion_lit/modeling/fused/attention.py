@@ -46,7 +46,7 @@ class Rows:
 
     Attributes:
         shape: The batch's shape.
-        real: Flat indices of the real tokens, in computing order; ``None`` if no token is padding.
+        real: The real tokens' flat indices, in computing order; ``None`` if no token is padding.
     """
 
     shape: torch.Size
@@ -111,11 +111,11 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of attention, for places in rows of a batch.
+    """An attention call, for places in a batch's rows.
 
     Attributes:
         rows: The rows.
-        storage: Rows of the cache's storage; without a cache, the rows of the batch.
+        storage: Cache storage rows; without a cache, the batch's rows.
         places: The queries' places in their rows; ``slice(None)`` if a forward pass has a single call.
         keys: Stored entries that the queries may see.
         mask: Added to scores [row, 1, place, key], or a function that computes it; ``None``: no mask.

@@ -1,0 +1,186 @@
+"""Damaged checkpoints of the families of 2026 are refused in one line, before weights are read where possible."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import refusion_lit
+from refusion_lit.cli import main
+from refusion_lit.decoding import decode
+from refusion_lit.modeling import weights as loading
+from refusion_lit.types import Prompt, SamplingParams
+from support.published import MODELS, PUBLISHED_2026
+
+TARGET, ASSISTANT = MODELS["dflash-target-tiny"], "dflash-assistant-tiny"
+NAMES = sorted(path.name for path in (PUBLISHED_2026 / "models").iterdir())
+EXPERTS = "num_experts", "n_routed_experts"
+
+
+def text_options(values: dict[str, Any]) -> dict[str, Any]:
+    return values.get("text_config", values)
+
+
+def config(name: str) -> dict[str, Any]:
+    return json.loads((MODELS[name] / "config.json").read_text())
+
+
+WITH_EXPERTS = [name for name in NAMES if text_options(config(name)).keys() & {*EXPERTS}]
+
+
+def copied(name: str, folder: Path, **options: Any) -> Path:
+    """Copy a checkpoint; change options of its config."""
+    path = folder / name
+    shutil.copytree(MODELS[name], path)
+    values = config(name)
+    text_options(values).update(options)
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+def split(path: Path) -> dict[str, str]:
+    """Store a checkpoint's weights in four shards; return the shard of each weight."""
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    files = {name: f"model-{i % 4}.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in {*files.values()}:
+        part = {name: weights[name].clone() for name in files if files[name] == file}
+        save_file(part, path / file, {"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return files
+
+
+def load(path: Path) -> Any:
+    if path.name == ASSISTANT:
+        return refusion_lit.load(TARGET, draft=path)
+    return refusion_lit.load(path)
+
+
+def refusal(path: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the one line that the command line prints."""
+    sources = [f"--ckpt_path={TARGET}", f"--draft={path}"] if path.name == ASSISTANT else [f"--ckpt_path={path}"]
+    capfd.readouterr()
+    assert main(["generate", *sources, "--prompt=12+34>"]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reading weights fail the test."""
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", read)
+    monkeypatch.setattr(loading.DiffusionGemmaForBlockDiffusion, "from_pretrained", read)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_four_shards_load_as_one_file(name: str, tmp_path: Path) -> None:
+    path = copied(name, tmp_path)
+    split(path)
+    ours, whole = (load(source).backbone for source in (path, MODELS[name]))
+    modules = (ours.drafter, whole.drafter) if name == ASSISTANT else (ours, whole)
+    states = [module.state_dict() for module in modules]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(weight, states[1][key]) for key, weight in states[0].items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_shard_is_named(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = copied(name, tmp_path)
+    split(path)
+    (path / "model-2.safetensors").unlink()
+    assert "model-2.safetensors" in refusal(path, capfd)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_a_missing_shard_is_found_before_weights_are_read(name: str, tmp_path: Path, no_weights: None) -> None:
+    path = copied(name, tmp_path)
+    split(path)
+    (path / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-2\.safetensors"):
+        refusion_lit.load(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_truncated_file_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = copied(name, tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert "fetch" in refusal(file.parent, capfd)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_another_number_of_experts_is_refused(name: str, factor: float, tmp_path: Path, no_weights: None) -> None:
+    values = text_options(config(name))
+    option = next(option for option in EXPERTS if option in values)
+    num_experts = int(factor * values[option])
+    with pytest.raises(ValueError, match=rf"{num_experts} experts.* got {values[option]}"):
+        refusion_lit.load(copied(name, tmp_path, **{option: num_experts}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_type_of_layer_is_refused(
+    name: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    num_layers = text_options(config(name))["num_hidden_layers"]
+    path = copied(name, tmp_path, layer_types=["full_attention"] * (num_layers - 1) + ["foo_attention"])
+    assert "layer_type" in refusal(path, capfd) if name == ASSISTANT else "foo_attention" in refusal(path, capfd)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_number_of_layers_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Transformers prints a table of missing weights, which must not reach the user."""
+    num_layers = text_options(config(name))["num_hidden_layers"]
+    assert "layer" in refusal(copied(name, tmp_path, num_hidden_layers=num_layers + 1), capfd)
+
+
+def test_transformers_own_report_is_printed_for_models_that_transformers_loads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading a model here leaves the loggers of transformers as they are."""
+    path = copied(TARGET.name, tmp_path)
+    weights = load_file(path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert "norm" in refusal(path, capfd)
+    assert "REPORT" not in caplog.text
+    AutoModelForCausalLM.from_pretrained(path)
+    assert "REPORT" in caplog.text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_weights_for_images_are_refused_or_skipped_with_a_notice(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only DiffusionGemma has a vision tower, which its golden checkpoint stores."""
+    if name == "diffusion-gemma-tiny":
+        with pytest.warns(UserWarning, match="vision tower"):
+            refusion_lit.load(MODELS[name])
+        return
+    path = copied(name, tmp_path)
+    weights = load_file(path / "model.safetensors")
+    save_file({**weights, "vision_tower.weight": torch.zeros(2)}, path / "model.safetensors", {"format": "pt"})
+    assert "vision_tower.weight" in refusal(path, capfd)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_a_prompt_beyond_the_context_is_refused(name: str) -> None:
+    model = refusion_lit.load(MODELS[name])
+    context = model.backbone.max_positions
+    assert context is not None
+    prompt, sampling = Prompt(token_ids=(3,) * context, id="long"), SamplingParams(max_new_tokens=8)
+    reason = rf"prompt long: expected at most {context - 8} tokens.* got {context}"
+    with pytest.raises(ValueError, match=reason) as info:
+        decode(model.backbone, model.default_decoder, [prompt], sampling)
+    assert "\n" not in str(info.value)
