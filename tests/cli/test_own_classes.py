@@ -16,8 +16,10 @@ import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.data.examples import load_examples
-from refusion_lit.decoding import Branch, Decoder, Draw, Forward, ModelRequirements, ReFusion, RowState
+from refusion_lit.decoding import Branch, Decoder, Draw, Forward, LLaDA, ModelRequirements, ReFusion, RowState
+from refusion_lit.families.defaults import entry_with_decoder
 from refusion_lit.metrics import DecodingMetrics
+from refusion_lit.objectives import Hybrid
 from refusion_lit.tasks import Additions, Example, Task
 from refusion_lit.tasks.base import Split, score_response
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -289,3 +291,74 @@ def test_an_objective_that_cannot_pack_is_refused_before_anything_is_read(
         "data.pack_length: expected an objective whose samples can be packed, got 'R2FT'; set it to null." in told.err
     )
     assert "packed in" not in told.out + told.err
+
+
+OWN_MODULE = """
+from refusion_lit.decoding import LLaDA
+from refusion_lit.objectives import Masked
+
+
+class Ending(Masked):
+    pass
+
+
+class Chunks(LLaDA):
+    pass
+"""
+
+
+def _train_own(tmp_path: Path, version: str, objective: str, decoders: str) -> Path:
+    overlay = tmp_path / f"{version}.yaml"
+    overlay.write_text(f"model: {{objective: {objective}, decoders: {decoders}}}")
+    args = ["fit", "--config", QUICKSTART, *TINY, f"--config={overlay}", f"--runs_dir={tmp_path}"]
+    assert main([*args, f"--run_version={version}", "--trainer.max_steps=1", "--trainer.limit_val_batches=0"]) == 0
+    return tmp_path / "quickstart" / version
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield a module with an objective and a decoder that a program of a user has."""
+    name = "own_ending_module"
+    (tmp_path / f"{name}.py").write_text(OWN_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+BIDIRECTIONAL = "{refusion: null, other: null, wrong: ReFusion, mine: {class_path: %s, init_args: {%s}}}"
+
+
+@pytest.mark.filterwarnings("ignore:model.decoders.wrong")
+def test_a_model_of_ones_own_objective_is_decoded_by_the_configs_first_decoder_that_fits(
+    tmp_path: Path, own_module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoders = BIDIRECTIONAL % ("LLaDA", "block_length: 4")
+    run = _train_own(tmp_path, "named", f"{own_module}.Ending", decoders)
+    assert refusion_lit.load(run).default_decoder.block_length == 4  # type: ignore[attr-defined]
+    assert main(["export", f"--ckpt_path={run}", f"--output={tmp_path / 'exported'}"]) == 0
+    entry = json.loads((tmp_path / "exported" / "config.json").read_text())["refusion_lit"]["decoder"]
+    assert entry == {"class_path": "LLaDA", "init_args": {"block_length": 4}, "objective": "Ending"}
+    assert refusion_lit.load(tmp_path / "exported").default_decoder.block_length == 4  # type: ignore[attr-defined]
+    assert "block_length=4" in (tmp_path / "exported" / "README.md").read_text()
+    capsys.readouterr()
+    options = ["--prompt=1+2>", "--max_new_tokens=8", "--decoder.guidance_scale=0"]
+    assert main(["generate", f"--ckpt_path={run}", *options]) == 0
+    assert "LLaDA" in capsys.readouterr().err
+    # A later training with an objective of the package removes the entry, and keeps what was exported with --decoder.
+    traits = refusion_lit.load(run).backbone.traits
+    assert entry_with_decoder({"decoder": entry}, traits, [LLaDA()], Hybrid) == {}
+    assert entry_with_decoder({"decoder": {"class_path": "LLaDA"}}, traits, [], Hybrid) == {
+        "decoder": {"class_path": "LLaDA"}
+    }
+
+
+@pytest.mark.filterwarnings("ignore:model.decoders.wrong")
+def test_a_decoder_of_ones_own_is_used_only_if_the_program_has_imported_it(tmp_path: Path, own_module: str) -> None:
+    run = _train_own(tmp_path, "own", f"{own_module}.Ending", BIDIRECTIONAL % (f"{own_module}.Chunks", ""))
+    module = sys.modules.pop(own_module)
+    with pytest.warns(UserWarning, match=rf"{own_module}\.Chunks.*not imported"):
+        decoder = refusion_lit.load(run).default_decoder
+    assert type(decoder).__name__ == "LLaDA"
+    assert own_module not in sys.modules
+    sys.modules[own_module] = module
+    assert type(refusion_lit.load(run).default_decoder) is module.Chunks

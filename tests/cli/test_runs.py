@@ -527,3 +527,58 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept_beside_the_last(tr
     assert best["global_step"] == min(losses, key=losses.__getitem__)
     (watch,) = [callback for callback in best["callbacks"].values() if callback.get("monitor") == "val/loss"]
     assert float(watch["best_model_score"]) == pytest.approx(min(losses.values()))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a project with a run whose config names a data file by a relative path."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    rows = [{"query": f"{i}+1>", "response": f"{i + 1};"} for i in range(40)]
+    (folder / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    task = {"train": "sums.jsonl", "validation_fraction": 0.1, "test": ["sums.jsonl"]}
+    overlay = {"data": {"task": {"class_path": "InstructionFiles", "init_args": task}}}
+    (folder / "sums.yaml").write_text(yaml.safe_dump(overlay))
+    monkeypatch.chdir(folder)
+    options = [option for option in TINY if "data.task" not in option]
+    args = ["fit", "--config", QUICKSTART, "--config=sums.yaml", *options, "--run_name=r", "--run_version=v"]
+    assert main([*args, "--data.max_eval_prompts=2"]) == 0
+    return folder
+
+
+def _test(run: Path, *options: str) -> int:
+    return main(["test", f"--config={run / 'config.yaml'}", f"--ckpt_path={run}", "--run_name=t", *options])
+
+
+def test_a_run_finds_its_data_from_another_directory(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    run = project / "runs" / "r" / "v"
+    assert _test(run) == 0
+    assert f"data.task.init_args.train: {project / 'sums.jsonl'}" in capsys.readouterr().err
+    (sums,) = yaml.safe_load((run / "config.yaml").read_text())["data"]["task"]["init_args"]["test"]
+    assert sums == "sums.jsonl"  # so that a project may be copied as a whole
+    shutil.copytree(run, other / "copy")
+    assert _test(other / "copy") == 0
+    with pytest.warns(UserWarning, match=r"resumed with other options .*: trainer.enable_progress_bar;"):
+        assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", "--trainer.enable_progress_bar=true"]) == 0
+    assert json.loads((run / "environment.json").read_text())["working_directory"] == str(project)
+
+
+def test_a_copy_of_a_project_uses_its_own_data(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(project, copy)
+    shutil.rmtree(project)
+    monkeypatch.chdir(copy)
+    assert _test(Path("runs/r/v")) == 0
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert _test(copy / "runs" / "r" / "v") == 2
+    assert "sums.jsonl: expected a data file" in capsys.readouterr().err
+    given = f"--data.task.test={copy / 'sums.jsonl'}"
+    assert _test(copy / "runs" / "r" / "v", given, f"--data.task.train={copy / 'sums.jsonl'}") == 0

@@ -147,6 +147,46 @@ def test_a_run_of_epochs_may_be_stopped_at_their_ends_and_within(tmp_path: Path,
     assert _rows(run / "stopped") == _rows(run / "unbroken")
 
 
+def test_the_last_step_is_validated_and_a_longer_run_is_as_if_it_were_not(
+    tmp_path: Path, fit_args: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    overlay = tmp_path / "stopping.yaml"
+    overlay.write_text(
+        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping, "
+        "init_args: {monitor: val/loss, patience: 3, mode: max}}, "
+        "{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
+        "init_args: {monitor: val/loss, mode: min, filename: best, save_last: true}}]}"
+    )
+    args = [*fit_args, f"--config={overlay}", "--trainer.val_check_interval=8", f"--runs_dir={tmp_path}"]
+    args += ["--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
+    assert main([*args, "--run_version=unbroken", "--trainer.max_steps=17"]) == 0
+    assert (
+        main([*args, "--run_version=longer", "--trainer.max_steps=6", "--trainer.enable_progress_bar=true"]) == 0
+    )  # 12 batches; the interval is 8
+    assert re.search(r"trained to step 6 .*val/loss [\d.]+$", capfd.readouterr().err, re.MULTILINE)
+    run = tmp_path / "quickstart" / "longer"
+    assert _rows(run)[-1] == ("5", True)
+    best = _state(run / "checkpoints" / "best.ckpt")
+    assert best["global_step"] == 6
+    assert main(["fit", f"--resume={run}", "--trainer.max_steps=17"]) == 0
+    assert _rows(run) == _rows(tmp_path / "quickstart" / "unbroken")
+    longer, unbroken = (_state(path / "checkpoints" / "last.ckpt") for path in (run, run.with_name("unbroken")))
+    for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
+        _assert_equal(longer[key], unbroken[key])
+    stopping = next(key for key in unbroken["callbacks"] if key.startswith("EarlyStopping"))
+    assert longer["callbacks"][stopping]["wait_count"] == unbroken["callbacks"][stopping]["wait_count"]
+
+
+@pytest.mark.parametrize("options", [["--trainer.limit_val_batches=0"], ["--trainer.val_check_interval=20"]])
+def test_no_validation_is_added_where_there_is_none_or_it_is_due(
+    tmp_path: Path, fit_args: list[str], options: list[str]
+) -> None:
+    assert main([*fit_args, *options, f"--runs_dir={tmp_path}", "--trainer.max_steps=10"]) == 0
+    run = tmp_path / "quickstart" / "version_0"
+    assert [step for step, is_validation in _rows(run) if is_validation] == ([] if "limit" in options[0] else ["9"])
+    assert _state(run / "checkpoints" / "last.ckpt")["global_step"] == 10
+
+
 AT_EPOCH_ENDS = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=1.0"]
 EVERY_SECOND = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=2"]
 

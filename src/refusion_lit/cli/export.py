@@ -16,7 +16,7 @@ from jsonargparse import Namespace
 from refusion_lit.cli.model_options import ModelParser, add_decoder_option
 from refusion_lit.cli.parser import OneLineParser, as_list
 from refusion_lit.decoding import Decoder, SelfSpeculative, check_model
-from refusion_lit.families.defaults import NAMEABLE, default_decoder
+from refusion_lit.families.defaults import NAMEABLE, changed_options, default_decoder
 from refusion_lit.reports.results import CONFIG, RESULTS
 from refusion_lit.utils.errors import error_reason, write_error_reason
 from refusion_lit.utils.files import require_empty, write_atomically
@@ -130,8 +130,6 @@ def name_decoder(model: TextModel, decoder: Decoder) -> None:
     Raises:
         ValueError: If the decoder does not fit the model.
     """
-    from refusion_lit.reports.model_card import changed_options
-
     backbone = model.backbone
     name = type(decoder).__name__
     check_model(backbone, decoder, fix="Name another decoder, or leave --decoder out.")
@@ -146,7 +144,6 @@ def name_decoder(model: TextModel, decoder: Decoder) -> None:
 def _own_entry(model: TextModel, published: CheckpointFormat, output: str) -> dict[str, Any]:
     """Return what loading the export needs beside the format: a decoder and a prompt template that the format lacks."""
     from refusion_lit.modeling.formats import find_format
-    from refusion_lit.reports.model_card import changed_options
 
     traits, decoder = model.backbone.traits, model.default_decoder
     loads_as = find_format({"model_type": published.model_type}, source=output) or published

@@ -33,7 +33,7 @@ from refusion_lit.modeling.load import default_device
 from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.plugins import load_plugins
-from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal
+from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal, ValidateLastStep
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.optimizer import is_slow_precision
 from refusion_lit.utils.files import read_yaml
@@ -75,7 +75,7 @@ class RefusionCLI(LightningCLI):
     """
 
     run_directory: ClassVar[Path | None] = None
-    _first_step = 0  # the first step that a resumed training logs
+    _first_steps = (0, 0)  # the first step and the first validation that a resumed training logs
     claim: ClassVar[run_directory.Claim | None] = None
 
     def __init__(self, args: Sequence[str]) -> None:
@@ -147,6 +147,8 @@ class RefusionCLI(LightningCLI):
         except PARSER_ERRORS as error:
             message = explain_error(subparser, error).removeprefix(f"{command}.")
             raise ValueError(_find_file(message, options, files) + message) from error
+        for change in run_directory.find_files(config[command], files):
+            sys.stderr.write(f"{change}\n")
         seed = config[command].seed_everything
         if type(seed) is int:
             expected = f"an integer from 0 to {2**32 - 1}"
@@ -169,7 +171,7 @@ class RefusionCLI(LightningCLI):
         if self.run_directory is not None:
             config["default_root_dir"] = str(self.run_directory)  # Lightning writes here without a logger
             if config["logger"] is not False:  # the run's loggers first: trainer.log_dir is the directory of the first
-                loggers = run_directory.create_loggers(self.run_directory, self._first_step, self.claim)
+                loggers = run_directory.create_loggers(self.run_directory, self._first_steps, self.claim)
                 config["logger"] = [*loggers, *(_as_list(config["logger"]) if config["logger"] is not True else ())]
         user_callbacks = _as_list(config["callbacks"])
         if config["enable_progress_bar"] is not False and not _has(user_callbacks, ProgressBar):
@@ -180,7 +182,7 @@ class RefusionCLI(LightningCLI):
                 callbacks = [*callbacks, ModelCheckpoint(save_last=True)]
             callbacks = [*callbacks, SaveLastStep()]
         if self.subcommand == "fit":
-            callbacks = [*callbacks, SaveOnSignal()]
+            callbacks = [*callbacks, ValidateLastStep(), SaveOnSignal()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         try:
             trainer = super()._instantiate_trainer(config, callbacks)
@@ -217,7 +219,7 @@ class RefusionCLI(LightningCLI):
                 sys.stderr.write(f"no checkpoint of {config.run_name} yet: training starts at the beginning\n")
             config.ckpt_path = None if path is None else str(path)
             if path is not None and self.subcommand == "fit":
-                self._first_step = resume.check_unfinished(path, config.trainer)
+                self._first_steps = resume.check_unfinished(path, config.trainer)
         elif config.get("ckpt_path"):
             config.ckpt_path = model_source(config.ckpt_path)
         self._choose_directory(config)
@@ -254,7 +256,7 @@ class RefusionCLI(LightningCLI):
             fix = "add --resume to continue it, or choose another name" if can_resume else "choose another name"
             require(is_free, "run_version", "a new run", f"{directory}, which holds {results}", fix)
         if not is_continued:
-            self._first_step = 0
+            self._first_steps = (0, 0)
         RefusionCLI.claim = run_directory.claim(directory)
         RefusionCLI.run_directory = directory
 

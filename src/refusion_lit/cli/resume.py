@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
 from refusion_lit.cli.run_directory import PLACE
 from refusion_lit.reports.results import CONFIG
+from refusion_lit.training.callbacks import ADDED_VALIDATION, ValidateLastStep
 from refusion_lit.training.resume import count_finished_epochs
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import read_text, read_yaml
@@ -112,8 +113,10 @@ def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
     return path
 
 
-def check_unfinished(path: Path, trainer: Namespace) -> int:
-    """Return the number of steps after which a checkpoint was saved, if the trainer's options ask for more.
+def check_unfinished(path: Path, trainer: Namespace) -> tuple[int, int]:
+    """Return the first step, and the first validation's step, that are logged by a training that resumes.
+
+    They differ if the checkpoint follows a validation that only the end of training caused.
 
     Raises:
         NothingToDoError: If all steps or epochs are done.
@@ -125,4 +128,6 @@ def check_unfinished(path: Path, trainer: Namespace) -> int:
         if limit is not None and 0 <= limit <= number:
             done = f"{path.parent.parent} is complete: {number} of {limit} {unit}"
             raise NothingToDoError(f"{done}; raise trainer.max_{unit} to train longer")
-    return int(checkpoint["global_step"])
+    step = int(checkpoint["global_step"])
+    is_added = ADDED_VALIDATION in checkpoint.get("callbacks", {}).get(ValidateLastStep.__qualname__, {})
+    return step, step - is_added

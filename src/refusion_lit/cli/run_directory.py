@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,6 +129,60 @@ def continues(config: Namespace, directory: Path) -> bool:
     return bool(source) and Path(source).resolve().is_relative_to(directory.resolve())
 
 
+_FILES = (
+    *(f"data.task.init_args.{name}" for name in ("train", "validation", "test", "files", "dataset")),
+    "data.tokenizer.init_args.source",
+    "model.backbone.source",
+    "model.backbone.draft",
+    "model.decoding.verifier",
+)
+"""Options that may name a file or a directory."""
+_WORKING_DIRECTORY = "working_directory"
+
+
+def find_files(config: Namespace | dict[str, Any], written: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+    """Find the files of a run's config if the command runs in another directory than the run.
+
+    A relative path means the working directory. A path that does not exist there, but in the working directory of the
+    run, becomes an absolute path. The config itself keeps relative paths, so that a project may be copied as a whole.
+
+    Args:
+        config: A command's options; changed in place.
+        written: The content of config files by path.
+
+    Returns:
+        The changed options, each with its new value.
+    """
+    changes = []
+    for path, values in written.items():
+        folder = read_object(path.with_name(ENVIRONMENT)).get(_WORKING_DIRECTORY) if path.name == CONFIG else None
+        for name in _FILES if isinstance(folder, str) else ():
+            group, _, option = name.rpartition(".")
+            options, value = _lookup(config, group), _lookup(values, name)
+            if options is None or value is None or options.get(option) != value:
+                continue  # the command line names another file
+            paths = value if isinstance(value, list) else [value]
+            found = [_find(text, Path(str(folder))) for text in paths]
+            if found != paths:
+                options[option] = found if isinstance(value, list) else found[0]
+                files = ", ".join(found)
+                changes.append(f"{name}: {files}, relative to the directory in which the run of {path} started")
+    return changes
+
+
+def _lookup(values: Any, name: str) -> Any:  # noqa: ANN401 - nested options
+    """Return a nested option, or ``None``."""
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, Mapping | Namespace) else None
+    return values
+
+
+def _find(path: str, folder: Path) -> str:
+    """Return a path in a folder if the path exists only there."""
+    is_elsewhere = not Path(path).exists() and (folder / path).exists()
+    return str(folder / path) if is_elsewhere else path
+
+
 class SaveRun(SaveConfigCallback):
     """Saves the resolved config and the environment into the run's directory, which is ``directory``."""
 
@@ -144,6 +199,7 @@ class SaveRun(SaveConfigCallback):
         self._unwritten: dict[str, object] | None = None
         if self._is_resumed:
             before = read_yaml(self.directory / CONFIG, "resume")
+            find_files(before, {self.directory / CONFIG: deepcopy(before)})
             now = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
             changes = [item for item in differences(before, now) if item[0].rpartition(".")[2] not in _UNCOMPARED]
             self._changed = {name: after for name, _, after in changes}
@@ -156,15 +212,18 @@ class SaveRun(SaveConfigCallback):
         """Write the config and ``environment.json``; called on the first process alone."""
         assert isinstance(pl_module, SlotDiffusionModule)
         described = environment(self.config.get("seed_everything"))
+        folder = str(Path.cwd())
         text = self.parser.dump(self.config, skip_none=False)
         if self._is_resumed:  # keep the command that started the run, and record the command that resumes it
             before = read_object(self.directory / ENVIRONMENT) or described
+            folder = before.get(_WORKING_DIRECTORY, folder)
             resumed = {"command": described["command"], "changed": self._changed}
             described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
+        record = {**described, _WORKING_DIRECTORY: folder}
         if self._is_resumed and stage == "fit":
-            self._unwritten = described  # until training has taken the options
+            self._unwritten = record  # until training has taken the options
         else:
-            write_json_atomically(self.directory / ENVIRONMENT, described)
+            write_json_atomically(self.directory / ENVIRONMENT, record)
         if not self._is_resumed:
             write_atomically(self.directory / CONFIG, text)
         pl_module.evaluation.config = read_config(self.directory)
@@ -190,21 +249,27 @@ _LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
 """Options that a resumed run may change without a warning."""
 
 
-def create_loggers(directory: Path, first_step: int, held: Claim | None) -> list[Logger]:
-    """Return a run's loggers: TensorBoard if installed, and ``metrics.csv``, which keeps rows before ``first_step``."""
+def create_loggers(directory: Path, first_steps: tuple[int, int], held: Claim | None) -> list[Logger]:
+    """Return a run's loggers: TensorBoard if installed, and ``metrics.csv``.
+
+    Args:
+        directory: The run's directory.
+        first_steps: ``metrics.csv`` keeps the rows before the first step, and validations before the second.
+        held: The right to write to the directory; ``None`` on processes that do not write to it.
+    """
     place = {"save_dir": directory.parent.parent, "name": directory.parent.name, "version": directory.name}
     losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
     if held is not None:
-        losses._experiment = _MetricsWriter(losses.log_dir, first_step)
+        losses._experiment = _MetricsWriter(losses.log_dir, first_steps)
     return [*([_Events(**place)] if find_spec("tensorboard") else []), losses]
 
 
 class _MetricsWriter(ExperimentWriter):
-    """Writes ``metrics.csv``. A resumed run keeps the rows of steps before ``first_step``."""
+    """Writes ``metrics.csv``. A resumed run keeps the rows of steps, and of validations, before ``first_steps``."""
 
-    def __init__(self, log_dir: str, first_step: int | None) -> None:
+    def __init__(self, log_dir: str, first_steps: tuple[int, int]) -> None:
         super().__init__(log_dir)
-        self._first_step = first_step if Path(self.metrics_file_path).is_file() else None
+        self._first_steps = first_steps if Path(self.metrics_file_path).is_file() else None
 
     def _check_log_dir_exists(self) -> None:
         """Keep the file; Lightning would remove it."""
@@ -213,16 +278,18 @@ class _MetricsWriter(ExperimentWriter):
         """Append new rows. The first call drops the rows of steps that are logged again."""
         path = Path(self.metrics_file_path)
         with _writing(str(path)):
-            if self.metrics and self._first_step is not None:
+            if self.metrics and self._first_steps is not None:
                 reader = csv.DictReader(io.StringIO(read_text(path, "resume")))
                 self.metrics_keys = list(reader.fieldnames or ())
                 text = io.StringIO()
                 writer = csv.DictWriter(text, self.metrics_keys, extrasaction="ignore")
                 writer.writeheader()
                 rows = [row for row in reader if str(row.get("step")).isdigit()]
-                writer.writerows([row for row in rows if int(row["step"]) < self._first_step])
+                first, first_validation = self._first_steps
+                firsts = [first_validation if row.get("val/loss") else first for row in rows]
+                writer.writerows([row for row, limit in zip(rows, firsts, strict=True) if int(row["step"]) < limit])
                 write_atomically(path, text.getvalue())
-                self._first_step = None
+                self._first_steps = None
             super(ExperimentWriter, self).save()  # older versions of the class write an hparams.yaml, too
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from refusion_lit.engine.decoder import Decoder
@@ -112,8 +115,8 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     LLaDA(...)
     """
     load_plugins()
-    if named is not None:
-        decoder = _build(named)
+    decoder = None if named is None else _build(named)
+    if decoder is not None:
         uses_drafter = isinstance(decoder, SelfSpeculative) or not drafts
         if uses_drafter and not decoder.requirements().mismatches(traits):
             return decoder
@@ -144,14 +147,77 @@ _CAUSAL: dict[str, type[Decoder]] = {
 """Default decoders of causal models by what they predict; the first that fits."""
 
 
-def _build(named: Mapping[str, Any]) -> Decoder:
-    """Build the decoder that a model's config names; the class path may omit the package."""
+def entry_with_decoder(
+    entry: Mapping[str, Any], traits: ModelTraits, decoders: Iterable[Decoder], objective: type
+) -> dict[str, Any]:
+    """Return a model's entry ``refusion_lit`` with the decoder for an objective that is not of this package.
+
+    Traits do not identify the decoder of such an objective, so the entry names the first decoder that fits. The
+    decoder of an earlier such objective is removed.
+
+    Args:
+        entry: The entry so far.
+        traits: What the objective trains.
+        decoders: Candidates, such as those of the training's config.
+        objective: Class of the objective.
+
+    >>> entry_with_decoder({}, ModelTraits(predictions=("mask",)), [ReFusion(), WeDLM()], ModelTraits)
+    {}
+    """
+    kept = dict(entry)
+    if isinstance(kept.get("decoder"), Mapping) and _OBJECTIVE in kept["decoder"]:
+        del kept["decoder"]
+    if objective.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return kept
+    for decoder in decoders:
+        needs = decoder.requirements()
+        if needs.drafter or needs.mismatches(traits):
+            continue
+        cls = type(decoder)
+        name = cls.__name__ if NAMEABLE.get(cls.__name__) is cls else f"{cls.__module__}.{cls.__qualname__}"
+        values = {"class_path": name, "init_args": changed_options(decoder), _OBJECTIVE: objective.__qualname__}
+        return {**kept, "decoder": json.loads(json.dumps(values, default=repr))}
+    return kept
+
+
+_OBJECTIVE = "objective"
+"""Key of a decoder's entry that a training with an objective of another package has written."""
+
+
+def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+    """Return a decoder's options that differ from the defaults."""
+    values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     try:
-        package, _, name = named["class_path"].rpartition(".")
-        root = package.partition(".")[0]
-        is_nameable = name in NAMEABLE and root in ("", "refusion_lit", NAMEABLE[name].__module__.partition(".")[0])
-        require(is_nameable, "class_path", f"one of {', '.join(NAMEABLE)}", named["class_path"], "name one of them")
-        return NAMEABLE[name](**named.get("init_args") or {})
+        default = type(decoder)()
+    except TypeError:  # a decoder of another package may require options
+        return values
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def _build(named: Mapping[str, Any]) -> Decoder | None:
+    """Build the decoder that a model's config names; the class path may omit the package.
+
+    A decoder of another package that a training has stored is used only if the program has imported its module, because
+    a name in a config never causes an import. Otherwise warn and return ``None``.
+    """
+    try:
+        if _OBJECTIVE in named and named["class_path"] not in NAMEABLE:
+            module, _, name = named["class_path"].rpartition(".")
+            cls = getattr(sys.modules.get(module), name, None)
+            if not isinstance(cls, type) or not issubclass(cls, Decoder):
+                warnings.warn(
+                    f"the model was trained by {named[_OBJECTIVE]} for the decoder {named['class_path']}, whose module "
+                    "is not imported, so the decoder is chosen by what the model predicts. Name it (--decoder).",
+                    stacklevel=5,
+                )
+                return None
+        else:
+            package, _, name = named["class_path"].rpartition(".")
+            root = package.partition(".")[0]
+            is_nameable = name in NAMEABLE and root in ("", "refusion_lit", NAMEABLE[name].__module__.partition(".")[0])
+            require(is_nameable, "class_path", f"one of {', '.join(NAMEABLE)}", named["class_path"], "name one of them")
+            cls = NAMEABLE[name]
+        return cls(**named.get("init_args") or {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             "refusion_lit.decoder: expected a decoder with class_path and init_args in the model's config, got "

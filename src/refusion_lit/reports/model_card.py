@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from refusion_lit.engine.decoder import Decoder
-from refusion_lit.families.defaults import default_decoder
+from refusion_lit.families.defaults import changed_options, default_decoder
 from refusion_lit.modeling.block_drafter import BlockDrafterOptions
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.formats import CheckpointFormat
@@ -112,12 +112,6 @@ def model_card(
         environment=describe_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
     )
-
-
-def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
-    """Return a decoder's options that differ from the defaults."""
-    values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
-    return {name: value for name, value in values.items() if value != getattr(type(decoder)(), name)}
 
 
 def _with_tested_options(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401 - a dataclass

@@ -1,4 +1,4 @@
-"""What a training adds to Lightning's checkpoints: the last step, signals, atomic files, and data-only loading."""
+"""What a training adds to Lightning: the last step's validation and checkpoint, signals, and atomic files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -23,6 +23,63 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from refusion_lit.checkpoints.files import read_checkpoint
 from refusion_lit.utils.errors import error_reason, write_error_reason
 from refusion_lit.utils.files import atomic_writer
+
+ADDED_VALIDATION = "added_validation"
+"""Key in the state of :class:`ValidateLastStep`."""
+
+
+class ValidateLastStep(L.Callback):
+    """Validates after the final step, so that the last losses and the best checkpoint are those of the whole training.
+
+    Lightning validates at intervals only: with ``val_check_interval: 500`` and ``max_steps: 700``, the weights that a
+    test loads would never be validated. The additional validation does not count for early stopping, so that a longer
+    run that resumes from the last checkpoint stops where an unbroken run stops. There is none if ``limit_val_batches``
+    is 0.
+    """
+
+    def __init__(self) -> None:
+        self._patience: dict[EarlyStopping, dict[str, Any]] = {}
+        self._is_added = False
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:  # noqa: ANN401, ARG002
+        """Let Lightning validate after the last optimizer step."""
+        data = trainer.fit_loop._data_fetcher
+        if data is None or not _is_last_step(trainer) or not _has_validation_batches(trainer):
+            return
+        loop = trainer.fit_loop.epoch_loop
+        if not loop._should_check_val_fx(data):
+            self._is_added = True
+            loop._should_check_val_fx = lambda data_fetcher: True  # noqa: ARG005 - shadows the method until the end
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Keep the state of early stopping."""
+        if self._is_added:
+            self._patience = {callback: callback.state_dict() for callback in trainer.early_stopping_callbacks}
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Restore the state of early stopping before the checkpoint is saved."""
+        for callback, state in self._patience.items():
+            callback.load_state_dict(state)
+        self._patience = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Mark a checkpoint that the additional validation saves; a resumed run drops the validation's losses."""
+        return {ADDED_VALIDATION: True} if self._is_added else {}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Return to Lightning's intervals; a later fit of the trainer may be longer."""
+        if self._is_added:
+            del trainer.fit_loop.epoch_loop._should_check_val_fx
+            self._is_added = False
+
+
+def _has_validation_batches(trainer: L.Trainer) -> bool:
+    if not trainer.enable_validation:
+        return False
+    trainer.validating = True
+    trainer.fit_loop.epoch_loop.val_loop.setup_data()  # does nothing if a validation has run
+    trainer.training = True
+    return sum(trainer.num_val_batches) > 0
 
 
 class SaveLastStep(Checkpoint):

@@ -22,6 +22,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import check_vocabulary
 from refusion_lit.decoding import Decoder
 from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
+from refusion_lit.families.defaults import entry_with_decoder
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import corrupt_and_check
 from refusion_lit.learning.packing import pack
@@ -185,6 +186,7 @@ class SlotDiffusionModule(L.LightningModule):
                 rank_zero_info(line)
         self.step_source.start(self)
         self.model.traits = self.objective.traits
+        self._name_decoder()
         self._warn_of_misfits()
         self.model.train()
         self.progress.start(self.device)
@@ -199,6 +201,15 @@ class SlotDiffusionModule(L.LightningModule):
         got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
         fix = "remove mask_token from tokenizer_config.json and mask_token_id from config.json: one is added then"
         require(is_unique, "data.tokenizer", "a mask token of its own", got, fix)
+
+    def _name_decoder(self) -> None:
+        """Store the config's first decoder that fits in the model, if the objective is not of this package."""
+        config = self.model.config
+        stored = getattr(config, "refusion_lit", None) or {}
+        decoders = self.evaluation.named.values() if self.model.drafter is None else ()
+        entry = entry_with_decoder(stored, self.model.traits, decoders, type(self.objective))
+        if entry != stored:
+            config.refusion_lit = entry
 
     def _warn_of_misfits(self) -> None:
         """Warn before training about decoders in the config that a test of the model will refuse."""
