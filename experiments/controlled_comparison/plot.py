@@ -12,6 +12,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+from refusion_lit.reports.intervals import wilson
+
 TASKS = ("sheet", "walk", "latin")
 STYLES = {
     "hybrid": ("#00796b", "o"),
@@ -38,8 +40,7 @@ def points(runs: list[Run], task: str, objective: str, split: str = "results") -
 
     The split is ``results`` for the test prompts or ``validation``.
     """
-    same = [run for run in runs if run["budget_factor"] == 1]
-    found = [run for run in same if (run["task"], run["objective"]) == (task, objective)]
+    found = [run for run in runs if _is_of(run, task, objective)]
     if not found or any(split not in run for run in found):
         return {}
     chosen = [run[split] for run in found]
@@ -52,6 +53,10 @@ def points(runs: list[Run], task: str, objective: str, split: str = "results") -
         )
         for name in chosen[0]
     }
+
+
+def _is_of(run: Run, task: str, objective: str) -> bool:
+    return (run["task"], run["objective"], run["budget_factor"]) == (task, objective, 1)
 
 
 def table(runs: list[Run], more: dict[str, Any]) -> str:
@@ -110,12 +115,12 @@ NEXT_TOKEN = "none, next token"
 NOISES = (
     (NEXT_TOKEN, "autoregressive", ""),
     ("masked slots, ReFusion", "hybrid", "refusion"),
-    ("masks over the response, Fast-dLLM", "masked", "fast_dllm_whole_t90"),
-    ("masks over the response, LLaDA", "masked", "llada_1"),
-    ("masks in blocks of 8, block diffusion", "block", ""),
-    ("masks and wrong tokens in blocks of 8, token editing", "editable", "editing"),
-    ("random tokens in canvases of 8", "uniform", "uniform_"),
-    ("random tokens, self-conditioning", "diffusion_gemma", "diffusion_gemma"),
+    ("masks over the response, Fast-dLLM", "masked", "fast_dllm"),
+    ("masks over the response, LLaDA", "masked", "llada"),
+    ("masks in blocks, block diffusion", "block", "block"),
+    ("masks and wrong tokens in blocks, token editing", "editable", "editing"),
+    ("random tokens in canvases", "uniform", "uniform"),
+    ("random tokens in canvases, self-conditioning", "diffusion_gemma", "diffusion_gemma"),
 )
 """Rows of the tables of noises, as those of families."""
 
@@ -123,7 +128,7 @@ NOISES = (
 def choose_setting(runs: list[Run], task: str, objective: str, settings: str) -> str | None:
     """Return the setting of an objective that is shown; ``None`` if the objective has no run.
 
-    Of several settings the setting with the highest mean score on validation prompts is chosen, and of equal ones the
+    Next-token decoding is no setting of a model that has others. Of several settings the setting with the highest mean score on validation prompts is chosen, and of equal ones the
     setting with the most tokens per forward there. The test prompts choose nothing.
 
     Args:
@@ -136,7 +141,10 @@ def choose_setting(runs: list[Run], task: str, objective: str, settings: str) ->
         KeyError: If there are several settings, and no validation figures.
     """
     tested = points(runs, task, objective)
-    names = [settings] if settings in tested else [name for name in tested if name.startswith(settings)]
+    decoders = {name: options["class"] for run in runs for name, options in run["decoders"].items()}
+    begins = [name for name in tested if name.startswith(settings)]
+    parallel = [name for name in begins if decoders[name] != "Autoregressive"]
+    names = [settings] if settings in tested else parallel or begins
     if len(names) > 1:
         validated = points(runs, task, objective, "validation")
         names = [max(names, key=lambda name: (round(validated[name][2], 6), validated[name][0]))]
@@ -145,10 +153,10 @@ def choose_setting(runs: list[Run], task: str, objective: str, settings: str) ->
 
 def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
     """Return a task's table of noises: scores and counts of all seeds, and speeds as times next-token decoding."""
-    counts = "score (seeds) | tokens per forward | positions per token"
+    counts = "score (interval) | by seed | tokens per forward | positions per token"
     lines = [
         f"| noise, decoder | {counts} | tokens/s alone | times | of 16 | of 64 |",
-        "| --- | --- | --: | --: | --: | --- | --- | --- |",
+        "| --- | --- | --- | --: | --: | --: | --- | --- | --- |",
     ]
     for label, objective, settings in NOISES:
         name = choose_setting(runs, task, objective, settings)
@@ -159,7 +167,10 @@ def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
         ratios = [_ratio(measured[size]["times_baseline"]) if size in measured else "" for size in ("1", "16", "64")]
         alone = f"{measured['1']['tokens_per_second']:.0f}" if measured else ""
         seeds = ", ".join(f"{value:.2f}" for value in scores)
-        cells = [f"{score:.3f} ({seeds})", f"{speed:.1f}", f"{positions:.1f}", alone, *ratios]
+        num_prompts = sum(run["results"][name]["num_prompts"] for run in runs if _is_of(run, task, objective))
+        interval = wilson(round(score * num_prompts), num_prompts)
+        shown = f"{score:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+        cells = [shown, seeds, f"{speed:.1f}", f"{positions:.1f}", alone, *ratios]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
