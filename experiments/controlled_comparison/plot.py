@@ -128,8 +128,9 @@ NOISES = (
 def choose_setting(runs: list[Run], task: str, objective: str, settings: str) -> str | None:
     """Return the setting of an objective that is shown; ``None`` if the objective has no run.
 
-    Next-token decoding is no setting of a model that has others. Of several settings the setting with the highest mean score on validation prompts is chosen, and of equal ones the
-    setting with the most tokens per forward there. The test prompts choose nothing.
+    Of several settings the setting with the highest mean score on validation prompts is chosen, and of equal ones the
+    setting with the most tokens per forward there. The test prompts choose nothing. Next-token decoding is no setting
+    of a model that has other decoders.
 
     Args:
         runs: All runs.
