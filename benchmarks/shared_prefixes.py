@@ -13,7 +13,17 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.common import SMALL, Work, aim, decoded, interleaved, random_model, random_prompts, time_ratio, write
+from benchmarks.common import (
+    SMALL,
+    Work,
+    decoded,
+    interleaved,
+    random_model,
+    random_prompts,
+    summary_line,
+    time_ratio,
+    write,
+)
 from benchmarks.replay import ALL_ACCEPTED, Replay, ReplayedModel
 from jsonargparse import auto_cli
 
@@ -94,8 +104,8 @@ def main(
         "repeats": repeats, "threads": threads, "num_prompts": num_prompts, "common": common, "own": 16,
         "num_tokens": num_tokens, "model": SMALL,
     }  # fmt: skip
-    aims = [aim(text, first, 5, at_least=True)]
-    write("shared_prefixes", config, {"cases": cases, "aims": aims}, output=output,
+    summary = [summary_line(text, first)]
+    write("shared_prefixes", config, {"cases": cases, "summary": summary}, output=output,
           seconds=time.perf_counter() - started, seed=0)  # fmt: skip
 
 

@@ -52,10 +52,10 @@ def test_body_and_head_are_timed() -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_host_time_is_counted_between_calls(name: str) -> None:
-    found = milliseconds_a_call(DECODERS[name], 64, 1, 32)
-    assert found["milliseconds"] > 0
+    milliseconds = milliseconds_a_call(DECODERS[name], 64, 1, 32)
+    assert milliseconds["milliseconds"] > 0
     # From left to right a call per token, of which the first two are left out; by the schedule several tokens per call.
-    assert found["num_calls"] in ((30,) if name == "autoregressive" else range(1, 16))
+    assert milliseconds["num_calls"] in ((30,) if name == "autoregressive" else range(1, 16))
 
 
 @pytest.mark.parametrize("name", MEMORY_OBJECTIVES)
@@ -73,5 +73,5 @@ def test_a_model_of_each_published_format_is_loaded_and_measured(
     small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
     monkeypatch.setattr(load_memory, "_SIZES", {**load_memory._SIZES, **small})
     assert load_memory.save(FORMATS[name], tmp_path, 2) > 0
-    found = load_memory.load(str(tmp_path), name)
-    assert 0 < found["before"] <= found["peak"]
+    loaded = load_memory.load(str(tmp_path), name)
+    assert 0 < loaded["before"] <= loaded["peak"]

@@ -468,7 +468,7 @@ def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_w
 
 def test_a_gpu_is_the_default_where_cuda_finds_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_available, expected in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda found=is_available: found)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_found=is_available: is_found)
         assert default_device() == expected
     assert inspect.signature(refusion_lit.load).parameters["device"].default == "auto"
     for command in (chat, generate, serve, trace):
@@ -517,7 +517,7 @@ def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(head=unreachable))
     for cached, is_offline in ((None, False), ("somewhere/config.json", True)):
-        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, found=cached: found)
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, path=cached: path)
         if cached is None:
             with pytest.raises(ValueError, match=r"^ckpt_path: expected .*no network"):
                 ModelSource.open("me/model", option="ckpt_path")

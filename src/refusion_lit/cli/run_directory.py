@@ -162,10 +162,10 @@ def find_files(config: Namespace | dict[str, Any], written: Mapping[Path, Mappin
             if options is None or value is None or options.get(option) != value:
                 continue  # the command line names another file
             paths = value if isinstance(value, list) else [value]
-            found = [_find(text, Path(str(folder))) for text in paths]
-            if found != paths:
-                options[option] = found if isinstance(value, list) else found[0]
-                files = ", ".join(found)
+            existing = [_find(text, Path(str(folder))) for text in paths]
+            if existing != paths:
+                options[option] = existing if isinstance(value, list) else existing[0]
+                files = ", ".join(existing)
                 changes.append(f"{name}: {files}, relative to the directory in which the run of {path} started")
     return changes
 
