@@ -112,20 +112,22 @@ SUCCESSORS = (
 
 
 NEXT_TOKEN = "none, next token"
+EDITING = ("editing_t30_50", "editing_t50_50", "editing_t70_50", "editing_t95_90")
+"""Settings that edit; the other settings of the model fill masks alone."""
 NOISES = (
     (NEXT_TOKEN, "autoregressive", ""),
     ("masked slots, ReFusion", "hybrid", "refusion"),
     ("masks over the response, Fast-dLLM", "masked", "fast_dllm"),
     ("masks over the response, LLaDA", "masked", "llada"),
     ("masks in blocks, block diffusion", "block", "block"),
-    ("masks and wrong tokens in blocks, token editing", "editable", "editing"),
+    ("masks and wrong tokens in blocks, token editing", "editable", EDITING),
     ("random tokens in canvases", "uniform", "uniform"),
     ("random tokens in canvases, self-conditioning", "diffusion_gemma", "diffusion_gemma"),
 )
 """Rows of the tables of noises, as those of families."""
 
 
-def choose_setting(runs: list[Run], task: str, objective: str, settings: str) -> str | None:
+def choose_setting(runs: list[Run], task: str, objective: str, settings: str | tuple[str, ...]) -> str | None:
     """Return the setting of an objective that is shown; ``None`` if the objective has no run.
 
     Of several settings the setting with the highest mean score on validation prompts is chosen, and of equal ones the
@@ -136,7 +138,7 @@ def choose_setting(runs: list[Run], task: str, objective: str, settings: str) ->
         runs: All runs.
         task: The task.
         objective: The objective.
-        settings: A setting, or how the names of the settings to choose from begin.
+        settings: A setting, or how the names of the settings to choose from begin; may have several beginnings.
 
     Raises:
         KeyError: If there are several settings, and no validation figures.
@@ -145,7 +147,7 @@ def choose_setting(runs: list[Run], task: str, objective: str, settings: str) ->
     decoders = {name: options["class"] for run in runs for name, options in run["decoders"].items()}
     begins = [name for name in tested if name.startswith(settings)]
     parallel = [name for name in begins if decoders[name] != "Autoregressive"]
-    names = [settings] if settings in tested else parallel or begins
+    names = [name for name in begins if name == settings] or parallel or begins
     if len(names) > 1:
         validated = points(runs, task, objective, "validation")
         names = [max(names, key=lambda name: (round(validated[name][2], 6), validated[name][0]))]
