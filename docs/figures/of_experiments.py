@@ -674,6 +674,11 @@ PLOTS[_path("refusion_pays", "curve.svg")] = Plot(
     (_path("refusion_pays", "training.json"), _path("refusion_pays", "convert.json")),
 )
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
+PLOTS[_path("controlled_comparison", "noise.png")] = Plot(
+    lambda results, speeds: {task: controlled.noise_rows(results["runs"], speeds, task) for task in ("sheet", "walk")},
+    controlled.draw_noises,
+    (_CONTROLLED, _SPEEDS),
+)
 _plot(
     "controlled_comparison",
     "score_vs_tokens_per_forward.png",

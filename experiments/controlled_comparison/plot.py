@@ -154,33 +154,83 @@ def choose_setting(runs: list[Run], task: str, objective: str, settings: str | t
     return names[0] if names else None
 
 
-def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
-    """Return a task's table of noises: scores and counts of all seeds, and speeds as times next-token decoding."""
-    counts = "score (interval) | by seed | tokens per forward | positions per token"
-    lines = [
-        f"| noise, decoder | {counts} | tokens/s alone | times | of 16 | of 64 |",
-        "| --- | --- | --- | --: | --: | --: | --- | --- | --- |",
-    ]
+def noise_rows(runs: list[Run], speeds: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
+    """Return a task's rows of noises.
+
+    Each row has its label, the scores by seed, their mean with Wilson's interval over all answers, tokens per forward
+    pass, positions per token, tokens per second alone, and by batch size the speed as times next-token decoding with
+    its interval.
+
+    Args:
+        runs: All runs.
+        speeds: The content of speeds.json.
+        task: The task.
+    """
+    rows = []
     for label, objective, settings in NOISES:
         name = choose_setting(runs, task, objective, settings)
         if name is None:
             continue
-        speed, positions, score, scores = points(runs, task, objective)[name]
-        measured = speeds["tasks"][task].get(label, {})
-        ratios = [_ratio(measured[size]["times_baseline"]) if size in measured else "" for size in ("1", "16", "64")]
-        alone = f"{measured['1']['tokens_per_second']:.0f}" if measured else ""
-        seeds = ", ".join(f"{value:.2f}" for value in scores)
+        tokens, positions, score, scores = points(runs, task, objective)[name]
         num_prompts = sum(run["results"][name]["num_prompts"] for run in runs if _is_of(run, task, objective))
         interval = wilson(round(score * num_prompts), num_prompts)
-        shown = f"{score:.2f} ({interval.low:.2f} to {interval.high:.2f})"
-        cells = [shown, seeds, f"{speed:.1f}", f"{positions:.1f}", alone, *ratios]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+        measured = speeds["tasks"][task][label]
+        rows.append({
+            "label": label, "scores": scores, "score": [score, interval.low, interval.high],
+            "tokens_per_forward": tokens, "positions_per_token": positions,
+            "tokens_per_second": measured["1"]["tokens_per_second"],
+            "times": {size: measured[size]["times_baseline"] for size in ("1", "16", "64")},
+        })  # fmt: skip
+    return rows
+
+
+def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
+    """Return :func:`noise_rows` as a Markdown table."""
+    lines = [
+        "| noise, decoder | score | seeds | tokens/forward | positions/token | tokens/s | times: alone | 16 | 64 |",
+        "| --- | --- | --- | --: | --: | --: | --- | --- | --- |",
+    ]
+    for row in noise_rows(runs, speeds, task):
+        score, low, high = row["score"]
+        cells = [
+            row["label"], f"{score:.2f} ({low:.2f} to {high:.2f})", ", ".join(f"{seed:.2f}" for seed in row["scores"]),
+            f"{row['tokens_per_forward']:.1f}", f"{row['positions_per_token']:.1f}", f"{row['tokens_per_second']:.0f}",
+            *map(_ratio, row["times"].values()),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _ratio(values: Sequence[float]) -> str:
     estimate, low, high = values
-    return f"{estimate:.1f} ({low:.1f} to {high:.1f})"
+    return "1" if low == high == 1 else f"{estimate:.1f} ({low:.1f} to {high:.1f})"
+
+
+def draw_noises(rows: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw score over speed alone, one panel per task and one point per noise, with both intervals."""
+    figure, axes = plt.subplots(1, len(rows), figsize=(12, 4.6), sharey=True)
+    colours = {label: STYLES[objective] for label, objective, _ in NOISES}
+    for axis, (task, values) in zip(axes, rows.items(), strict=True):
+        for row in values:
+            colour, marker = colours[row["label"]]
+            (speed, *ends), (score, *limits) = row["times"]["1"], row["score"]
+            axis.errorbar(
+                speed, score, color=colour, marker=marker, markersize=7, capsize=2, linestyle="none",
+                label=row["label"],
+                xerr=[[speed - ends[0]], [ends[1] - speed]], yerr=[[score - limits[0]], [limits[1] - score]],
+                markerfacecolor="none" if row["label"].endswith("LLaDA") else colour,
+            )  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
+        axis.set_xlabel("tokens/s of one prompt, times next-token decoding")
+        axis.set_title(task)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("score, mean of three seeds")
+    axes[0].set_ylim(-0.03, 1.03)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:

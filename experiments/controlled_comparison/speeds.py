@@ -57,12 +57,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = json.loads((HERE / "results.json").read_text())["runs"]
+    described = environment(args.seed, ["speeds.py"])
     tasks = {}
     for task in ("sheet", "walk"):
         timings = measure_latency(entrants(task, args.seed, runs, args.work_dir), OPTIONS)
         tasks[task] = summarize(timings, NEXT_TOKEN)["decoders"]
         print(task, {label: values["1"]["times_baseline"] for label, values in tasks[task].items()}, flush=True)
-    write_json(args.output, {"seed": args.seed, "tasks": tasks, "environment": environment()})
+    write_json(args.output, {"seed": args.seed, "tasks": tasks, "environment": described})
 
 
 if __name__ == "__main__":
