@@ -203,7 +203,11 @@ def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
 
 def _ratio(values: Sequence[float]) -> str:
     estimate, low, high = values
-    return "1" if low == high == 1 else f"{estimate:.1f} ({low:.1f} to {high:.1f})"
+    if low == high == 1:
+        return "1"
+    return "{} ({} to {})".format(
+        *(f"{value:.1f}" if value >= 1 else f"{value:.2g}" for value in (estimate, low, high))
+    )
 
 
 def draw_noises(rows: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
