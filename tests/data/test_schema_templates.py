@@ -67,10 +67,12 @@ def bounds(low: str, high: str, values: st.SearchStrategy[Any]) -> st.SearchStra
 
 TEXTS = st.text(st.characters(codec="utf-8", max_codepoint=0x2FF), max_size=6)
 CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from([0.5, -1e30]) | TEXTS
+LIMITS = st.integers(-5000, 5000) | st.sampled_from([-0.5, 0.25, 9.75, 2e7])
 NUMBERS = st.builds(
-    lambda kind, bound: {"type": kind, **bound},
+    lambda kind, bound, exclusive: {"type": kind, **bound, **exclusive},
     st.sampled_from(["integer", "number"]),
-    bounds("minimum", "maximum", st.integers(-5000, 5000) | st.sampled_from([-0.5, 0.25, 9.75, 2e7])),
+    bounds("minimum", "maximum", LIMITS),
+    st.just({}) | bounds("exclusiveMinimum", "exclusiveMaximum", LIMITS),
 )
 STRINGS = bounds("minLength", "maxLength", st.integers(0, 9)).map(lambda bound: {"type": "string", **bound})
 ENUMS = st.lists(CONSTANTS, min_size=1, max_size=4).map(lambda values: {"enum": values})
@@ -154,8 +156,11 @@ def is_impossible(schema: dict[str, Any]) -> bool:
     kinds = schema.get("type", [])
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if {"integer", "number"} & {*kinds}:
-        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-        if low > -math.inf and math.ceil(low) > high:
+        lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+        lows += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
+        highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
+        highs += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
+        if lows and max(lows) > min(highs, default=math.inf):
             return True
     if "string" in kinds and "enum" not in schema:
         most = schema.get("maxLength", math.inf)
@@ -310,6 +315,7 @@ REFUSED = [
     (STRING | {"pattern": "a"}, "pattern in the schema"),
     (STRING | {"minLength": 33}, "minLength 33 in the schema"),
     ({"type": "integer", "multipleOf": 2}, "multipleOf in the schema"),
+    ({"type": "integer", "minimum": 0, "exclusiveMinimum": True}, "exclusiveMinimum"),
     ({"type": "string", "enum": [1]}, "no value in the schema"),
     ({"const": 1, "enum": [2]}, "enum in the schema"),
 ]

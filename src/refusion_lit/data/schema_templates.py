@@ -37,12 +37,13 @@ MAX_CHOICES = 100_000
 MAX_TOTAL = 1_000_000
 """Maximum number of tokens in the alternatives of all values of a schema."""
 _NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _KINDS: dict[object, tuple[set[type], set[str]]] = {
     "object": ({dict}, {"properties", "required", "additionalProperties"}),
     "array": ({list}, {"items", "minItems", "maxItems"}),
     "string": ({str}, {"minLength", "maxLength"}),
-    "integer": ({int}, {"minimum", "maximum"}),
-    "number": ({int, float}, {"minimum", "maximum"}),
+    "integer": ({int}, _BOUNDS),
+    "number": ({int, float}, _BOUNDS),
     "boolean": ({bool}, set()),
     "null": ({NoneType}, set()),
 }
@@ -401,8 +402,18 @@ class TemplateCompiler:
 
     def _number(self, schema: Mapping[str, Any], name: str) -> Span:
         """Return a span of an integer; if the type is ``number``, also of a number with up to two decimals."""
-        high = math.floor(schema.get("maximum", max(MAX_NUMBER, schema.get("minimum", 0))))
-        low = math.ceil(schema.get("minimum", min(-MAX_NUMBER, high)))
+        exclusive = {
+            keyword: schema[keyword] for keyword in ("exclusiveMinimum", "exclusiveMaximum") if keyword in schema
+        }
+        for keyword, bound in exclusive.items():
+            if isinstance(bound, bool):  # draft 4
+                raise _refusal(f"{keyword} without a number", name)
+        lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+        highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
+        lows += [math.floor(exclusive["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in exclusive else []
+        highs += [math.ceil(exclusive["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in exclusive else []
+        high = min(highs, default=max(MAX_NUMBER, *lows, 0))
+        low = max(lows, default=min(-MAX_NUMBER, high))
         if low > high:
             raise _refusal("no integer within its bounds", name)
         patterns = _numbers(low, high)
