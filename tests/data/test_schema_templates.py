@@ -281,6 +281,19 @@ def test_optional_objects_and_arrays_may_be_left_out_or_not(model: TextModel) ->
     assert {type(point.get("y", "")) for point in points} == {int, str, type(None)}
 
 
+def doubling(keyword: str) -> dict[str, Any]:
+    """Return a schema whose value has 2 ** 40 parts."""
+    definitions: dict[str, Any] = {
+        str(i): {
+            "type": "object",
+            "properties": {name: {"$ref": f"#/$defs/{i + 1}"} for name in "ab"},
+            keyword: ["a", "b"],
+        }
+        for i in range(40)
+    }
+    return {"$ref": "#/$defs/0", "$defs": definitions | {"40": {"const": 1}}}
+
+
 STRING = {"type": "string"}
 REFUSED = [
     (True, "values of any type in the schema"),
@@ -312,6 +325,12 @@ REFUSED = [
         "the reference '#' to itself",
     ),
     ({"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": STRING}}, "minLength beside $ref"),
+    ({"$ref": "#/$defs/a", "type": "integer", "$defs": {"a": STRING}}, "type beside $ref"),
+    ({"allOf": [STRING], "type": "integer"}, "type beside allOf"),
+    ({"anyOf": {"a": STRING}}, "anyOf without a list"),
+    ({"oneOf": [{"const": number} for number in range(201)]}, "oneOf with more than 200 options"),
+    ({"oneOf": [1, 2]}, "oneOf with options that may have a value in common"),
+    ({"$ref": 5}, "the reference '5'"),
     (STRING | {"pattern": "a"}, "pattern in the schema"),
     (STRING | {"minLength": 33}, "minLength 33 in the schema"),
     ({"type": "integer", "multipleOf": 2}, "multipleOf in the schema"),
@@ -333,6 +352,16 @@ def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextMode
     [
         ({"type": "object", "properties": [1]}, ".*wrong: "),
         ({"enum": 1}, ".*wrong: "),
+        ({"allOf": 5}, ".*allOf"),
+        ({"oneOf": [{"type": [[]]}, STRING]}, ".*wrong: "),
+        (doubling("required"), ".*more than 10000 values"),
+        (doubling("title"), ".*more than 10000 values"),  # no property is required
+        ({"anyOf": [STRING] * 100}, ".*more than 100000 tokens"),
+        ({"type": "array", "maxItems": 10**9, "items": {"const": 1}}, ".*more than 10000 values"),
+        (
+            {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}},
+            ".*(wrong: |nested too deeply)",
+        ),
         ({"enum": ["a" * 1000, *range(1000)]}, ".*more than 100000 tokens"),
         (
             {
