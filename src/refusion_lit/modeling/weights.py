@@ -48,7 +48,7 @@ def initialise_weights(
     return _from_config(
         config,
         dtype=dtype,
-        attn_implementation=attn_implementation,
+        attn_implementation=_supported_attention(config, attn_implementation),
         **_experts_options(dtype),
         trust_remote_code=trust_remote_code,  # without it transformers may ask on standard input
     )
@@ -81,7 +81,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
                 generation_config=source.generation_config,
                 revision=source.revision,
                 dtype=dtype,
-                attn_implementation=attn_implementation,
+                attn_implementation=_supported_attention(source.config, attn_implementation),
                 **_experts_options(dtype),
                 trust_remote_code=source.trust_remote_code,
                 weights_only=True,
@@ -130,6 +130,16 @@ def _without_report() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_no_report)
+
+
+def _supported_attention(config: Any, implementation: str) -> str:  # noqa: ANN401 - one class per architecture
+    """Return the attention implementation to load: ``eager`` in place of ``sdpa`` for architectures without it.
+
+    sdpa knows neither softcaps (Gemma-2) nor sinks (GPT-OSS).
+    """
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    lacks_sdpa = implementation == "sdpa" and not getattr(architecture, "_supports_sdpa", True)
+    return "eager" if lacks_sdpa else implementation
 
 
 def _experts_options(dtype: torch.dtype) -> dict[str, str]:
