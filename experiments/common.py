@@ -74,7 +74,8 @@ def step_positions(options: Sequence[str], num_steps: int | None = None) -> list
     """
     cli = built(options)
     cli.model.configure_model()
-    corrupted = [cli.model.corrupt(step.batch) for step in islice(cli.datamodule.train_dataloader(), num_steps)]
+    batches = islice(cli.datamodule.train_dataloader(), num_steps)
+    corrupted = [cli.model.corrupt(micro_batch.batch) for micro_batch in batches]
     conditions = isinstance(cli.model.backbone.body, DiffusionGemmaBody)  # a canvas is computed twice
     return [rows.input_ids.numel() + conditions * rows.num_canvas * len(rows.input_ids) for rows in corrupted]
 

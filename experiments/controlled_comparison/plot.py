@@ -40,10 +40,10 @@ def points(runs: list[Run], task: str, objective: str, split: str = "results") -
 
     The split is ``results`` for the test prompts or ``validation``.
     """
-    found = [run for run in runs if _is_of(run, task, objective)]
-    if not found or any(split not in run for run in found):
+    matching = [run for run in runs if _is_of(run, task, objective)]
+    if not matching or any(split not in run for run in matching):
         return {}
-    chosen = [run[split] for run in found]
+    chosen = [run[split] for run in matching]
     return {
         name: (
             mean(results[name]["tokens_per_forward"] for results in chosen),
@@ -73,13 +73,13 @@ def table(runs: list[Run], more: dict[str, Any]) -> str:
             if run["task"] == task and run["budget_factor"] != 1:
                 objective = f"{run['objective']}, {run['budget_factor']:g} times the budget"
                 lines += _single(task, objective, run["results"])
-    for objective, found in more["results"].items():
-        lines += _single(more["task"], f"{objective}, more.py", found)
+    for objective, figures in more["results"].items():
+        lines += _single(more["task"], f"{objective}, more.py", figures)
     return "\n".join(lines)
 
 
-def _single(task: str, objective: str, found: dict[str, Any]) -> Iterator[str]:
-    for name, values in found.items():
+def _single(task: str, objective: str, figures: dict[str, Any]) -> Iterator[str]:
+    for name, values in figures.items():
         cells = tuple(values[key] for key in ("score", "tokens_per_forward", "positions_per_token"))
         yield _line(task, objective, name, cells, cells[:1])
 
@@ -284,8 +284,8 @@ def untrained(more: dict[str, Any]) -> str:
     lines = ["| model | decoder | |", "| --- | --- | --- |"]
     for model, decoder, key, names in UNTRAINED:
         cells = [
-            f"{found['score']:.3f}, {found['tokens_per_forward']:.1f}, {found['positions_per_token']:.1f}"
-            for found in (more["results"][key][name] for name in names)
+            f"{figures['score']:.3f}, {figures['tokens_per_forward']:.1f}, {figures['positions_per_token']:.1f}"
+            for figures in (more["results"][key][name] for name in names)
         ]
         lines.append(f"| {model} | {decoder} | {'; '.join(cells)} |")
     return "\n".join(lines)
@@ -295,10 +295,10 @@ def drawn(runs: list[Run]) -> dict[str, Any]:
     """Return what the plot shows: by task its seeds, and each objective's tokens per forward and scores."""
     shown: dict[str, Any] = {}
     for task in TASKS:
-        found = {objective: points(runs, task, objective) for objective in STYLES}
+        curves = {objective: points(runs, task, objective) for objective in STYLES}
         shown[task] = {
             "seeds": sorted({run["seed"] for run in runs if run["task"] == task}),
-            "points": {name: [point[::2][:2] for point in value.values()] for name, value in found.items() if value},
+            "points": {name: [point[::2][:2] for point in value.values()] for name, value in curves.items() if value},
         }
     return shown
 
@@ -307,9 +307,9 @@ def draw(shown: dict[str, Any], path: Path) -> None:
     """Draw what :func:`drawn` returns, one panel per task and one colour per objective."""
     figure, axes = plt.subplots(1, len(shown), figsize=(13, 4.2), sharey=True)
     for axis, (task, values) in zip(axes, shown.items(), strict=True):
-        for objective, found in values["points"].items():
+        for objective, curve in values["points"].items():
             colour, marker = STYLES[objective]
-            speeds, scores = zip(*found, strict=True)
+            speeds, scores = zip(*curve, strict=True)
             axis.scatter(speeds, scores, c=colour, marker=marker, s=42, alpha=0.75, label=objective)
         seeds = values["seeds"]
         axis.set_title(f"{task} (one to {len(seeds)} seeds per model)" if len(seeds) > 1 else f"{task} (one seed)")
