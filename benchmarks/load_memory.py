@@ -46,7 +46,7 @@ MEASURED = {name: layout for name, layout in FORMATS.items() if layout.base in M
 """Formats of causal language models. DiffusionGemma is not one of them: its sizes have other names."""
 
 
-def weights_of(layout: CheckpointFormat, num_layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def make_weights(layout: CheckpointFormat, num_layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the published config and random weights of a model of a layout."""
     config = AutoConfig.for_model(layout.base, **_SIZES, num_hidden_layers=num_layers)
     if hasattr(config, "num_local_experts"):
@@ -66,7 +66,7 @@ def weights_of(layout: CheckpointFormat, num_layers: int) -> tuple[dict[str, Any
 
 def save(layout: CheckpointFormat, directory: Path, num_layers: int) -> int:
     """Write a model in a layout; return the size of its weights in bytes."""
-    config, weights = weights_of(layout, num_layers)
+    config, weights = make_weights(layout, num_layers)
     words = ["<|endoftext|>", "<|im_end|>", *(layout.mask_tokens[:1] or ("<|mask|>",)), "a"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]

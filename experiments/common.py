@@ -74,7 +74,7 @@ def step_positions(options: Sequence[str], num_steps: int | None = None) -> list
     cli = built(options)
     cli.model.configure_model()
     batches = islice(cli.datamodule.train_dataloader(), num_steps)
-    return [cli.model.corrupt(each.batch).input_ids.numel() for each in batches]
+    return [cli.model.corrupt(micro_batch.batch).input_ids.numel() for micro_batch in batches]
 
 
 def train(run: Path, *options: str, **environment: str) -> Path:

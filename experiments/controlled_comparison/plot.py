@@ -37,10 +37,10 @@ def points(runs: list[Run], task: str, objective: str, split: str = "results") -
     The split is ``results`` for the test prompts or ``validation``.
     """
     same = [run for run in runs if run["budget_factor"] == 1]
-    found = [run for run in same if (run["task"], run["objective"]) == (task, objective)]
-    if not found or any(split not in run for run in found):
+    matching = [run for run in same if (run["task"], run["objective"]) == (task, objective)]
+    if not matching or any(split not in run for run in matching):
         return {}
-    chosen = [run[split] for run in found]
+    chosen = [run[split] for run in matching]
     return {
         name: (
             mean(results[name]["tokens_per_forward"] for results in chosen),
@@ -66,13 +66,13 @@ def table(runs: list[Run], more: dict[str, Any]) -> str:
             if run["task"] == task and run["budget_factor"] != 1:
                 objective = f"{run['objective']}, {run['budget_factor']:g} times the budget"
                 lines += _single(task, objective, run["results"])
-    for objective, found in more["results"].items():
-        lines += _single(more["task"], f"{objective}, more.py", found)
+    for objective, figures in more["results"].items():
+        lines += _single(more["task"], f"{objective}, more.py", figures)
     return "\n".join(lines)
 
 
-def _single(task: str, objective: str, found: dict[str, Any]) -> Iterator[str]:
-    for name, values in found.items():
+def _single(task: str, objective: str, figures: dict[str, Any]) -> Iterator[str]:
+    for name, values in figures.items():
         cells = tuple(values[key] for key in ("score", "tokens_per_forward", "positions_per_token"))
         yield _line(task, objective, name, cells, cells[:1])
 
@@ -117,12 +117,12 @@ def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[
     for label, objective, setting in rows:
         cells = []
         for task in tasks:
-            found = points(runs, task, objective)
-            names = [setting] if setting in found else [name for name in found if name.startswith(setting)]
+            curve = points(runs, task, objective)
+            names = [setting] if setting in curve else [name for name in curve if name.startswith(setting)]
             if len(names) > 1:
                 judge = points(runs, task, objective, "validation")
                 names = [max(names, key=lambda name: (round(judge[name][2], 6), judge[name][0]))]
-            speed, positions, score, scores = found[names[0]]
+            speed, positions, score, scores = curve[names[0]]
             seeds = f" ({', '.join(f'{value:.2f}' for value in scores)})" if len(scores) > 1 else ""
             cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}")
         lines.append(f"| {label} | {' | '.join(cells)} |")
@@ -158,8 +158,8 @@ def untrained(more: dict[str, Any]) -> str:
     lines = ["| model | decoder | |", "| --- | --- | --- |"]
     for model, decoder, key, names in UNTRAINED:
         cells = [
-            f"{found['score']:.3f}, {found['tokens_per_forward']:.1f}, {found['positions_per_token']:.1f}"
-            for found in (more["results"][key][name] for name in names)
+            f"{figures['score']:.3f}, {figures['tokens_per_forward']:.1f}, {figures['positions_per_token']:.1f}"
+            for figures in (more["results"][key][name] for name in names)
         ]
         lines.append(f"| {model} | {decoder} | {'; '.join(cells)} |")
     return "\n".join(lines)
@@ -169,10 +169,10 @@ def drawn(runs: list[Run]) -> dict[str, Any]:
     """Return what the plot shows: by task its seeds, and each objective's tokens per forward and scores."""
     shown: dict[str, Any] = {}
     for task in TASKS:
-        found = {objective: points(runs, task, objective) for objective in STYLES}
+        curves = {objective: points(runs, task, objective) for objective in STYLES}
         shown[task] = {
             "seeds": sorted({run["seed"] for run in runs if run["task"] == task}),
-            "points": {name: [point[::2][:2] for point in value.values()] for name, value in found.items() if value},
+            "points": {name: [point[::2][:2] for point in value.values()] for name, value in curves.items() if value},
         }
     return shown
 
@@ -181,9 +181,9 @@ def draw(shown: dict[str, Any], path: Path) -> None:
     """Draw what :func:`drawn` returns, one panel per task and one colour per objective."""
     figure, axes = plt.subplots(1, len(shown), figsize=(13, 4.2), sharey=True)
     for axis, (task, values) in zip(axes, shown.items(), strict=True):
-        for objective, found in values["points"].items():
+        for objective, curve in values["points"].items():
             colour, marker = STYLES[objective]
-            speeds, scores = zip(*found, strict=True)
+            speeds, scores = zip(*curve, strict=True)
             axis.scatter(speeds, scores, c=colour, marker=marker, s=42, alpha=0.75, label=objective)
         seeds = values["seeds"]
         axis.set_title(f"{task} (one to {len(seeds)} seeds per model)" if len(seeds) > 1 else f"{task} (one seed)")

@@ -134,9 +134,9 @@ def main() -> None:
     for task, objective, seed, factor in runs:
         part = args.work_dir / f"{run_name(task, objective, seed, factor)}.json"
         kept(part, one_run, task, objective, seed, args.work_dir, factor)
-    found = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
-    found += [json.loads(path.read_text()) for path in args.work_dir.glob("*_seed*.json")]
-    named = {run_name(run["task"], run["objective"], run["seed"], run["budget_factor"]): run for run in found}
+    finished = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
+    finished += [json.loads(path.read_text()) for path in args.work_dir.glob("*_seed*.json")]
+    named = {run_name(run["task"], run["objective"], run["seed"], run["budget_factor"]): run for run in finished}
     for run in named.values():
         run["environment"].pop("command", None)  # it says where things lay on that machine
     write_json(args.output, {"budgets": BUDGETS, "runs": [named[name] for name in sorted(named)]})
