@@ -156,11 +156,11 @@ def shared_heads(result: Result) -> str:
 
 
 def fast_paths(result: Result) -> str:
-    found = [
+    figures = [
         (name, way, ratio) for name, case in result["cases"].items() for way, ratio in case["without / with"].items()
     ]
-    ways = list(dict.fromkeys(way for _, way, _ in found))
-    cells = {(name, way): ratio for name, way, ratio in found}
+    ways = list(dict.fromkeys(way for _, way, _ in figures))
+    cells = {(name, way): ratio for name, way, ratio in figures}
     rows = [[name, *(cells.get((name, way), "") for way in ways)] for name in result["cases"]]
     note = (
         "Time without the fast path, over the time with it: above 1 it pays. `nothing` is the noise. The greedy choice "
@@ -170,9 +170,11 @@ def fast_paths(result: Result) -> str:
 
 
 def head_candidates(result: Result) -> str:
-    found = table(["head", "candidates", "certified", "recall"], [list(row.values()) for row in result["certificates"]])
+    candidates = table(
+        ["head", "candidates", "certified", "recall"], [list(row.values()) for row in result["certificates"]]
+    )
     head = ["positions", "head", "ms, the fastest", "over the exact head"]
-    return found + "\n" + table(head, [list(row.values()) for row in result["times"]])
+    return candidates + "\n" + table(head, [list(row.values()) for row in result["times"]])
 
 
 def training(result: Result) -> str:
@@ -204,10 +206,10 @@ def precision(result: Result) -> str:
 
 def training_memory(result: Result) -> str:
     rows = [
-        [name, way, *(f"{found[n]['extra_megabytes']:.0f}" if n in found else "" for n in case["ways"]["ranges"]),
+        [name, way, *(f"{figures[n]['extra_megabytes']:.0f}" if n in figures else "" for n in case["ways"]["ranges"]),
          case["bytes_a_token"] if way == "ranges" else ""]
         for name, case in result["cases"].items()
-        for way, found in case["ways"].items()
+        for way, figures in case["ways"].items()
     ]  # fmt: skip
     lengths = [f"{n} tokens" for n in next(iter(result["cases"].values()))["ways"]["ranges"]]
     return "Megabytes of a step.\n\n" + table(["objective", "what tokens see as", *lengths, "bytes per token"], rows)
