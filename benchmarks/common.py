@@ -111,10 +111,9 @@ def time_ratio(first: Work, second: Work) -> float:
     return statistics.median(a / b for a, b in zip(first.seconds, second.seconds, strict=False))
 
 
-def aim(text: str, value: float, bound: float, *, at_least: bool) -> dict[str, Any]:
-    """Say whether an aim is met."""
-    met = value >= bound if at_least else value <= bound
-    return {"aim": text, "bound": bound, "at_least": at_least, "value": round(value, 3), "met": bool(met)}
+def summary_line(text: str, value: float) -> dict[str, Any]:
+    """Return a figure that sums up a benchmark; :func:`write` prints it."""
+    return {"figure": text, "value": round(value, 3)}
 
 
 SMALL: dict[str, Any] = {
@@ -277,8 +276,8 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"config": dict(config), **results, "benchmark_seconds": round(seconds, 1), "environment": described}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    for entry in results.get("aims", []):
-        print(f"{'met ' if entry['met'] else 'MISS'} {entry['value']:8} ({entry['bound']}) {entry['aim']}", flush=True)
+    for entry in results.get("summary", []):
+        print(f"{entry['value']:8} {entry['figure']}", flush=True)
 
 
 def draw(curves: Mapping[str, Mapping[int, float]], path: Path, x_name: str, y_name: str) -> None:

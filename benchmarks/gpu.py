@@ -19,7 +19,7 @@ from collections import Counter
 from typing import Any, Literal
 
 import torch
-from benchmarks.common import Work, aim, interleaved, now, random_model, random_prompts, speed_ratio, write
+from benchmarks.common import Work, interleaved, now, random_model, random_prompts, speed_ratio, summary_line, write
 from benchmarks.peers import check_same_text, library, ours, plain, replayed
 from benchmarks.replay import SCHEDULES, Replay
 from jsonargparse import auto_cli
@@ -87,7 +87,7 @@ def profiled(work: Work) -> dict[str, Any]:
     }
 
 
-def works_of(
+def make_works(
     model: Backbone, replay: Replay, size: int, prompt_length: int, num_tokens: int
 ) -> tuple[dict[str, Work], dict[str, Work]]:
     """Return the works of a batch size that must give the same text, and the others."""
@@ -104,20 +104,20 @@ def works_of(
     return same, others
 
 
-def aims_of(model: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the aims of batch 1."""
-    found = []
+def summarize(model: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the figures of batch 1."""
+    rows = []
     for case in (case for case in cases if case["batch"] == 1):
         run = case["runs"]["refusion"]
         speed = case["ratios"]["refusion / generate"] / run["tokens_per_forward"]
         share = run["share_of_bandwidth_limit"]
         text = f"{case['case']}: tokens/s over generate's, divided by tokens per forward"
-        found.append(aim(text, speed, 0.9, at_least=True))
-        found.append(aim(f"{case['case']}: share of the bandwidth limit", share, 0.5, at_least=True))
+        rows.append(summary_line(text, speed))
+        rows.append(summary_line(f"{case['case']}: share of the bandwidth limit", share))
         if model == "qwen3-8b":
             idle = run["share_of_time_without_kernel"]
-            found.append(aim(f"{case['case']}: share of the time without a kernel", idle, 0.05, at_least=False))
-    return found
+            rows.append(summary_line(f"{case['case']}: share of the time without a kernel", idle))
+    return rows
 
 
 def main(
@@ -155,7 +155,7 @@ def main(
                 left_out.append(name)
                 continue
             replay = Replay(schedule, prompt_length, SHAPES[model]["vocab_size"] - 1)
-            same, others = works_of(backbone, replay, size, prompt_length, num_tokens)
+            same, others = make_works(backbone, replay, size, prompt_length, num_tokens)
             works = {**same, **others}
             interleaved(works, repeats)
             check_same_text(same)
@@ -181,7 +181,7 @@ def main(
         "repeats": repeats, "dtype": "bfloat16", "device": device,
     }  # fmt: skip
     results = {"bandwidth_bytes_per_second": measured_bandwidth, "cases": cases, "left_out": left_out}
-    results["aims"] = aims_of(model, cases) if device == "cuda" else []
+    results["summary"] = summarize(model, cases) if device == "cuda" else []
     write(f"gpu_{model}", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
 

@@ -20,13 +20,13 @@ import torch
 from benchmarks.common import (
     SMALL,
     Work,
-    aim,
     interleaved,
     peak_resident_bytes,
     random_model,
     random_prompts,
     reset_peak,
     resident_bytes,
+    summary_line,
     time_ratio,
     write,
 )
@@ -56,7 +56,7 @@ def library_prefill(model: Backbone, length: int) -> Work:
     return Work(run)
 
 
-def works_of(model: Backbone, length: int) -> dict[str, Work]:
+def make_works(model: Backbone, length: int) -> dict[str, Work]:
     """Return what is compared at a length."""
     prompts = random_prompts(1, length)
     replay = Replay(ALL_ACCEPTED, length, SMALL["vocab_size"] - 1)
@@ -101,7 +101,7 @@ def main(
     model = model_for(lengths)
     cases: dict[str, Any] = {}
     for length in lengths:
-        works = works_of(model, length)
+        works = make_works(model, length)
         interleaved(works, repeats, clock=time.process_time)
         cases[str(length)] = {
             "runs": {name: work.summary() for name, work in works.items()},
@@ -114,8 +114,8 @@ def main(
     memory = [cases[str(length)]["extra_megabytes"]["autoregressive"] for length in (first, last)]
     slope = (memory[1] - memory[0]) * 2**20 / max(last - first, 1)
     text = f"prompts of {first} to {last} tokens over transformers' prefill, {{}}"
-    aims = [aim(text.format(name), highest[name], 1.15, at_least=False) for name in OURS]
-    results = {"cases": cases, "bytes_a_token": round(slope), "aims": aims}
+    summary = [summary_line(text.format(name), highest[name]) for name in OURS]
+    results = {"cases": cases, "bytes_a_token": round(slope), "summary": summary}
     config = {"repeats": repeats, "threads": threads, "lengths": lengths, "model": SMALL}
     write("long_prompts", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from benchmarks.common import (
     SMALL,
-    aim,
     alone,
     decoded,
     peak_resident_bytes,
     random_model,
     resident_bytes,
     status_bytes,
+    summary_line,
     write,
 )
 from jsonargparse import auto_cli
@@ -94,16 +94,16 @@ def main(num_prompts: int = 10_000, output: str | None = None) -> None:
     limit = round((cases["bounded"]["extra_megabytes"] + cases["unbounded"]["extra_megabytes"]) / 2)
     for name in ("bounded", "unbounded"):
         cases[f"{name}, {limit} MB at most"] = case(bounded=name == "bounded", megabytes=limit)
-    for name, found in cases.items():
-        print(name, found, flush=True)
+    for name, figures in cases.items():
+        print(name, figures, flush=True)
     answered = cases[f"bounded, {limit} MB at most"].get("num_answers", 0)
     same = cases["bounded"]["text"] == cases["unbounded"]["text"]
     config = {
         "num_prompts": num_prompts, "lengths": [SHORTEST, LONGEST], "num_tokens": NUM_TOKENS,
         "batch_size": BATCH_SIZE, "bounds": BOUNDS, "model": SMALL,
     }  # fmt: skip
-    aims = [aim(f"prompts of mixed lengths answered within {limit} MB", answered, num_prompts, at_least=True)]
-    write("many_prompts", config, {"cases": cases, "same_text": same, "aims": aims}, output=output,
+    summary = [summary_line(f"prompts of mixed lengths answered within {limit} MB", answered)]
+    write("many_prompts", config, {"cases": cases, "same_text": same, "summary": summary}, output=output,
           seconds=time.perf_counter() - started, seed=0)  # fmt: skip
 
 

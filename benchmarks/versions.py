@@ -25,15 +25,10 @@ from itertools import combinations, cycle, islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import GOLDENS, ROOT, aim, expected_response, golden_runs, write
+from benchmarks.common import GOLDENS, ROOT, expected_response, golden_runs, summary_line, write
 from jsonargparse import auto_cli
 
 THIS, OTHER, RELEASED = "this checkout", "other checkout", "released program"
-AIMS = {(OTHER, 1): 1.15, (RELEASED, 1): 1.75, (RELEASED, 16): 2.6}
-"""How many times as fast as another contestant this checkout should be in the mean, at a batch size.
-
-That for another checkout is meant for commit eb5d455.
-"""
 
 
 class Contestant:
@@ -81,7 +76,7 @@ class Contestant:
         self._process.communicate()
 
 
-def commit_of(directory: Path) -> str | None:
+def read_commit(directory: Path) -> str | None:
     """Return the commit of a checkout, ``None`` if it is none."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=directory, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
@@ -125,11 +120,11 @@ def measured(
     }
 
 
-def ratio(found: dict[str, Any], fast: str, slow: str, size: int) -> float:
+def ratio(figures: dict[str, Any], fast: str, slow: str, size: int) -> float:
     """Return how many times as fast one contestant is as another; the released program has one batch size only."""
 
     def seconds(name: str) -> list[float]:
-        sizes = found[name]
+        sizes = figures[name]
         return sizes.get(str(size), next(iter(sizes.values())))["seconds"]
 
     return statistics.median(s / f for f, s in zip(seconds(fast), seconds(slow), strict=True))
@@ -145,14 +140,14 @@ def compared(
         runs = list(islice(cycle(run for run in reference["runs"] if run["setting"] == number), num_prompts))
         prompts = [run["prompt"] for run in runs]
         requests = {size: {"setting": setting, "prompts": prompts, "batch_size": size} for size in batch_sizes}
-        found = measured(contestants, runs, requests, rounds)
+        figures = measured(contestants, runs, requests, rounds)
         ratios = {
-            f"{fast} / {slow}, batch {size}": round(ratio(found, fast, slow, size), 3)
+            f"{fast} / {slow}, batch {size}": round(ratio(figures, fast, slow, size), 3)
             for size in batch_sizes
             for fast, slow in combinations(contestants, 2)
         }
-        cases[f"setting {number + 1}"] = {"contestants": found, "ratios": ratios}
-        same = all(one["reference_text"] for sizes in found.values() for one in sizes.values())
+        cases[f"setting {number + 1}"] = {"contestants": figures, "ratios": ratios}
+        same = all(one["reference_text"] for sizes in figures.values() for one in sizes.values())
         print(number + 1, ratios, "same text" if same else "TEXTS DIFFER", flush=True)
     return cases
 
@@ -186,7 +181,7 @@ def main(
     if released and released_python:
         contestants[RELEASED] = Contestant("released", released_python, Path(released).resolve())
     try:
-        about = {name: {"commit": commit_of(one.path), **one.answer()} for name, one in contestants.items()}
+        about = {name: {"commit": read_commit(one.path), **one.answer()} for name, one in contestants.items()}
         cases = compared(contestants, rounds, batch_sizes, num_prompts)
     finally:
         for contestant in contestants.values():
@@ -195,12 +190,8 @@ def main(
         name: round(statistics.geometric_mean(case["ratios"][name] for case in cases.values()), 3)
         for name in next(iter(cases.values()))["ratios"]
     }
-    aims = [
-        aim(f"additions-clean, mean of six settings, batch {size}: times the {slow}", mean, bound, at_least=True)
-        for (slow, size), bound in AIMS.items()
-        if (mean := means.get(f"{THIS} / {slow}, batch {size}")) is not None
-    ]
-    results = {"contestants": about, "aims": aims, "mean": means, "cases": cases}
+    summary = [summary_line(f"additions-clean, mean of six settings: {name}", mean) for name, mean in means.items()]
+    results = {"contestants": about, "summary": summary, "mean": means, "cases": cases}
     config = {"rounds": rounds, "batch_sizes": batch_sizes, "num_prompts": num_prompts}
     write("versions", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 

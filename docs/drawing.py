@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 CELL = 34
@@ -32,6 +33,17 @@ def row(y: float, caption: str, groups: list[tuple[str, list[str]]]) -> str:
             x += CELL
         x += 8
     return "".join(parts)
+
+
+def draw_steps(
+    name: str, title: str, steps: list[tuple[str, list[tuple[str, list[str]]]]], note: str, *, width: int = 700
+) -> None:
+    """Draw captions with groups of tokens, one below another, and a note below them; write the picture to its file."""
+    parts = [row(10 + 52 * i, caption, groups) for i, (caption, groups) in enumerate(steps)]
+    end = 10 + 52 * len(steps)
+    lines = textwrap.wrap(note, (width - 30) // 6)  # a character is about 6 wide
+    parts += [text(8, end + 4 + 16 * i, line, 12) for i, line in enumerate(lines)]
+    picture(name, width, end + 16 * len(lines), title, parts)
 
 
 def picture(name: str, width: int, height: int, title: str, parts: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drawing import CELL, TARGET, picture, row, text
+from drawing import CELL, TARGET, draw_steps, picture, row, text
 
 
 def glossary() -> None:
@@ -41,193 +41,229 @@ def decoding() -> None:
     """Draw one round of ReFusion with three slots of three tokens."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     masks = [f"M@{i}" for i in range(3, 12)]
-    parts = [
-        row(10, "1  plan: draft all slots", [prompt, *[("mask", masks[i : i + 3]) for i in (0, 3, 6)]]),
-        row(62, "2  verify slots 1 and 3", [prompt, ("draft", ["a@3", "b@4", "c@5"]),
-                                                 ("draft", ["g@9", "h@10"]), ("rejected", ["x@11"])]),
-        row(114, "3  accept slot 1, reject slot 3", [prompt, ("known", ["a@3", "b@4", "c@5"])]),
-        row(166, "4  plan the two slots that remain", [prompt, ("known", ["a@3", "b@4", "c@5"]),
-                                                    ("mask", masks[3:6]), ("mask", masks[6:])]),
-        text(8, 222, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
-                     "follows.", 12),
-        text(8, 238, "Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: accepted by verification.", 12),
-        text(8, 254, "KV cache entries of grey and green tokens stay and are exact.", 12),
-    ]  # fmt: skip
-    picture("decoding.svg", 700, 266, "One round of ReFusion", parts)
+    steps = [
+        ("1  plan: draft all slots", [prompt, *[("mask", masks[i : i + 3]) for i in (0, 3, 6)]]),
+        (
+            "2  verify slots 1 and 3",
+            [prompt, ("draft", ["a@3", "b@4", "c@5"]), ("draft", ["g@9", "h@10"]), ("rejected", ["x@11"])],
+        ),
+        ("3  accept slot 1, reject slot 3", [prompt, ("known", ["a@3", "b@4", "c@5"])]),
+        (
+            "4  plan the two slots that remain",
+            [prompt, ("known", ["a@3", "b@4", "c@5"]), ("mask", masks[3:6]), ("mask", masks[6:])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. From left to right: sequence order, which causal attention follows. "
+        "Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: accepted by verification. KV cache "
+        "entries of grey and green tokens stay and are exact."
+    )
+    draw_steps("decoding.svg", "One round of ReFusion", steps, note)
 
 
 def window() -> None:
     """Draw two forwards of WeDLM with a window of four masks."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
-    parts = [
-        row(10, "1  feed the window's masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 7)])]),
-        row(62, "2  fill those below the threshold", [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]),
-                                                         ("draft", ["c@5"]), ("mask", ["M@6"])]),
-        row(114, "3  refill; filled tokens first", [prompt, ("draft", ["a@3", "c@5"]),
-                                                    ("mask", ["M@4", "M@6", "M@7"])]),
-        row(166, "4  cache the leading run, fill again", [prompt, ("known", ["a@3"]), ("draft", ["b@4", "c@5"]),
-                                                           ("mask", ["M@6"]), ("draft", ["e@7"])]),
-        text(8, 222, "Small numbers: position in the text. Rows 1 and 3 are forwards: from left to right the sequence "
-                     "order, which", 12),
-        text(8, 238, "causal attention follows. Rows 2 and 4 show the text after them.", 12),
-        text(8, 254, "Grey: prompt. Dashed: mask. Yellow: filled, never changed. Green: filled and cached.", 12),
-    ]  # fmt: skip
-    picture("wedlm.svg", 700, 266, "Two forwards of WeDLM", parts)
+    steps = [
+        ("1  feed the window's masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 7)])]),
+        (
+            "2  fill those below the threshold",
+            [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]), ("draft", ["c@5"]), ("mask", ["M@6"])],
+        ),
+        ("3  refill; filled tokens first", [prompt, ("draft", ["a@3", "c@5"]), ("mask", ["M@4", "M@6", "M@7"])]),
+        (
+            "4  cache the leading run, fill again",
+            [prompt, ("known", ["a@3"]), ("draft", ["b@4", "c@5"]), ("mask", ["M@6"]), ("draft", ["e@7"])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. Rows 1 and 3 are forwards: from left to right the sequence order, "
+        "which causal attention follows. Rows 2 and 4 show the text after them. Grey: prompt. Dashed: mask. Yellow:"
+        " filled, never changed. Green: filled and cached."
+    )
+    draw_steps("wedlm.svg", "Two forwards of WeDLM", steps, note)
 
 
 def blocks() -> None:
     """Draw two forwards of CARD with blocks of four masks."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
-    parts = [
-        row(10, "1  feed the block but its last mask", [prompt, ("mask", [f"M@{i}" for i in range(3, 6)])]),
-        row(62, "2  fill those above the threshold", [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]),
-                                                         ("draft", ["c@5", "d@6"])]),
-        row(114, "3  feed up to the last mask", [("known", ["?@2"]), ("draft", ["a@3"])]),
-        row(166, "4  the block is full", [prompt, ("draft", ["a@3", "b@4", "c@5", "d@6"])]),
-        row(218, "5  feed it once more, and masks", [("known", ["a@3", "b@4", "c@5", "d@6"]),
-                                                     ("mask", [f"M@{i}" for i in range(7, 10)])]),
-        text(8, 274, "Small numbers: position in the text. Rows 1, 3 and 5 are forwards. The token before a mask "
-                     "predicts it.", 12),
-        text(8, 290, "Grey: prompt. Dashed: mask. Yellow: filled, never changed. Green: computed for the cache.", 12),
-    ]  # fmt: skip
-    picture("card.svg", 700, 302, "Two forwards of CARD", parts)
+    steps = [
+        ("1  feed the block but its last mask", [prompt, ("mask", [f"M@{i}" for i in range(3, 6)])]),
+        (
+            "2  fill those above the threshold",
+            [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]), ("draft", ["c@5", "d@6"])],
+        ),
+        ("3  feed up to the last mask", [("known", ["?@2"]), ("draft", ["a@3"])]),
+        ("4  the block is full", [prompt, ("draft", ["a@3", "b@4", "c@5", "d@6"])]),
+        (
+            "5  feed it once more, and masks",
+            [("known", ["a@3", "b@4", "c@5", "d@6"]), ("mask", [f"M@{i}" for i in range(7, 10)])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. Rows 1, 3 and 5 are forwards. The token before a mask predicts it. "
+        "Grey: prompt. Dashed: mask. Yellow: filled, never changed. Green: computed for the cache."
+    )
+    draw_steps("card.svg", "Two forwards of CARD", steps, note)
 
 
 def strides() -> None:
     """Draw three forwards of introspective strided decoding with a stride of four."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     masks = [f"M@{i}" for i in range(3, 14)]
-    parts = [
-        row(10, "1  feed a token and masks", [prompt, ("known", ["a@3"]), ("mask", masks[1:4])]),
-        row(62, "2  add a token, keep drafts", [prompt, ("known", ["a@3", "b@4"]), ("draft", ["c@5", "d@6", "e@7"])]),
-        row(114, "3  feed drafts and masks", [("known", ["b@4"]), ("draft", ["c@5", "d@6", "e@7"]),
-                                              ("mask", masks[5:8])]),
-        row(166, "4  all hold: add four, new drafts", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6", "e@7", "f@8"]),
-                                                       ("draft", ["g@9", "h@10", "x@11"])]),
-        row(218, "5  feed drafts and masks", [("known", ["f@8"]), ("draft", ["g@9", "h@10"]), ("rejected", ["x@11"]),
-                                              ("mask", masks[9:11])]),
-        text(8, 274, "Small numbers: position in the text. Rows 1, 3 and 5 are forwards. A position predicts the token "
-                     "after it, so a draft", 12),
-        text(8, 290, "is verified by the position before it. Row 5 adds g, h and the right token in place of x; its "
-                     "masks are lost.", 12),
-        text(8, 306, "Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: final.", 12),
-    ]  # fmt: skip
-    picture("introspective_strided.svg", 800, 318, "Three forwards of IntrospectiveStrided", parts)
+    steps = [
+        ("1  feed a token and masks", [prompt, ("known", ["a@3"]), ("mask", masks[1:4])]),
+        ("2  add a token, keep drafts", [prompt, ("known", ["a@3", "b@4"]), ("draft", ["c@5", "d@6", "e@7"])]),
+        ("3  feed drafts and masks", [("known", ["b@4"]), ("draft", ["c@5", "d@6", "e@7"]), ("mask", masks[5:8])]),
+        (
+            "4  all hold: add four, new drafts",
+            [prompt, ("known", ["a@3", "b@4", "c@5", "d@6", "e@7", "f@8"]), ("draft", ["g@9", "h@10", "x@11"])],
+        ),
+        (
+            "5  feed drafts and masks",
+            [("known", ["f@8"]), ("draft", ["g@9", "h@10"]), ("rejected", ["x@11"]), ("mask", masks[9:11])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. Rows 1, 3 and 5 are forwards. A position predicts the token after it,"
+        " so a draft is verified by the position before it. Row 5 adds g, h and the right token in place of x; its "
+        "masks are lost. Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: final."
+    )
+    draw_steps("introspective_strided.svg", "Three forwards of IntrospectiveStrided", steps, note, width=800)
 
 
 def causal_blocks() -> None:
     """Draw forwards of CausalBlockDiffusion with blocks of four."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
-    parts = [
-        row(10, "1  feed the prompt, causal", [prompt]),
-        row(62, "2  its token begins the block", [prompt, ("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6"])]),
-        row(114, "3  feed the block, both directions", [("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6"])]),
-        row(166, "4  fill; feed until it is full", [("known", ["a@3"]), ("mask", ["M@4"]), ("draft", ["c@5", "d@6"])]),
-        row(218, "5  feed the full block, causal", [("known", ["a@3", "b@4", "c@5", "d@6"])]),
-        row(270, "6  its token begins the next", [("known", ["e@7"]), ("mask", ["M@8", "M@9", "M@10"])]),
-        text(8, 326, "Small numbers: position in the text. Rows 1, 3, 4 and 5 are forwards over the cached text. In "
-                     "rows 3 and 4 all", 12),
-        text(8, 342, "tokens of the block see each other. Grey: prompt. Dashed: mask. Yellow: filled. Green: "
-                     "known.", 12),
-    ]  # fmt: skip
-    picture("causal_block_diffusion.svg", 700, 354, "Four forwards of CausalBlockDiffusion", parts)
+    steps = [
+        ("1  feed the prompt, causal", [prompt]),
+        ("2  its token begins the block", [prompt, ("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6"])]),
+        ("3  feed the block, both directions", [("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6"])]),
+        ("4  fill; feed until it is full", [("known", ["a@3"]), ("mask", ["M@4"]), ("draft", ["c@5", "d@6"])]),
+        ("5  feed the full block, causal", [("known", ["a@3", "b@4", "c@5", "d@6"])]),
+        ("6  its token begins the next", [("known", ["e@7"]), ("mask", ["M@8", "M@9", "M@10"])]),
+    ]
+    note = (
+        "Small numbers: position in the text. Rows 1, 3, 4 and 5 are forwards over the cached text. In rows 3 and 4"
+        " all tokens of the block see each other. Grey: prompt. Dashed: mask. Yellow: filled. Green: known."
+    )
+    draw_steps("causal_block_diffusion.svg", "Four forwards of CausalBlockDiffusion", steps, note)
 
 
 def linear_speculation() -> None:
     """Draw a round of LinearSpeculation with blocks of five."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
-    parts = [
-        row(10, "1  feed masks, both directions", [("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6", "M@7"])]),
-        row(62, "2  feed the drafts, causal", [("known", ["a@3"]), ("draft", ["b@4", "c@5"]),
-                                               ("rejected", ["x@6", "y@7"])]),
-        row(114, "3  keep what is right, add one", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6"])]),
-        text(8, 170, "Small numbers: position in the text. Rows 1 and 2 are forwards over the cached text. In row 2 a "
-                     "position predicts", 12),
-        text(8, 186, "the token after it: c is right, x is not, and d is the token in its place.", 12),
-        text(8, 202, "Grey: prompt. Dashed: mask. Yellow: draft. Red: rejected. Green: final.", 12),
-    ]  # fmt: skip
-    picture("linear_speculation.svg", 700, 214, "A round of LinearSpeculation", parts)
+    steps = [
+        ("1  feed masks, both directions", [("known", ["a@3"]), ("mask", ["M@4", "M@5", "M@6", "M@7"])]),
+        ("2  feed the drafts, causal", [("known", ["a@3"]), ("draft", ["b@4", "c@5"]), ("rejected", ["x@6", "y@7"])]),
+        ("3  keep what is right, add one", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6"])]),
+    ]
+    note = (
+        "Small numbers: position in the text. Rows 1 and 2 are forwards over the cached text. In row 2 a position "
+        "predicts the token after it: c is right, x is not, and d is the token in its place. Grey: prompt. Dashed: "
+        "mask. Yellow: draft. Red: rejected. Green: final."
+    )
+    draw_steps("linear_speculation.svg", "A round of LinearSpeculation", steps, note)
 
 
 def pipeline() -> None:
     """Draw three forwards of D2F with blocks of three masks."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     masks = [f"M@{i}" for i in range(3, 12)]
-    parts = [
-        row(10, "1  feed the first block", [prompt, ("mask", masks[:3])]),
-        row(62, "2  fill: one mask is sure enough", [prompt, ("mask", masks[:1]), ("draft", ["b@4"]),
-                                                     ("mask", masks[2:3])]),
-        row(114, "3  open the next block, feed both", [("mask", masks[:1]), ("draft", ["b@4"]), ("mask", masks[2:3]),
-                                                      ("mask", masks[3:6])]),
-        row(166, "4  fill in both", [prompt, ("draft", ["a@3", "b@4", "c@5"]), ("draft", ["d@6"]),
-                                     ("mask", masks[4:6])]),
-        row(218, "5  open a third, feed all", [("known", ["a@3", "b@4", "c@5"]), ("draft", ["d@6"]),
-                                               ("mask", masks[4:6]), ("mask", masks[6:])]),
-        text(8, 274, "Small numbers: position in the text. Rows 1, 3 and 5 are forwards over the cached text. A block "
-                     "sees itself", 12),
-        text(8, 290, "and all blocks before it. Dashed: mask. Yellow: filled, never changed. Green: complete, stored "
-                     "by this forward.", 12),
-    ]  # fmt: skip
-    picture("d2f.svg", 700, 302, "Three forwards of D2F", parts)
+    steps = [
+        ("1  feed the first block", [prompt, ("mask", masks[:3])]),
+        ("2  fill: one mask is sure enough", [prompt, ("mask", masks[:1]), ("draft", ["b@4"]), ("mask", masks[2:3])]),
+        (
+            "3  open the next block, feed both",
+            [("mask", masks[:1]), ("draft", ["b@4"]), ("mask", masks[2:3]), ("mask", masks[3:6])],
+        ),
+        ("4  fill in both", [prompt, ("draft", ["a@3", "b@4", "c@5"]), ("draft", ["d@6"]), ("mask", masks[4:6])]),
+        (
+            "5  open a third, feed all",
+            [("known", ["a@3", "b@4", "c@5"]), ("draft", ["d@6"]), ("mask", masks[4:6]), ("mask", masks[6:])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. Rows 1, 3 and 5 are forwards over the cached text. A block sees "
+        "itself and all blocks before it. Dashed: mask. Yellow: filled, never changed. Green: complete, stored by "
+        "this forward."
+    )
+    draw_steps("d2f.svg", "Three forwards of D2F", steps, note)
 
 
 def editing() -> None:
     """Draw a block of four masks that is filled and edited."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
-    parts = [
-        row(10, "1  feed a block of masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 7)])]),
-        row(62, "2  fill those above the threshold", [prompt, ("draft", ["a@3", "x@4"]), ("mask", ["M@5"]),
-                                                      ("draft", ["d@6"])]),
-        row(114, "3  next forward: fill and replace", [prompt, ("draft", ["a@3"]), ("rejected", ["b@4"]),
-                                                       ("draft", ["c@5", "d@6"])]),
-        row(166, "4  a forward replaces nothing", [prompt, ("draft", ["a@3", "b@4", "c@5", "d@6"])]),
-        row(218, "5  feed it with the next block", [("known", ["a@3", "b@4", "c@5", "d@6"]),
-                                                    ("mask", [f"M@{i}" for i in range(7, 11)])]),
-        text(8, 274, "Small numbers: position in the text. Each row is a forward or the text after it. Grey: prompt. "
-                     "Dashed: mask.", 12),
-        text(8, 290, "Yellow: filled, may change. Red: replaced, x by b. Green: final, stored in the cache by this "
-                     "forward.", 12),
-    ]  # fmt: skip
-    picture("token_editing.svg", 700, 302, "One block of token editing", parts)
+    steps = [
+        ("1  feed a block of masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 7)])]),
+        (
+            "2  fill those above the threshold",
+            [prompt, ("draft", ["a@3", "x@4"]), ("mask", ["M@5"]), ("draft", ["d@6"])],
+        ),
+        (
+            "3  next forward: fill and replace",
+            [prompt, ("draft", ["a@3"]), ("rejected", ["b@4"]), ("draft", ["c@5", "d@6"])],
+        ),
+        ("4  a forward replaces nothing", [prompt, ("draft", ["a@3", "b@4", "c@5", "d@6"])]),
+        (
+            "5  feed it with the next block",
+            [("known", ["a@3", "b@4", "c@5", "d@6"]), ("mask", [f"M@{i}" for i in range(7, 11)])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. Each row is a forward or the text after it. Grey: prompt. Dashed: "
+        "mask. Yellow: filled, may change. Red: replaced, x by b. Green: final, stored in the cache by this "
+        "forward."
+    )
+    draw_steps("token_editing.svg", "One block of token editing", steps, note)
 
 
 def sets() -> None:
     """Draw two forwards of set diffusion with a window of four masks."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
-    parts = [
-        row(10, "1  feed the window's masks", [prompt, *[("mask", [f"M@{i}"]) for i in range(3, 7)]]),
-        row(62, "2  fill those above the threshold", [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]),
-                                                      ("draft", ["c@5"]), ("mask", ["M@6"])]),
-        row(114, "3  store them, feed the masks", [prompt, ("known", ["a@3", "c@5"]),
-                                                   *[("mask", [f"M@{i}"]) for i in (4, 6, 7)]]),
-        row(166, "4  fill again", [prompt, ("draft", ["a@3", "b@4", "c@5"]), ("mask", ["M@6"]), ("draft", ["e@7"])]),
-        row(218, "5  store these, move the window", [prompt, ("known", ["a@3", "c@5", "b@4", "e@7"]),
-                                                     *[("mask", [f"M@{i}"]) for i in (6, 8, 9)]]),
-        text(8, 274, "Small numbers: position in the text. Rows 1, 3 and 5 are forwards, in sequence order. A mask "
-                     "sees all tokens", 12),
-        text(8, 290, "before the masks, and no other mask. Yellow: filled, never changed. Green: in the cache, exact, "
-                     "in this order.", 12),
-    ]  # fmt: skip
-    picture("set_diffusion.svg", 700, 302, "Two forwards of set diffusion", parts)
+    steps = [
+        ("1  feed the window's masks", [prompt, *[("mask", [f"M@{i}"]) for i in range(3, 7)]]),
+        (
+            "2  fill those above the threshold",
+            [prompt, ("draft", ["a@3"]), ("mask", ["M@4"]), ("draft", ["c@5"]), ("mask", ["M@6"])],
+        ),
+        (
+            "3  store them, feed the masks",
+            [prompt, ("known", ["a@3", "c@5"]), *[("mask", [f"M@{i}"]) for i in (4, 6, 7)]],
+        ),
+        ("4  fill again", [prompt, ("draft", ["a@3", "b@4", "c@5"]), ("mask", ["M@6"]), ("draft", ["e@7"])]),
+        (
+            "5  store these, move the window",
+            [prompt, ("known", ["a@3", "c@5", "b@4", "e@7"]), *[("mask", [f"M@{i}"]) for i in (6, 8, 9)]],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. Rows 1, 3 and 5 are forwards, in sequence order. A mask sees all "
+        "tokens before the masks, and no other mask. Yellow: filled, never changed. Green: in the cache, exact, in "
+        "this order."
+    )
+    draw_steps("set_diffusion.svg", "Two forwards of set diffusion", steps, note)
 
 
 def verification() -> None:
     """Draw one round of APD with a window of five masks."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     drafts = ["a@3", "b@4", "c@5", "x@6", "e@7"]
-    parts = [
-        row(10, "1  masked model: a window of masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 8)])]),
-        row(62, "2  it drafts them all", [prompt, ("draft", drafts)]),
-        row(114, "3  verifier: reads all but the last", [prompt, ("draft", drafts[:-1])]),
-        row(166, "4  draft and target agree up to c", [prompt, ("known", drafts[:3]), ("rejected", drafts[3:])]),
-        row(218, "5  masked model: the next window", [prompt, ("known", drafts[:3]),
-                                                      ("mask", [f"M@{i}" for i in range(6, 11)])]),
-        text(8, 274, "Small numbers: position in the text. The masked model sees all of its row, the verifier what "
-                     "stands to the left.", 12),
-        text(8, 290, "Grey: prompt. Dashed: mask. Yellow: draft. Green: committed, in the verifier's cache. Red: "
-                     "dropped.", 12),
-    ]  # fmt: skip
-    picture("apd.svg", 700, 302, "One round of APD", parts)
+    steps = [
+        ("1  masked model: a window of masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 8)])]),
+        ("2  it drafts them all", [prompt, ("draft", drafts)]),
+        ("3  verifier: reads all but the last", [prompt, ("draft", drafts[:-1])]),
+        ("4  draft and target agree up to c", [prompt, ("known", drafts[:3]), ("rejected", drafts[3:])]),
+        (
+            "5  masked model: the next window",
+            [prompt, ("known", drafts[:3]), ("mask", [f"M@{i}" for i in range(6, 11)])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. The masked model sees all of its row, the verifier what stands to the"
+        " left. Grey: prompt. Dashed: mask. Yellow: draft. Green: committed, in the verifier's cache. Red: dropped."
+    )
+    draw_steps("apd.svg", "One round of APD", steps, note)
 
 
 def training() -> None:
@@ -235,14 +271,21 @@ def training() -> None:
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     first, second = ("known", ["a@3", "b@4", "c@5"]), ("known", ["d@6", "e@7", "f@8"])
     third, masked = ("known", ["g@9", "h@10", "$@11"]), ("mask", ["M@6", "M@7", "M@8"])
-    parts = [
-        row(10, "sample in slots of three tokens", [prompt, first, second, third]),
-        row(62, "input: clean slots first, shuffled", [prompt, third, first, masked]),
-        row(114, "targets", [("prompt", ["", "", ""]), ("draft", ["h", "$", ""]), ("draft", ["b", "c", ""]),
-                             ("draft", ["d", "e", "f"])]),
-        text(8, 170, "Clean slots learn the next token inside the slot, masked slots learn their own tokens.", 12),
-    ]  # fmt: skip
-    picture("training.svg", 700, 182, "The hybrid objective's sequence", parts)
+    steps = [
+        ("sample in slots of three tokens", [prompt, first, second, third]),
+        ("input: clean slots first, shuffled", [prompt, third, first, masked]),
+        (
+            "targets",
+            [
+                ("prompt", ["", "", ""]),
+                ("draft", ["h", "$", ""]),
+                ("draft", ["b", "c", ""]),
+                ("draft", ["d", "e", "f"]),
+            ],
+        ),
+    ]
+    note = "Clean slots learn the next token inside the slot, masked slots learn their own tokens."
+    draw_steps("training.svg", "The hybrid objective's sequence", steps, note)
 
 
 def attention() -> None:
@@ -269,146 +312,163 @@ def attention() -> None:
 def groups() -> None:
     """Draw three forwards of FirstHitting with groups of three and two tokens."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
-    parts = [
-        row(10, "1  masks of the first group", [prompt, ("mask", ["M@3", "M@4", "M@5"])]),
-        row(62, "2  that group clean, the next masks", [prompt, ("known", ["a@3", "b@4", "c@5"]),
-                                                        ("mask", ["M@6", "M@7"])]),
-        row(114, "3  the rest, one token per forward", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6", "e@7"]),
-                                                      ("mask", ["M@8"])]),
-        text(8, 170, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
-                     "follows.", 12),
-        text(8, 186, "Grey: prompt. Dashed: mask. Green: decoded, fed clean once and cached.", 12),
-    ]  # fmt: skip
-    picture("first_hitting.svg", 700, 198, "Three forwards of FirstHitting", parts)
+    steps = [
+        ("1  masks of the first group", [prompt, ("mask", ["M@3", "M@4", "M@5"])]),
+        ("2  that group clean, the next masks", [prompt, ("known", ["a@3", "b@4", "c@5"]), ("mask", ["M@6", "M@7"])]),
+        (
+            "3  the rest, one token per forward",
+            [prompt, ("known", ["a@3", "b@4", "c@5", "d@6", "e@7"]), ("mask", ["M@8"])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. From left to right: sequence order, which causal attention follows. "
+        "Grey: prompt. Dashed: mask. Green: decoded, fed clean once and cached."
+    )
+    draw_steps("first_hitting.svg", "Three forwards of FirstHitting", steps, note)
 
 
 def search() -> None:
     """Draw one step of SlotSearch with three slots of two tokens."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     masks = [("mask", [f"M@{i}", f"M@{i + 1}"]) for i in (3, 5, 7)]
-    parts = [
-        row(10, "1  plan: first token of each slot", [prompt, *masks]),
-        row(62, "2  try slot 1, look ahead to 3", [prompt, ("draft", ["a@3", "b@4"]), ("draft", ["x@7", "y@8"])]),
-        row(114, "3  try slot 3, look ahead to 1", [prompt, ("draft", ["e@7", "f@8"]), ("draft", ["a@3", "d@4"])]),
-        row(166, "4  commit the better one, plan again", [prompt, ("known", ["e@7", "f@8"]), *masks[:2]]),
-        text(8, 222, "Small numbers: position in the text. From left to right: sequence order, which causal attention "
-                     "follows.", 12),
-        text(8, 238, "Grey: prompt. Dashed: mask. Yellow: tried, then dropped. Green: committed, cached.", 12),
-        text(8, 254, "What is tried lies in the cache side by side; each order sees its own slots only.", 12),
-    ]  # fmt: skip
-    picture("slot_search.svg", 700, 266, "One step of SlotSearch", parts)
+    steps = [
+        ("1  plan: first token of each slot", [prompt, *masks]),
+        ("2  try slot 1, look ahead to 3", [prompt, ("draft", ["a@3", "b@4"]), ("draft", ["x@7", "y@8"])]),
+        ("3  try slot 3, look ahead to 1", [prompt, ("draft", ["e@7", "f@8"]), ("draft", ["a@3", "d@4"])]),
+        ("4  commit the better one, plan again", [prompt, ("known", ["e@7", "f@8"]), *masks[:2]]),
+    ]
+    note = (
+        "Small numbers: position in the text. From left to right: sequence order, which causal attention follows. "
+        "Grey: prompt. Dashed: mask. Yellow: tried, then dropped. Green: committed, cached. What is tried lies in "
+        "the cache side by side; each order sees its own slots only."
+    )
+    draw_steps("slot_search.svg", "One step of SlotSearch", steps, note)
 
 
 def convolution() -> None:
     """Draw two steps of convolutional decoding with a kernel of five positions."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     masks = [f"M@{i}" for i in range(3, 9)]
-    parts = [
-        row(10, "1  feed the canvas", [prompt, ("mask", masks)]),
-        row(62, "2  weights of the drafts", [prompt, ("draft", [".96@3", ".76@4"]),
-                                             ("mask", [f"0@{i}" for i in range(5, 9)])]),
-        row(114, "3  unmask the best, feed again", [prompt, ("known", ["a@3"]), ("mask", masks[1:])]),
-        row(166, "4  weights of the drafts", [prompt, ("known", ["a@3"]), ("draft", [".96@4", ".76@5"]),
-                                              ("mask", [f"0@{i}" for i in range(6, 9)])]),
-        text(8, 222, "Small numbers: position in the text. Rows 1 and 3 are forwards over the whole canvas, in both "
-                     "directions.", 12),
-        text(8, 238, "A draft's weight: tanh(n) with n known tokens among the five positions around. The largest", 12),
-        text(8, 254, "product of weight and confidence is unmasked. Grey: prompt. Dashed: mask. Green: unmasked.", 12),
-    ]  # fmt: skip
-    picture("convolution.svg", 700, 266, "Two steps of convolutional decoding", parts)
+    steps = [
+        ("1  feed the canvas", [prompt, ("mask", masks)]),
+        (
+            "2  weights of the drafts",
+            [prompt, ("draft", [".96@3", ".76@4"]), ("mask", [f"0@{i}" for i in range(5, 9)])],
+        ),
+        ("3  unmask the best, feed again", [prompt, ("known", ["a@3"]), ("mask", masks[1:])]),
+        (
+            "4  weights of the drafts",
+            [prompt, ("known", ["a@3"]), ("draft", [".96@4", ".76@5"]), ("mask", [f"0@{i}" for i in range(6, 9)])],
+        ),
+    ]
+    note = (
+        "Small numbers: position in the text. Rows 1 and 3 are forwards over the whole canvas, in both directions. "
+        "A draft's weight: tanh(n) with n known tokens among the five positions around. The largest product of "
+        "weight and confidence is unmasked. Grey: prompt. Dashed: mask. Green: unmasked."
+    )
+    draw_steps("convolution.svg", "Two steps of convolutional decoding", steps, note)
 
 
 def preference() -> None:
     """Draw a sample of R2FT whose rejected text repeats the two tokens before the cut."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     known = ("known", ["a@3", "b@4", "c@5"])
-    parts = [
-        row(10, "sample, cut after position 5", [prompt, known, ("draft", ["d@6", "e@7", "f@8", "$@9"])]),
-        row(62, "input: everything after is masked", [prompt, known, ("mask", [f"M@{i}" for i in range(6, 10)])]),
-        row(114, "preferred: the text", [prompt, known, ("draft", ["d@6", "e@7", "f@8", "$@9"])]),
-        row(166, "rejected: a repetition of b c", [prompt, known, ("rejected", ["c@6", "b@7", "c@8", "b@9"])]),
-        text(8, 222, "One forward of the input scores both. The repetition's length and phase are drawn.", 12),
-    ]  # fmt: skip
-    picture("r2ft.svg", 700, 234, "A sample of R2FT", parts)
+    steps = [
+        ("sample, cut after position 5", [prompt, known, ("draft", ["d@6", "e@7", "f@8", "$@9"])]),
+        ("input: everything after is masked", [prompt, known, ("mask", [f"M@{i}" for i in range(6, 10)])]),
+        ("preferred: the text", [prompt, known, ("draft", ["d@6", "e@7", "f@8", "$@9"])]),
+        ("rejected: a repetition of b c", [prompt, known, ("rejected", ["c@6", "b@7", "c@8", "b@9"])]),
+    ]
+    note = "One forward of the input scores both. The repetition's length and phase are drawn."
+    draw_steps("r2ft.svg", "A sample of R2FT", steps, note)
 
 
 def speculation() -> None:
     """Draw a round of SelfSpeculative in a single forward, with two drafts."""
     text_so_far = ("prompt", ["Who@0", "is@1", "?@2"])
     groups = [("mask", [f"M@{i}", f"M@{i + 1}"]) for i in (4, 5, 6)]
-    parts = [
-        row(10, "1  last token, drafts, mask groups", [text_so_far, ("known", ["a@3"]), ("draft", ["b@4", "x@5"]),
-                                                       *groups]),
-        row(62, "2  the model's own next tokens", [text_so_far, ("known", ["a@3", "b@4", "c@5"]),
-                                                   ("rejected", ["x@5"])]),
-        row(114, "3  the group after one accepted draft", [text_so_far, ("known", ["a@3", "b@4", "c@5"]),
-                                                           ("draft", ["d@6", "e@7"])]),
-        text(8, 170, "Group j attends to the text and to the first j drafts only, as if exactly j were accepted. A "
-                     "mask drafts the", 12),
-        text(8, 186, "token after its position. One draft (b) is accepted, the model's own token (c) follows, so the "
-                     "second group's", 12),
-        text(8, 202, "drafts (d, e) are verified by the next forward. Red: rejected. Green: the model's own text.", 12),
-    ]  # fmt: skip
-    picture("self_speculative.svg", 860, 214, "One round of SelfSpeculative", parts)
+    steps = [
+        ("1  last token, drafts, mask groups", [text_so_far, ("known", ["a@3"]), ("draft", ["b@4", "x@5"]), *groups]),
+        ("2  the model's own next tokens", [text_so_far, ("known", ["a@3", "b@4", "c@5"]), ("rejected", ["x@5"])]),
+        (
+            "3  the group after one accepted draft",
+            [text_so_far, ("known", ["a@3", "b@4", "c@5"]), ("draft", ["d@6", "e@7"])],
+        ),
+    ]
+    note = (
+        "Group j attends to the text and to the first j drafts only, as if exactly j were accepted. A mask drafts "
+        "the token after its position. One draft (b) is accepted, the model's own token (c) follows, so the second "
+        "group's drafts (d, e) are verified by the next forward. Red: rejected. Green: the model's own text."
+    )
+    draw_steps("self_speculative.svg", "One round of SelfSpeculative", steps, note, width=860)
 
 
 def bonus() -> None:
     """Draw two forwards of ReFusion with bonus tokens and two open slots of three tokens."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
-    parts = [
-        row(10, "1  verify two open slots", [prompt, ("known", ["a@3"]), ("draft", ["x@4", "y@5"]), ("known", ["g@9"]),
-                                             ("draft", ["h@10", "z@11"])]),
-        row(62, "   and masks after each acceptance", [("mask", ["M@4", "M@5"]), ("mask", ["M@10", "M@11"])]),
-        row(114, "2  own tokens, new drafts", [prompt, ("known", ["a@3", "b@4"]), ("draft", ["c@5"]),
-                                                           ("known", ["g@9", "h@10", "i@11"])]),
-        row(166, "3  feed what is new, and masks", [prompt, ("known", ["b@4"]), ("draft", ["c@5"]), ("known", ["i@11"]),
-                                                    ("mask", ["M@6", "M@7", "M@8"])]),
-        text(8, 222, "Slots see the prompt and themselves. x is rejected: the model's own token b takes its place. The "
-                     "masks at 4", 12),
-        text(8, 238, "and 5 stood after no acceptance: the second one drafts c. h is accepted, z replaced. In row 3 "
-                     "the next plan", 12),
-        text(8, 254, "rides along: it counts if c is accepted.", 12),
-    ]  # fmt: skip
-    picture("bonus.svg", 760, 266, "Two forwards of ReFusion with bonus tokens", parts)
+    steps = [
+        (
+            "1  verify two open slots",
+            [prompt, ("known", ["a@3"]), ("draft", ["x@4", "y@5"]), ("known", ["g@9"]), ("draft", ["h@10", "z@11"])],
+        ),
+        ("   and masks after each acceptance", [("mask", ["M@4", "M@5"]), ("mask", ["M@10", "M@11"])]),
+        (
+            "2  own tokens, new drafts",
+            [prompt, ("known", ["a@3", "b@4"]), ("draft", ["c@5"]), ("known", ["g@9", "h@10", "i@11"])],
+        ),
+        (
+            "3  feed what is new, and masks",
+            [prompt, ("known", ["b@4"]), ("draft", ["c@5"]), ("known", ["i@11"]), ("mask", ["M@6", "M@7", "M@8"])],
+        ),
+    ]
+    note = (
+        "Slots see the prompt and themselves. x is rejected: the model's own token b takes its place. The masks at "
+        "4 and 5 stood after no acceptance: the second one drafts c. h is accepted, z replaced. In row 3 the next "
+        "plan rides along: it counts if c is accepted."
+    )
+    draw_steps("bonus.svg", "Two forwards of ReFusion with bonus tokens", steps, note, width=760)
 
 
 def dual_cache() -> None:
     """Draw two forwards of Fast-dLLM's dual cache with blocks of three tokens."""
     prompt = ["Who@0", "is@1", "?@2"]
     masks = [f"M@{i}" for i in range(3, 9)]
-    parts = [
-        row(10, "1  feed the whole canvas, cache it", [("prompt", prompt), ("mask", masks[:3]), ("mask", masks[3:])]),
-        row(62, "2  unmask above the threshold", [("prompt", prompt), ("draft", ["a@3"]), ("mask", masks[1:2]),
-                                                  ("draft", ["c@5"]), ("mask", masks[3:])]),
-        row(114, "3  feed the block alone", [("draft", ["a@3"]), ("mask", masks[1:2]), ("draft", ["c@5"])]),
-        row(166, "4  the block is full: next block", [("prompt", prompt), ("known", ["a@3", "b@4", "c@5"]),
-                                                      ("mask", masks[3:])]),
-        text(8, 222, "Rows 1, 3 and 4 are forwards, in both directions. In row 3 the block attends to cached entries "
-                     "of all other tokens,", 12),
-        text(8, 238, "which were computed when the block was still masked: an approximation. cache: prefix reuses the "
-                     "left part only.", 12),
-        text(8, 254, "Row 4 renews the cache. Grey: prompt. Dashed: mask. Yellow: unmasked. Green: finished.", 12),
-    ]  # fmt: skip
-    picture("fast_dllm.svg", 700, 266, "One block of Fast-dLLM with the dual cache", parts)
+    steps = [
+        ("1  feed the whole canvas, cache it", [("prompt", prompt), ("mask", masks[:3]), ("mask", masks[3:])]),
+        (
+            "2  unmask above the threshold",
+            [("prompt", prompt), ("draft", ["a@3"]), ("mask", masks[1:2]), ("draft", ["c@5"]), ("mask", masks[3:])],
+        ),
+        ("3  feed the block alone", [("draft", ["a@3"]), ("mask", masks[1:2]), ("draft", ["c@5"])]),
+        (
+            "4  the block is full: next block",
+            [("prompt", prompt), ("known", ["a@3", "b@4", "c@5"]), ("mask", masks[3:])],
+        ),
+    ]
+    note = (
+        "Rows 1, 3 and 4 are forwards, in both directions. In row 3 the block attends to cached entries of all "
+        "other tokens, which were computed when the block was still masked: an approximation. cache: prefix reuses "
+        "the left part only. Row 4 renews the cache. Grey: prompt. Dashed: mask. Yellow: unmasked. Green: finished."
+    )
+    draw_steps("fast_dllm.svg", "One block of Fast-dLLM with the dual cache", steps, note)
 
 
 def block_diffusion() -> None:
     """Draw three forwards of block diffusion with blocks of three tokens."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     masks = [f"M@{i}" for i in range(3, 9)]
-    parts = [
-        row(10, "1  feed a block of masks", [prompt, ("mask", masks[:3])]),
-        row(62, "2  unmask above the threshold", [prompt, ("draft", ["a@3"]),
-                                                  ("mask", masks[1:2]), ("draft", ["c@5"])]),
-        row(114, "3  feed the block again", [prompt, ("draft", ["a@3", "b@4", "c@5"])]),
-        row(166, "4  feed it clean with the next block", [prompt, ("known", ["a@3", "b@4", "c@5"]),
-                                                        ("mask", masks[3:])]),
-        text(8, 222, "A token attends to its own block, in both directions, and to the KV cache of all blocks before "
-                     "it. Row 4 stores the", 12),
-        text(8, 238, "finished block, exactly, as nothing later changes it. Dashed: mask. Yellow: unmasked. Green: "
-                     "cached.", 12),
-    ]  # fmt: skip
-    picture("block_diffusion.svg", 700, 250, "One block of block diffusion", parts)
+    steps = [
+        ("1  feed a block of masks", [prompt, ("mask", masks[:3])]),
+        ("2  unmask above the threshold", [prompt, ("draft", ["a@3"]), ("mask", masks[1:2]), ("draft", ["c@5"])]),
+        ("3  feed the block again", [prompt, ("draft", ["a@3", "b@4", "c@5"])]),
+        ("4  feed it clean with the next block", [prompt, ("known", ["a@3", "b@4", "c@5"]), ("mask", masks[3:])]),
+    ]
+    note = (
+        "A token attends to its own block, in both directions, and to the KV cache of all blocks before it. Row 4 "
+        "stores the finished block, exactly, as nothing later changes it. Dashed: mask. Yellow: unmasked. Green: "
+        "cached."
+    )
+    draw_steps("block_diffusion.svg", "One block of block diffusion", steps, note)
 
 
 def objectives() -> None:

@@ -31,8 +31,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add pages, figures and pictures of the results to the site."""
-    found = (path for pattern in INCLUDED for path in ROOT.glob(pattern) if path.suffix in SHOWN)
-    for path in sorted(found):
+    shown = (path for pattern in INCLUDED for path in ROOT.glob(pattern) if path.suffix in SHOWN)
+    for path in sorted(shown):
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files

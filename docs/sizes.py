@@ -46,13 +46,13 @@ class Size:
 
 def docstrings(text: str) -> list[str]:
     """Return the docstrings of a module, including strings that follow an assignment."""
-    found = []
+    rows = []
     for node in ast.walk(ast.parse(text)):
         for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
             value = getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                found.append(value.value)
-    return found
+                rows.append(value.value)
+    return rows
 
 
 def code_lines(text: str) -> set[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.batches import plot as draw_batches
 from benchmarks.batches import rates
 from benchmarks.growth import plot as draw_growth
-from benchmarks.table import batches, llama_cpp, load_memory, projection, serve, serve_soak
+from benchmarks.table import batches, llama_cpp, load_memory, projection, serve, serve_soak, weight_only
 from benchmarks.table import table as markdown_table
 from docs.figures.registry import PLOTS, Plot, table
 
@@ -136,11 +136,11 @@ def _policy_memory(results: Result) -> str:
 
 @table("head times", _path("head_candidates"))
 def _head_times(results: Result) -> str:
-    found = {(row["head"], row["positions"]): row for row in results["times"]}
+    times = {(row["head"], row["positions"]): row for row in results["times"]}
     positions = (1, 4, 16)
     rows = []
     for head in ("float32", "bfloat16", "int8", "rank 64", "rank 256"):
-        cells = (found[head, number] for number in positions)
+        cells = (times[head, number] for number in positions)
         rows.append([head, *(f"{cell['milliseconds']:.0f} ms, {cell['ratio']:.2f}" for cell in cells)])
     return markdown_table(["head", *(f"{n} position{'s' * (n > 1)}" for n in positions)], rows)
 
@@ -212,11 +212,12 @@ PLOTS[_path("batches").replace(".json", ".png")] = Plot(rates, draw_batches, (_p
 
 
 table("llama_cpp", _path("llama_cpp"))(llama_cpp)
+table("weight_only", _path("weight_only"))(weight_only)
 
 
 @table("random_decodes", "experiments/hard_tests/random_decodes.json")
-def _random_decodes(found: Result) -> str:
-    cases = found["decoders"]
+def _random_decodes(results: Result) -> str:
+    cases = results["decoders"]
     fewest = min(case["decodes"] for case in cases.values())
-    rows = [[len(cases), found["num_decodes"], found["num_prompts"], fewest, found["num_failures"]]]
+    rows = [[len(cases), results["num_decodes"], results["num_prompts"], fewest, results["num_failures"]]]
     return markdown_table(["decoders", "decodes", "prompts", "fewest decodes of a decoder", "failures"], rows)

@@ -64,7 +64,7 @@ DEFAULTS = ("default_epyc", "default_slow")
 def _default(*machines: Result) -> str:
     rows = [
         [
-            found["environments"][0]["hardware"]["processor"].split("(")[0] + (", slow" if "slow" in name else ""),
+            machine["environments"][0]["hardware"]["processor"].split("(")[0] + (", slow" if "slow" in name else ""),
             dtype,
             row["batch_size"],
             f"{row['identical']} of {row['num_decodes']}",
@@ -73,8 +73,8 @@ def _default(*machines: Result) -> str:
             _speed(row, "autoregressive", digits=3),
             f"{row['control_over_autoregressive']:.3f}",
         ]
-        for name, found in zip(DEFAULTS, machines, strict=True)
-        for dtype, values in found["types"].items()
+        for name, machine in zip(DEFAULTS, machines, strict=True)
+        for dtype, values in machine["types"].items()
         for row in values["batches"]
     ]
     head = [
@@ -85,9 +85,9 @@ def _default(*machines: Result) -> str:
 
 
 @table("lossless rule", _path("lossless", "rule.json"))
-def _rule(found: Result) -> str:
+def _rule(results: Result) -> str:
     rows = []
-    for name, of in found["prompts"].items():
+    for name, of in results["prompts"].items():
         for decoder, by_cost in of["decoders"].items():
             speeds = [f"{values['speed']:.3f}" for values in by_cost.values()]
             forwards = f"{by_cost['32']['tokens_per_forward']:.2f}"
@@ -96,9 +96,9 @@ def _rule(found: Result) -> str:
 
 
 @table("lossless levers", _path("lossless", "levers.json"))
-def _drafter_levers(found: Result) -> str:
+def _drafter_levers(results: Result) -> str:
     rows = []
-    for name, lever in found["levers"].items():
+    for name, lever in results["levers"].items():
         rate = lever["sampled_tokens_per_forward"]
         for prompts, of in lever["prompts"].items():
             accepted = (f"{100 * of[f'accepted_{k}']:.1f} %" for k in (1, 3, 5))
@@ -113,7 +113,7 @@ def _drafter_levers(found: Result) -> str:
 
 
 @table("lossless random texts", _path("lossless", "random_texts.json"))
-def _random_texts(found: Result) -> str:
+def _random_texts(results: Result) -> str:
     names = {
         "vocab_size": "vocabulary", "num_prompts": "prompts", "num_equal": "with the same text",
         "num_hybrid": "of hybrid models", "num_greedy": "greedy", "num_ended": "ended by a token",
@@ -125,13 +125,13 @@ def _random_texts(found: Result) -> str:
             f"{run['num_tokens'] / run['num_prompts']:.1f}",
             f"{run['tokens_per_forward']:.2f}",
         ]
-        for run in found["runs"]
+        for run in results["runs"]
     ]
     return markdown_table([*names.values(), "tokens per text", "tokens/forward"], rows)
 
 
 @table("refusion_pays small models", _path("refusion_pays", "small_models.json"))
-def _bonus(found: Result) -> str:
+def _bonus(results: Result) -> str:
     titles = ("model", "`infill`", "forward cost", "right answers", "tokens/forward", "positions/token")
     rows = [
         [
@@ -142,17 +142,17 @@ def _bonus(found: Result) -> str:
             f"{row['num_tokens'] / row['num_forwards']:.2f}",
             f"{row['num_positions'] / row['num_tokens']:.2f}",
         ]
-        for row in found["rows"]
+        for row in results["rows"]
     ]
     return markdown_table(titles, rows)
 
 
 @table("refusion_pays rounds", _path("refusion_pays", "rounds.json"))
-def _rounds(found: Result) -> str:
+def _rounds(results: Result) -> str:
     ways = ("left to right", "thresholds", "looser thresholds", "bonus")
     rows = [
         [f"`{task}`", name, *[_round(model["decoders"][way], is_start=name == "start") for way in ways]]
-        for task, result in found.items()
+        for task, result in results.items()
         for name, model in result["models"].items()
     ]
     return markdown_table(("task", "training", *ways), rows)
@@ -167,7 +167,7 @@ def _round(figures: Result, *, is_start: bool) -> str:
 
 
 @table("refusion_pays convert", _path("refusion_pays", "convert.json"))
-def _real_model(found: Result) -> str:
+def _real_model(results: Result) -> str:
     titles = (
         "training", "decoder", "prompts", "tokens/forward", "positions/token", "tokens/s, times `Autoregressive`",
         "times `generate`", "same text as the base", "tokens before the first difference", "perplexity under the base",
@@ -185,16 +185,16 @@ def _real_model(found: Result) -> str:
             f"{figures['common_prefix']:.0f}",
             f"{figures['perplexity_under_base']:.2f}",
         ]
-        for name, run in found["runs"].items()
+        for name, run in results["runs"].items()
         for decoder, figures in run["decoders"].items()
     ]
     return markdown_table(titles, rows)
 
 
 @table("refusion_pays solved", _path("refusion_pays", "solved.json"))
-def _equations(found: Result) -> str:
+def _equations(results: Result) -> str:
     titles = ("model", "decoder", "solved", "ended", "equations", "of which right in %", "points more than the base")
-    base = found["models"]["base"]
+    base = results["models"]["base"]
     rows = [
         [
             name,
@@ -205,13 +205,13 @@ def _equations(found: Result) -> str:
             _interval(solved.right_share(model)),
             "" if model is base else _interval(solved.right_share(model, base)),
         ]
-        for name, model in found["models"].items()
+        for name, model in results["models"].items()
     ]
     return markdown_table(titles, rows)
 
 
-def _interval(found: Interval) -> str:
-    return f"{found.estimate:.0f} ({found.low:.0f} to {found.high:.0f})"
+def _interval(interval: Interval) -> str:
+    return f"{interval.estimate:.0f} ({interval.low:.0f} to {interval.high:.0f})"
 
 
 @table("refusion_pays levers", _path("refusion_pays", "levers.json"))
@@ -219,13 +219,13 @@ def _interval(found: Interval) -> str:
 @table("refusion_pays ablation", _path("refusion_pays", "ablation.json"))
 @table("refusion_pays slots", _path("refusion_pays", "slots.json"))
 @table("refusion_pays further", _path("refusion_pays", "further.json"))
-def _levers(found: Result) -> str:
+def _levers(results: Result) -> str:
     titles = (
         "training", "steps", "positions", "decoder", "tokens/forward", "positions/token",
         "tokens/s, times `Autoregressive`", "tokens before the first difference", "perplexity under the base",
     )  # fmt: skip
     reference = "base, Autoregressive"
-    recipes = list(found["recipes"].items())
+    recipes = list(results["recipes"].items())
     shown = [("none", recipes[0][1], reference)]
     shown += [(name, run, decoder) for name, run in recipes for decoder in run["decoders"] if decoder != reference]
     rows = []
@@ -273,6 +273,19 @@ def _successors(results: Result) -> str:
     return controlled.best(first, controlled.SUCCESSORS, ("sheet", "walk"))
 
 
+_SPEEDS = _path("controlled_comparison", "speeds.json")
+
+
+@table("controlled_comparison noises on sheet", _CONTROLLED, _SPEEDS)
+def _noises_on_sheet(results: Result, speeds: Result) -> str:
+    return controlled.noises(results["runs"], speeds, "sheet")
+
+
+@table("controlled_comparison noises on walk", _CONTROLLED, _SPEEDS)
+def _noises_on_walk(results: Result, speeds: Result) -> str:
+    return controlled.noises(results["runs"], speeds, "walk")
+
+
 @table("controlled_comparison untrained", _MORE)
 def _untrained(more: Result) -> str:
     return controlled.untrained(more)
@@ -284,9 +297,9 @@ def _decoder_families(results: Result) -> str:
 
 
 @table("hard_tests mutation", _path("hard_tests", "mutation_seed1.json"))
-def _mutation(found: Result) -> str:
-    later = sum(mutant["num_tests"] is None and mutant["status"] == "killed" for mutant in found["mutants"])
-    killed, total = found["all"]["num_killed"], found["all"]["num_mutants"]
+def _mutation(results: Result) -> str:
+    later = sum(mutant["num_tests"] is None and mutant["status"] == "killed" for mutant in results["mutants"])
+    killed, total = results["all"]["num_killed"], results["all"]["num_mutants"]
     labels = {
         "first pass: at most 8 hypothesis examples, and the shortest tests up to 40 seconds per mutant": killed - later,
         f"with new tests for {later} survivors (`num_tests: null` in the JSON)": killed,
@@ -301,12 +314,12 @@ def _mutation(found: Result) -> str:
 
 @table("infilling", _path("infilling"))
 def _infilling(results: Result) -> str:
-    found = {(row["task"], row["test"], row["mask_pattern"], row["decoder"]): row for row in results["rows"]}
+    rows_by_case = {(row["task"], row["test"], row["mask_pattern"], row["decoder"]): row for row in results["rows"]}
     decoders = ("one_token", "one_slot", "certain", "less_certain")
     rows = []
     for task, test in (("additions", "holes"), ("records", "holes"), ("records", "plain")):
         for pattern in ("independent", "grouped"):
-            cells = (found[task, test, pattern, decoder] for decoder in decoders)
+            cells = (rows_by_case[task, test, pattern, decoder] for decoder in decoders)
             figures = [f"{cell['score']:.2f}, {cell['tokens_per_forward']:.1f}" for cell in cells]
             name = "template" if test == "holes" else test
             rows.append([f"{task}, {name}", f"`{pattern}`", *figures])
@@ -331,12 +344,12 @@ def _main_results(results: Result, published: Result) -> str:
 @table("objective earlier", _path("objective", "earlier.json"))
 @table("objective", _path("objective"))
 def _objective(results: Result) -> str:
-    found: dict[tuple[float, float], dict[str, Result]] = {}
+    points: dict[tuple[float, float], dict[str, Result]] = {}
     for row in results["rows"]:
         weights = tuple(row[f"model.objective.init_args.{name}_weight"] for name in ("ar", "mdm"))
-        found.setdefault(weights, {})[row["decoder"]] = row
+        points.setdefault(weights, {})[row["decoder"]] = row
     rows = []
-    for (next_token, masked), by_decoder in found.items():
+    for (next_token, masked), by_decoder in points.items():
         cells = (by_decoder[name] for name in ("refusion", "refusion_bold"))
         figures = [text for cell in cells for text in (f"{cell['score']:.3f}", f"{cell['tokens_per_forward']:.2f}")]
         rows.append([f"{next_token:g}", f"{masked:g}", *figures])
@@ -369,18 +382,18 @@ _ORDERS = {
 
 @table("slot_order", _path("slot_order"))
 def _slot_order(results: Result) -> str:
-    found, rows = results["results"], []
+    figures, rows = results["results"], []
     for name, label in _ORDERS.items():
-        walk = found["walk"][name]
+        walk = figures["walk"][name]
         row = [label, f"{walk['score_forwards']:.2f}", f"{walk['score_backwards']:.2f}"]
         for task in ("latin", "sudoku"):
-            one = found[task].get(name)
+            one = figures[task].get(name)
             row += (
                 [f"{one['score']:.2f}", f"{one['tokens_per_forward']:.2f}", f"{one['positions_per_token']:.0f}"]
                 if one
                 else [""] * 3
             )
-        latin_squares = found["latin"].get(name)
+        latin_squares = figures["latin"].get(name)
         rows.append([*row, f"{latin_squares['share_in_text_order']:.2f}" if latin_squares else ""])
     head = ["order", "walk, known first", "walk, known last", "latin", "t/f", "p/t", "sudoku", "t/f", "p/t"]
     return markdown_table([*head, "in text order"], rows)
@@ -407,7 +420,10 @@ def _estimators(results: Result) -> str:
         runs[f"`{name}`, mean of {len(results['results'][name])}"] = mean
     rows = policy.rows(results["before"], runs)
     against = [["", ""], *(list(run["against_exact"].values()) for run in runs.values())]
-    cells = [[f"{each[0]:+.1f}, {each[1]:+.1f} to {each[2]:+.1f}" if each else "" for each in pair] for pair in against]
+    cells = [
+        [f"{interval[0]:+.1f}, {interval[1]:+.1f} to {interval[2]:+.1f}" if interval else "" for interval in pair]
+        for pair in against
+    ]
     head = [*policy.HEAD, "left to right, against exact", "thresholds, against exact"]
     return markdown_table(head, [[*row, *pair] for row, pair in zip(rows, cells, strict=True)])
 
@@ -415,11 +431,11 @@ def _estimators(results: Result) -> str:
 @table("policy_estimators gradients", _path("policy_estimators", "gradients.json"))
 def _policy_gradients(results: Result) -> str:
     rows = []
-    for name, each in results["results"].items():
-        step = each["steps"]["0.02"]
+    for name, figures in results["results"].items():
+        step = figures["steps"]["0.02"]
         measured = f"{step['slope']:.2f} ± {1.96 * step['standard_error']:.2f}"
-        ratio = f"{each['signal'] / each['noise']:.3f}"
-        rows.append([name, f"{each['signal']:.5f}", f"{each['noise']:.5f}", ratio, f"{step['back']:.3f}",
+        ratio = f"{figures['signal'] / figures['noise']:.3f}"
+        rows.append([name, f"{figures['signal']:.5f}", f"{figures['noise']:.5f}", ratio, f"{step['back']:.3f}",
                      f"{step['ahead']:.3f}", measured])  # fmt: skip
     head = ["roll-outs", "signal", "noise", "signal/noise", "reward a step back", "a step ahead", "slope of the reward"]
     return markdown_table(head, rows)
@@ -446,15 +462,15 @@ def _policy_real_test(results: Result) -> str:
         change, low, high = (bound / 100 for bound in after["difference_in_points"])
         means = [f"{run[name]['mean']:.2f}" for run in runs]
         rows.append([name, f"{before:.2f}", *means, f"{change:+.2f}, {low:+.2f} to {high:+.2f}"])
-    lengths = [each["reward"]["num_tokens"] for each in (results["before"], *runs)]
+    lengths = [run["reward"]["num_tokens"] for run in (results["before"], *runs)]
     rows.append(["tokens per answer", *(f"{length:.1f}" for length in lengths), ""])
     head = ["mean over test questions", "before", *results["results"], "mean of the seeds, difference (95 %)"]
     return markdown_table(head, rows)
 
 
 def _by_estimator(results: Result) -> dict[str, Any]:
-    found = results["results"].items()
-    return {f"`{name}`, seed {seed}": run for name, runs in found for seed, run in runs.items()}
+    results_by_name = results["results"].items()
+    return {f"`{name}`, seed {seed}": run for name, runs in results_by_name for seed, run in runs.items()}
 
 
 _CONVERSION = (_path("real_conversion"), _path("real_conversion", "longer.json"))
@@ -636,7 +652,6 @@ def _nothing(_: Result) -> str:
 for _name in ("kv_reuse", "serial_blocks", "slot_certainty", "slot_size", "thresholds", "gsm8k_small"):
     table(f"{_name} source", _path(_name))(_nothing)
 table("dependency_study source", _path("dependency_study"))(_nothing)
-table("hard_tests earlier source", _path("hard_tests", "mutation.json"))(_nothing)
 
 
 def _plot(experiment: str, name: str, data: Callable[..., Any], draw: Callable[[Any, Path], None]) -> None:
@@ -659,6 +674,11 @@ PLOTS[_path("refusion_pays", "curve.svg")] = Plot(
     (_path("refusion_pays", "training.json"), _path("refusion_pays", "convert.json")),
 )
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
+PLOTS[_path("controlled_comparison", "noise.png")] = Plot(
+    lambda results, speeds: {task: controlled.noise_rows(results["runs"], speeds, task) for task in ("sheet", "walk")},
+    controlled.draw_noises,
+    (_CONTROLLED, _SPEEDS),
+)
 _plot(
     "controlled_comparison",
     "score_vs_tokens_per_forward.png",

@@ -158,8 +158,8 @@ def drawn_from(path: Path) -> str | None:
     if not path.exists():
         return None
     if path.suffix == ".svg":
-        found = _SVG_DIGEST.search(path.read_text(encoding="utf-8"))
-        return found[1] if found else None
+        match = _SVG_DIGEST.search(path.read_text(encoding="utf-8"))
+        return match[1] if match else None
     from PIL import Image
 
     with Image.open(path) as picture:

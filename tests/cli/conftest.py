@@ -11,6 +11,7 @@ import lightning.pytorch  # noqa: F401 - its log handler keeps the standard erro
 import pytest
 
 from refusion_lit.cli import main
+from support import drafter_runs
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -40,7 +41,7 @@ def build_cli(*args: str) -> Any:
     from refusion_lit.cli.lightning import RefusionCLI
 
     class IdleCLI(RefusionCLI):
-        run_directory = claim = None  # the base class keeps the directory of an earlier run
+        claim = None  # the base class keeps the directory of an earlier run
 
         def _choose_directory(self, config: object) -> None: ...
 
@@ -63,6 +64,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
     assert main(["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={runs}"]) == 0
     return runs / "quickstart" / "version_0"
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with next-token predictions."""
+    folder = tmp_path_factory.mktemp("base")
+    config = drafter_runs.write_config(
+        folder / "fit.yaml",
+        {"class_path": "Autoregressive"},
+        drafter_runs.NUM_STEPS,
+        source=str(drafter_runs.ADDITIONS),
+    )
+    checkpoint = drafter_runs.train(folder, config) / "checkpoints" / "last.ckpt"
+    assert main(["export", "--ckpt_path", str(checkpoint), "--output", str(folder / "model")]) == 0
+    return folder / "model"
 
 
 @pytest.fixture(scope="session")

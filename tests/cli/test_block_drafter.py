@@ -19,20 +19,10 @@ from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.block_drafter import BlockDrafterOptions
 from refusion_lit.modeling.load import BackboneConfig
-from support.drafter_runs import ADDITIONS, QUERIES, train, write_config
+from support.drafter_runs import NUM_STEPS, QUERIES, train, write_config
 from support.forks import printed_without_us
 
 BLOCK_SIZE = 6
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with next-token predictions."""
-    folder = tmp_path_factory.mktemp("base")
-    config = write_config(folder / "fit.yaml", {"class_path": "Autoregressive"}, 60, source=str(ADDITIONS))
-    checkpoint = train(folder, config) / "checkpoints" / "last.ckpt"
-    assert main(["export", "--ckpt_path", str(checkpoint), "--output", str(folder / "model")]) == 0
-    return folder / "model"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, base: Path) -> str:
     folder = tmp_path_factory.mktemp("runs")
     options = {"block_size": BLOCK_SIZE, "num_layers": 2, "target_layer_ids": [0, 2]}
     backbone = {"source": str(base), "block_drafter": options}
-    config = write_config(folder / "fit.yaml", {"class_path": "BlockDraft"}, 60, **backbone)
+    config = write_config(folder / "fit.yaml", {"class_path": "BlockDraft"}, NUM_STEPS, **backbone)
     return str(train(folder, config) / "checkpoints" / "last.ckpt")
 
 
@@ -70,13 +60,13 @@ def test_training_raises_the_number_of_accepted_drafts_and_changes_no_text(
     untrained = BackboneConfig(source=str(base), block_drafter=BlockDrafterOptions(block_size=BLOCK_SIZE, num_layers=2))
     model = refusion_lit.load(base)
     model.backbone = untrained.build(model.tokenizer, seed=0)
-    found = {
+    texts = {
         "untrained": rows(model), "trained": rows(refusion_lit.load(checkpoint)),
         "exported": rows(refusion_lit.load(base, draft=draft)),
     }  # fmt: skip
-    for name, generations in found.items():
+    for name, generations in texts.items():
         assert [row.token_ids for row in generations] == [row.token_ids for row in expected], name
-    forwards = {name: sum(row.num_forwards for row in generations) for name, generations in found.items()}
+    forwards = {name: sum(row.num_forwards for row in generations) for name, generations in texts.items()}
     assert forwards["exported"] == forwards["trained"] < 0.9 * forwards["untrained"]
 
 
@@ -97,10 +87,10 @@ def test_transformers_drafts_and_verifies_what_we_do(
     original: Any = DFlashTokenCandidateGenerator.get_candidates
 
     def recorded(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        found, scores = original(self, input_ids, *args, **kwargs)
+        ids, scores = original(self, input_ids, *args, **kwargs)
         if scores is not None:
-            candidates.append(found[0, input_ids.shape[1] :].tolist())
-        return found, scores
+            candidates.append(ids[0, input_ids.shape[1] :].tolist())
+        return ids, scores
 
     monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", recorded)
     loaded = refusion_lit.load(base)

@@ -110,7 +110,7 @@ def test_prompts_are_made_with_the_models_template_unless_another_is_given(
     assert config.data.prompt_template == (given or "{query}>")
 
 
-def test_random_weights_are_told_of(tmp_path: Path) -> None:
+def test_random_weights_are_announced(tmp_path: Path) -> None:
     args = ["validate", "--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}", "--model.schedule.warmup_steps=1"]
     with pytest.warns(UserWarning, match="ckpt_path: none given, so that the model has random weights"):
         assert main([option for option in args if "max_steps" not in option]) == 0

@@ -21,19 +21,9 @@ from refusion_lit.decoding import Autoregressive, SelfSpeculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import save_drafter
-from support.drafter_runs import ADDITIONS, QUERIES, train, write_config
+from support.drafter_runs import ADDITIONS, NUM_STEPS, QUERIES, train, write_config
 from support.forks import printed_without_us
 from support.tiny import make_base, make_sampling
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with next-token predictions."""
-    folder = tmp_path_factory.mktemp("base")
-    config = write_config(folder / "fit.yaml", {"class_path": "Autoregressive"}, 60, source=str(ADDITIONS))
-    checkpoint = train(folder, config) / "checkpoints" / "last.ckpt"
-    assert main(["export", "--ckpt_path", str(checkpoint), "--output", str(folder / "model")]) == 0
-    return folder / "model"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     """Train a drafter; return the run's directory."""
     folder = tmp_path_factory.mktemp("runs")
     options = {"source": str(base), "drafter": {"num_masks": 3, "rank": 4, "alpha": 8.0}}
-    return train(folder, write_config(folder / "fit.yaml", {"class_path": "GatedDraft"}, 60, **options))
+    return train(folder, write_config(folder / "fit.yaml", {"class_path": "GatedDraft"}, NUM_STEPS, **options))
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +95,11 @@ def check_alone(base: Path, draft: Path, folder: Path) -> None:
     model = refusion_lit.load(base, draft=draft)
     prompts = [model.encode(query) for query in QUERIES]
     given = f"base, draft, prompts = {str(base)!r}, {str(draft)!r}, {prompts}\n"
-    *found, refused = [json.loads(line) for line in printed_without_us(given + TRANSFORMERS_ALONE, folder).splitlines()]
+    *generations, refused = [
+        json.loads(line) for line in printed_without_us(given + TRANSFORMERS_ALONE, folder).splitlines()
+    ]
     rows = model.generate(QUERIES, decoder=SelfSpeculative(layout="two_forwards"), max_new_tokens=24)
-    assert found == [[r.token_ids, r.num_forwards] for r in rows]
+    assert generations == [[r.token_ids, r.num_forwards] for r in rows]
     assert "which is another model's; give its own." in refused
     assert [row.token_ids for row in rows] == [
         row.token_ids for row in model.generate(QUERIES, decoder=Autoregressive(), max_new_tokens=24)

@@ -192,12 +192,12 @@ def test_options_without_a_class_change_the_directorys_own_decoder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (str(tmp_path / name) for name in ("first", "second"))
-    own = ["--decoder=ReFusion", "--decoder.slot_size=4", "--decoder.infill=bonus"]
-    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
+    flags = ["--decoder=ReFusion", "--decoder.slot_size=4", "--decoder.infill=bonus"]
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *flags]) == 0
     assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.init_args.slot_threshold=0.8"]) == 0
     assert refusion_lit.load(second).default_decoder == ReFusion(slot_size=4, infill="bonus", slot_threshold=0.8)
     query = ["--prompt=12+34,56+78>", "--max_new_tokens=16", "--output"]
-    for name, options in (("own", ["--decoder.slot_size=8"]), ("named", ["--decoder.class_path=ReFusion", *own[2:]])):
+    for name, options in (("own", ["--decoder.slot_size=8"]), ("named", ["--decoder.class_path=ReFusion", *flags[2:]])):
         assert main(["generate", f"--ckpt_path={first}", *query, str(tmp_path / name), *options]) == 0
     made_by = [
         json.loads((tmp_path / f"{name}.meta.json").read_text())["fingerprint"]["decoder"] for name in ("own", "named")
@@ -208,8 +208,8 @@ def test_options_without_a_class_change_the_directorys_own_decoder(
 def test_an_option_alone_is_checked_with_the_own_ones(tmp_path: Path) -> None:
     """Drafts alone need ``infill: bonus``, and eight serial blocks are fitted to two slots."""
     first, second = (str(tmp_path / name) for name in ("first", "second"))
-    own = ["--decoder=ReFusion", "--decoder.slot_size=8", "--decoder.infill=bonus", "--decoder.num_serial_blocks=8"]
-    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
+    flags = ["--decoder=ReFusion", "--decoder.slot_size=8", "--decoder.infill=bonus", "--decoder.num_serial_blocks=8"]
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *flags]) == 0
     assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.num_drafts", "2"]) == 0
     expected = ReFusion(slot_size=8, infill="bonus", num_serial_blocks=8, num_drafts=2)
     assert refusion_lit.load(second).default_decoder == expected
@@ -222,8 +222,8 @@ def test_an_option_alone_is_checked_with_the_own_ones(tmp_path: Path) -> None:
 
 def test_an_option_alone_changes_an_own_decoder_of_another_class(tmp_path: Path) -> None:
     first, second = (str(tmp_path / name) for name in ("first", "second"))
-    own = ["--decoder=SelfSpeculative", "--decoder.slot_size=4", "--decoder.num_drafts=2"]
-    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *own]) == 0
+    flags = ["--decoder=SelfSpeculative", "--decoder.slot_size=4", "--decoder.num_drafts=2"]
+    assert main(["export", f"--ckpt_path={MODEL}", f"--output={first}", *flags]) == 0
     assert main(["export", f"--ckpt_path={first}", f"--output={second}", "--decoder.slot_size=8"]) == 0
     assert refusion_lit.load(second).default_decoder == SelfSpeculative(slot_size=8, num_drafts=2)
 

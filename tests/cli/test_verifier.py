@@ -110,9 +110,9 @@ def test_answers_are_not_lost_to_a_decoder_that_does_not_fit(masked: Path, decod
 
 
 def test_the_two_models_may_have_other_types_of_weights() -> None:
-    def answer(own: DType, others: DType) -> str:
+    def answer(dtype: DType, others: DType) -> str:
         overrides = BackboneConfig(source=str(ADDITIONS), attention="bidirectional")
-        model = refusion_lit.load(ADDITIONS, dtype=own, overrides=overrides)
+        model = refusion_lit.load(ADDITIONS, dtype=dtype, overrides=overrides)
         pair(model, refusion_lit.load(ADDITIONS, dtype=others))
         return model.generate([QUERY], decoder=APD(), max_new_tokens=12)[0].text
 

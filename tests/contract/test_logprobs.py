@@ -65,8 +65,8 @@ def test_masked_models_have_those_of_the_canvas_before_the_token() -> None:
         for position in entry.accepted:
             expected[position - len(prompt)] = float(logprobs[position, drafts[position]])
             ids[0, position] = drafts[position]
-    found = [entry.logprob for entry in row.logprobs if entry is not None]
-    assert found == pytest.approx([expected[place] for place in range(len(row.token_ids))], abs=1e-5)
+    values = [entry.logprob for entry in row.logprobs if entry is not None]
+    assert values == pytest.approx([expected[place] for place in range(len(row.token_ids))], abs=1e-5)
 
 
 @each_decoder

@@ -13,9 +13,10 @@ from refusion_lit.contrib.apd import PairedModel
 from refusion_lit.decoding import Autoregressive, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from support.decoder_cases import prompts, traits_for
+from support.decoder_cases import traits_for
 from support.example_counts import examples
 from support.fakes import MASK, HashModel, tiny_backbone
+from support.loop_cases import LoopCase, loop_cases
 from support.slow_decoding import best_allowed, cut
 
 CAUSAL = ModelTraits(predictions=("next_token",))
@@ -59,25 +60,16 @@ def slow_apd(
 
 @settings(max_examples=examples(48), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), batch=prompts(max_size=3),
-    weight=st.sampled_from([0.0, 0.3, 0.7, 1.0]), lookahead=st.none() | st.integers(1, 9), shifted=st.booleans(),
-    length=st.integers(1, 17), size=st.integers(1, 3),
-)  # fmt: skip
+    case=loop_cases(),
+    weight=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    lookahead=st.none() | st.integers(1, 9),
+    shifted=st.booleans(),
+)
 def test_the_text_is_that_of_a_loop_without_cache(
-    seed: int,
-    ends: frozenset[int],
-    batch: list[Prompt],
-    weight: float,
-    lookahead: int | None,
-    shifted: bool,
-    length: int,
-    size: int,
+    case: LoopCase, weight: float, lookahead: int | None, shifted: bool
 ) -> None:
     decoder = APD(mixture_weight=weight, max_lookahead=lookahead, shifted=shifted)
-    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(batch, rows, strict=True):
-        assert (row.token_ids, row.num_forwards) == slow_apd(slow, slow, prompt.token_ids, decoder, length)
+    case.check(decoder, lambda model, prompt, options, length: slow_apd(model, model, prompt, options, length))
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 0.9, 1.0])

@@ -12,9 +12,9 @@ from refusion_lit.decoding import Autoregressive, decode, default_decoder
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.objectives import GatedDraft
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from support.decoder_cases import prompts
 from support.example_counts import examples
 from support.fakes import MASK, HashModel, tiny_backbone
+from support.loop_cases import LoopCase, loop_cases
 from support.slow_decoding import best_allowed, cut
 
 TRAITS = ModelTraits(predictions=("mask_shifted", "next_token"))
@@ -49,25 +49,16 @@ def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, leng
 
 @settings(max_examples=examples(48), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), batch=prompts(max_size=3),
-    block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
-    max_rounds=st.none() | st.integers(1, 4), length=st.integers(1, 17), size=st.integers(1, 3),
-)  # fmt: skip
+    case=loop_cases(),
+    block_size=st.integers(1, 7),
+    threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
+    max_rounds=st.none() | st.integers(1, 4),
+)
 def test_the_text_is_that_of_a_loop_without_cache(
-    seed: int,
-    ends: frozenset[int],
-    batch: list[Prompt],
-    block_size: int,
-    threshold: float,
-    max_rounds: int | None,
-    length: int,
-    size: int,
+    case: LoopCase, block_size: int, threshold: float, max_rounds: int | None
 ) -> None:
     decoder = CARD(block_size=block_size, threshold=threshold, max_rounds=max_rounds)
-    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=TRAITS) for _ in range(2))
-    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(batch, rows, strict=True):
-        assert (row.token_ids, row.num_forwards) == slow_card(slow, prompt.token_ids, decoder, length)
+    case.check(decoder, slow_card)
 
 
 @pytest.mark.parametrize("decoder", [CARD(block_size=1), CARD(block_size=1, threshold=0.0, max_rounds=1)])

@@ -13,9 +13,10 @@ from refusion_lit.contrib import D2F
 from refusion_lit.decoding import decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from support.decoder_cases import fill_until_accepted, prompts, traits_for
+from support.decoder_cases import fill_until_accepted, traits_for
 from support.example_counts import examples
 from support.fakes import MASK, HashModel, tiny_backbone
+from support.loop_cases import LoopCase, loop_cases
 from support.slow_decoding import best_allowed, cut
 
 
@@ -71,32 +72,21 @@ def slow_d2f(
 
 @settings(max_examples=examples(42), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), batch=prompts(max_size=3),
-    block_size=st.integers(1, 7), threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
-    add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), activate=st.sampled_from([0.0, 0.5, 0.95]),
+    case=loop_cases(),
+    block_size=st.integers(1, 7),
+    threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
+    add=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    activate=st.sampled_from([0.0, 0.5, 0.95]),
     num_open_blocks=st.none() | st.integers(1, 3),
-    length=st.integers(1, 17), size=st.integers(1, 3),
-)  # fmt: skip
+)
 def test_the_text_is_that_of_a_loop_without_cache(
-    seed: int,
-    ends: frozenset[int],
-    batch: list[Prompt],
-    block_size: int,
-    threshold: float,
-    add: float,
-    activate: float,
-    num_open_blocks: int | None,
-    length: int,
-    size: int,
+    case: LoopCase, block_size: int, threshold: float, add: float, activate: float, num_open_blocks: int | None
 ) -> None:
     decoder = D2F(
         block_size=block_size, threshold=threshold, add_threshold=add, activate_threshold=activate,
         num_open_blocks=num_open_blocks,
     )  # fmt: skip
-    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(batch, rows, strict=True):
-        assert (row.token_ids, row.num_forwards) == slow_d2f(slow, prompt.token_ids, decoder, length)
+    case.check(decoder, slow_d2f)
 
 
 @settings(max_examples=examples(32), deadline=None)

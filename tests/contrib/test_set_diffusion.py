@@ -14,9 +14,10 @@ from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import Prompt, SamplingParams
-from support.decoder_cases import prompts, traits_for
+from support.decoder_cases import traits_for
 from support.example_counts import examples
 from support.fakes import MASK, SPECIAL, HashModel, tiny_backbone
+from support.loop_cases import LoopCase, loop_cases
 from support.slow_decoding import best_allowed, cut
 
 
@@ -50,25 +51,16 @@ def slow_sets(
 
 @settings(max_examples=examples(48), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), batch=prompts(max_size=3),
-    window_size=st.integers(1, 7), threshold=st.sampled_from([None, 0.0, 0.05, 0.1, 0.3, 1.0]),
-    quota=st.integers(1, 3), length=st.integers(1, 17), size=st.integers(1, 3),
-)  # fmt: skip
+    case=loop_cases(),
+    window_size=st.integers(1, 7),
+    threshold=st.sampled_from([None, 0.0, 0.05, 0.1, 0.3, 1.0]),
+    quota=st.integers(1, 3),
+)
 def test_the_text_is_that_of_a_loop_without_cache(
-    seed: int,
-    ends: frozenset[int],
-    batch: list[Prompt],
-    window_size: int,
-    threshold: float | None,
-    quota: int,
-    length: int,
-    size: int,
+    case: LoopCase, window_size: int, threshold: float | None, quota: int
 ) -> None:
     decoder = SetDiffusion(window_size=window_size, threshold=threshold, quota=quota)
-    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(batch, rows, strict=True):
-        assert (row.token_ids, row.num_forwards) == slow_sets(slow, prompt.token_ids, decoder, length)
+    case.check(decoder, slow_sets)
 
 
 def test_training_gives_the_probabilities_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,9 @@ def test_a_batch_holds_the_samples_of_its_rows() -> None:
     assert batch.prompt_lengths.tolist() == [0, 2, 3]
 
 
-@pytest.mark.parametrize("num_train", [60, 21_000])
-def test_the_data_module_packs_training_batches_alone(num_train: int) -> None:
+@pytest.mark.parametrize("num_train", [60, 2000], ids=["encoded before training", "encoded when read"])
+def test_the_data_module_packs_training_batches_alone(num_train: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refusion_lit.data.module._LAZY_ABOVE", 1000)
     task = Additions(num_train=num_train, num_validation=4, num_test=4)
     data = InstructionDataModule(task, CharacterTokenizer(), batch_size=3, max_length=128, pack_length=256)
     loader = data.train_dataloader()

@@ -36,13 +36,13 @@ def test_each_sample_once_over_all_ranks(
             num_samples, batch_size, lambda i: i % 7, seed=seed, rank=rank, num_ranks=num_ranks
         )
         sampler.set_epoch(epoch)
-        found = list(sampler)
-        assert len(found) == len(sampler)
-        return found
+        batches = list(sampler)
+        assert len(batches) == len(sampler)
+        return batches
 
     ranks = [batches(rank) for rank in range(num_ranks)]
-    assert {len(found) for found in ranks} == {num_samples // (batch_size * num_ranks)}
-    seen = Counter(i for found in ranks for batch in found for i in batch)
+    assert {len(rank_batches) for rank_batches in ranks} == {num_samples // (batch_size * num_ranks)}
+    seen = Counter(i for rank_batches in ranks for batch in rank_batches for i in batch)
     assert max(seen.values()) == 1
     assert num_samples - len(seen) < batch_size * num_ranks
     assert ranks == [batches(rank) for rank in range(num_ranks)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from refusion_lit.contrib import CARD
 from refusion_lit.data import schema_templates
 from refusion_lit.decoding import Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import SamplingParams
+from refusion_lit.types import Prompt, SamplingParams
 from support.tiny import make_bytes_base
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
@@ -46,11 +47,11 @@ DECODERS = [
 )
 def test_numbers_have_all_decimals_within_their_bounds(schema: dict[str, Any], values: list[str]) -> None:
     low, high = (schema.get(name, bound) for name, bound in (("minimum", -1000), ("maximum", 1000)))
-    found = [*schema_templates._numbers(low, high), *schema_templates._decimals(low, high)]
+    shapes = [*schema_templates._numbers(low, high), *schema_templates._decimals(low, high)]
     for value in values:
-        assert any(fits(each, value) for each in found), value
+        assert any(fits(shape, value) for shape in shapes), value
     for value in (f"{low}.5" if low < 0 else f"-{low}.5", f"{high}.5" if high >= 0 else f"-{-high - 1}.5"):
-        assert not any(fits(each, value) for each in found), value
+        assert not any(fits(shape, value) for shape in shapes), value
 
 
 def fits(alternative: list[str], value: str) -> bool:
@@ -66,10 +67,12 @@ def bounds(low: str, high: str, values: st.SearchStrategy[Any]) -> st.SearchStra
 
 TEXTS = st.text(st.characters(codec="utf-8", max_codepoint=0x2FF), max_size=6)
 CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from([0.5, -1e30]) | TEXTS
+LIMITS = st.integers(-5000, 5000) | st.sampled_from([-0.5, 0.25, 9.75, 2e7])
 NUMBERS = st.builds(
-    lambda kind, bound: {"type": kind, **bound},
+    lambda kind, bound, exclusive: {"type": kind, **bound, **exclusive},
     st.sampled_from(["integer", "number"]),
-    bounds("minimum", "maximum", st.integers(-5000, 5000) | st.sampled_from([-0.5, 0.25, 9.75, 2e7])),
+    bounds("minimum", "maximum", LIMITS),
+    st.just({}) | bounds("exclusiveMinimum", "exclusiveMaximum", LIMITS),
 )
 STRINGS = bounds("minLength", "maxLength", st.integers(0, 9)).map(lambda bound: {"type": "string", **bound})
 ENUMS = st.lists(CONSTANTS, min_size=1, max_size=4).map(lambda values: {"enum": values})
@@ -80,30 +83,55 @@ LEAVES = st.one_of(
 )  # fmt: skip
 
 
+TYPES = st.builds(
+    lambda kinds, numbers, strings: {**numbers, **strings, "type": kinds},
+    st.lists(st.sampled_from(["integer", "number", "string", "boolean", "null"]), min_size=1, unique=True),
+    NUMBERS,
+    STRINGS,
+).map(
+    lambda schema: {  # bounds of types that are not listed are refused
+        name: value
+        for name, value in schema.items()
+        if name == "type" or ("Length" in name and "string" in schema["type"])
+        or ("imum" in name and {"integer", "number"} & {*schema["type"]})
+    }
+)  # fmt: skip
+
+
 @st.composite
 def objects(draw: st.DrawFn, values: st.SearchStrategy[Any]) -> dict[str, Any]:
-    """Draw objects; properties with a single value may be optional."""
+    """Draw objects with optional properties."""
     properties = draw(st.dictionaries(TEXTS, values, max_size=3))
-    single = [key for key, value in properties.items() if value.get("type") not in ("object", "array")]
-    optional = draw(st.sets(st.sampled_from(single))) if single else set()
+    optional = draw(st.sets(st.sampled_from([*properties]))) if properties else set()
     return {"type": "object", "properties": properties, "required": [key for key in properties if key not in optional]}
 
 
 @st.composite
 def arrays(draw: st.DrawFn, values: st.SearchStrategy[Any]) -> dict[str, Any]:
-    """Draw arrays; the number of items that are arrays or objects is fixed."""
-    items = draw(values)
-    fewest, most = sorted((draw(st.integers(0, 2)), draw(st.integers(0, 2))))
-    is_single = items.get("type") not in ("object", "array")
-    return {"type": "array", "items": items, "minItems": fewest if is_single or most == 1 else most, "maxItems": most}
+    """Draw arrays of up to three items."""
+    fewest, most = sorted((draw(st.integers(0, 3)), draw(st.integers(0, 3))))
+    return {"type": "array", "items": draw(values), "minItems": fewest, "maxItems": most}
 
 
-SCHEMAS = st.recursive(LEAVES, lambda values: objects(values) | arrays(values), max_leaves=4)
+@st.composite
+def unions(draw: st.DrawFn, values: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Draw unions; options of ``oneOf`` differ in a required property."""
+    options = draw(st.lists(values, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        return {"anyOf": options}
+    kinds = [
+        {"type": "object", "properties": {"value": option, "kind": {"const": number}}, "required": ["kind"]}
+        for number, option in enumerate(options)
+    ]
+    return {"oneOf": [*kinds, {"type": "null"}]}
+
+
+SCHEMAS = st.recursive(LEAVES | TYPES, lambda values: objects(values) | arrays(values) | unions(values), max_leaves=5)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
-    return load(make_bytes_base(tmp_path_factory.mktemp("base"), mask=True), device="cpu")
+    return load(make_bytes_base(tmp_path_factory.mktemp("base"), mask=True, max_positions=2048), device="cpu")
 
 
 @functools.cache
@@ -125,21 +153,64 @@ def generate_checked(
 
 def is_impossible(schema: dict[str, Any]) -> bool:
     """Whether bounds of a value leave nothing that a template has: integers, and tokens of a quarter of a string."""
-    if schema.get("type") in ("integer", "number"):
-        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-        return low > -math.inf and math.ceil(low) > high
-    if schema.get("type") == "string" and "enum" not in schema:
+    kinds = schema.get("type", [])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if {"integer", "number"} & {*kinds}:
+        lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+        lows += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
+        highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
+        highs += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
+        if lows and max(lows) > min(highs, default=math.inf):
+            return True
+    if "string" in kinds and "enum" not in schema:
         most = schema.get("maxLength", math.inf)
-        return most < math.inf and schema.get("minLength", 0) > most // max(1, most // 4)
+        if most < math.inf and schema.get("minLength", 0) > most // max(1, most // 4):
+            return True
     items = [schema["items"]] if schema.get("maxItems") else []
-    return any(map(is_impossible, [*schema.get("properties", {}).values(), *items]))
+    options = schema.get("anyOf", schema.get("oneOf", []))
+    return any(map(is_impossible, [*schema.get("properties", {}).values(), *items, *options]))
+
+
+def fill(model: TextModel, schema: Any, seed: int) -> Any:
+    """Return an answer whose places are filled in a random order with random tokens.
+
+    Places are filled in groups: the tokens of a group are drawn at once, before the first of them counts.
+    """
+    rng = random.Random(seed)
+    sampling = SamplingParams(max_new_tokens=100_000)
+    [prompt] = model.schemas.constrain([Prompt(token_ids=(1,), id="0")], schema, ReFusion(), sampling)
+    assert prompt.constraint is not None
+    assert prompt.given is not None
+    state = prompt.constraint.begin(sampling.max_new_tokens)
+    tokens: list[Any] = [*prompt.given]
+    places = [place for place, token in enumerate(tokens) if token is None]
+    rng.shuffle(places)
+    while places:
+        group = [places.pop() for _ in range(min(len(places), rng.choice([1, 1, 2, 9])))]
+        drawn = []
+        for place in group:
+            allowed = state.allowed(place, [])
+            assert allowed is not None
+            drawn.append(rng.choice(allowed.nonzero()[:, 0].tolist()))
+        for place, token in zip(group, drawn, strict=True):
+            tokens[place] = state.settle(place, [], token)
+    value = json.loads(str(model.tokenizer.decode(tokens[:-1])))
+    jsonschema.validate(value, schema)
+    return value
+
+
+@settings(max_examples=150, deadline=None)
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32))
+def test_any_order_of_filling_keeps_the_schema(model: TextModel, schema: Any, seed: int) -> None:
+    if not is_impossible(schema):
+        fill(model, schema, seed)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not fit this model")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(schema=SCHEMAS, decoder=st.sampled_from(DECODERS), temperature=st.sampled_from([0.0, 1.0, 5.0]))
 def test_answers_keep_what_is_accepted(model: TextModel, schema: Any, decoder: Decoder, temperature: float) -> None:
-    sampling = SamplingParams(max_new_tokens=160, temperature=temperature)
+    sampling = SamplingParams(max_new_tokens=600, temperature=temperature)
     if is_impossible(schema):
         with pytest.raises(ValueError, match=r"no integer within its bounds|minLength"):
             generate_checked(model, schema, decoder, sampling)
@@ -166,26 +237,61 @@ def test_optional_properties_and_items_may_be_left_out_or_not(model: TextModel) 
     """Also before the first required property, and where no property is required."""
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     properties = {"a": digit, "b": digit, "c": {"type": "array", "items": digit, "maxItems": 3}}
-    found: set[tuple[str, ...]] = set()
+    names: set[tuple[str, ...]] = set()
     lengths: set[int] = set()
-    for seed in range(20):
-        sampling = SamplingParams(max_new_tokens=80, temperature=30.0, seed=seed)
+    for seed in range(80):
         for required in (["c"], ["b", "c"], ["a", "c"]):
             schema = {"type": "object", "properties": properties, "required": required}
-            for text in generate_checked(model, schema, ReFusion(slot_size=4), sampling):
-                found.add((*json.loads(text),))
-                lengths.add(len(json.loads(text)["c"]))
+            value = fill(model, schema, seed)
+            names.add((*value,))
+            lengths.add(len(value["c"]))
+    sampling = SamplingParams(max_new_tokens=80, temperature=30.0)
     [text, *_] = generate_checked(
         model, {"type": "object", "properties": {"a": digit, "b": digit}}, ReFusion(), sampling
     )
     assert "a" in json.loads(text)
-    assert found == {("c",), ("a", "b", "c"), ("b", "c"), ("a", "c")}
+    assert names == {("c",), ("a", "b", "c"), ("b", "c"), ("a", "c")}
     assert lengths == {1, 2, 3}
 
 
 def test_a_tokenizer_without_a_character_is_refused() -> None:
     with pytest.raises(ValueError, match=r"json_schema: .*no token.*'-'"):
         golden("additions-clean").generate(["1"], json_schema={"type": "integer"})
+
+
+def test_optional_objects_and_arrays_may_be_left_out_or_not(model: TextModel) -> None:
+    """The schema is in the form in which pydantic writes models in models."""
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    point = {"type": "object", "properties": {"x": digit, "y": {"anyOf": [digit, {"type": "null"}]}}, "required": ["x"]}
+    schema = {
+        "$defs": {"Point": point},
+        "type": "object",
+        "properties": {
+            "best": {"$ref": "#/$defs/Point"},
+            "all": {"type": "array", "items": {"$ref": "#/$defs/Point"}, "minItems": 1, "maxItems": 2},
+            "name": {"type": ["string", "null"], "maxLength": 3},
+        },
+        "required": ["name"],
+    }
+    values = [fill(model, schema, seed) for seed in range(40)]
+    assert {"best" in value for value in values} == {True, False}
+    assert {len(value.get("all", ())) for value in values} == {0, 1, 2}
+    assert {type(value["name"]) for value in values} == {str, type(None)}
+    points = [point for value in values for point in value.get("all", ())]
+    assert {type(point.get("y", "")) for point in points} == {int, str, type(None)}
+
+
+def doubling(keyword: str) -> dict[str, Any]:
+    """Return a schema whose value has 2 ** 40 parts."""
+    definitions: dict[str, Any] = {
+        str(i): {
+            "type": "object",
+            "properties": {name: {"$ref": f"#/$defs/{i + 1}"} for name in "ab"},
+            keyword: ["a", "b"],
+        }
+        for i in range(40)
+    }
+    return {"$ref": "#/$defs/0", "$defs": definitions | {"40": {"const": 1}}}
 
 
 STRING = {"type": "string"}
@@ -201,17 +307,34 @@ REFUSED = [
         {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]},
         'values of any type in the items of "a"',
     ),
-    (
-        {"type": "object", "properties": {"a": STRING, "b": {"type": "array", "items": STRING}}, "required": ["a"]},
-        'an optional value that is an array or object in "b"',
-    ),
     ({"type": "array", "items": STRING, "uniqueItems": True}, "uniqueItems in the schema"),
     ({"type": "array", "items": STRING, "minItems": 2, "maxItems": 1}, "minItems 2 in the schema"),
-    ({"type": ["string", "null"]}, "the type ['string', 'null'] in the schema"),
-    ({"anyOf": [STRING]}, "anyOf in the schema"),
+    ({"type": ["string", "x"]}, "the type 'x' in the schema"),
+    ({"type": ["string", "null"], "minimum": 1}, "minimum in the schema"),
+    ({"type": "string", "anyOf": [STRING]}, "type beside anyOf in the schema"),
+    ({"anyOf": []}, "no value in the schema"),
+    ({"anyOf": [STRING, {}]}, "values of any type in the schema"),
+    ({"oneOf": [STRING, {"enum": ["a"]}]}, "oneOf with options that may have a value in common in the schema"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf with options that may have a value in common"),
+    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf with options that may have a value in common"),
+    ({"allOf": [STRING, STRING]}, "allOf in the schema"),
+    ({"$ref": "#/$defs/a"}, "the reference '#/$defs/a', which names nothing"),
+    ({"$ref": "https://example.com/a"}, "the reference 'https://example.com/a'"),
+    (
+        {"type": "array", "items": {"$ref": "#"}},
+        "the reference '#' to itself",
+    ),
+    ({"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": STRING}}, "minLength beside $ref"),
+    ({"$ref": "#/$defs/a", "type": "integer", "$defs": {"a": STRING}}, "type beside $ref"),
+    ({"allOf": [STRING], "type": "integer"}, "type beside allOf"),
+    ({"anyOf": {"a": STRING}}, "anyOf without a list"),
+    ({"oneOf": [{"const": number} for number in range(201)]}, "oneOf with more than 200 options"),
+    ({"oneOf": [1, 2]}, "oneOf with options that may have a value in common"),
+    ({"$ref": 5}, "the reference '5'"),
     (STRING | {"pattern": "a"}, "pattern in the schema"),
     (STRING | {"minLength": 33}, "minLength 33 in the schema"),
     ({"type": "integer", "multipleOf": 2}, "multipleOf in the schema"),
+    ({"type": "integer", "minimum": 0, "exclusiveMinimum": True}, "exclusiveMinimum"),
     ({"type": "string", "enum": [1]}, "no value in the schema"),
     ({"const": 1, "enum": [2]}, "enum in the schema"),
 ]
@@ -229,6 +352,16 @@ def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextMode
     [
         ({"type": "object", "properties": [1]}, ".*wrong: "),
         ({"enum": 1}, ".*wrong: "),
+        ({"allOf": 5}, ".*allOf"),
+        ({"oneOf": [{"type": [[]]}, STRING]}, ".*wrong: "),
+        (doubling("required"), ".*more than 10000 values"),
+        (doubling("title"), ".*more than 10000 values"),  # no property is required
+        ({"anyOf": [STRING] * 100}, ".*more than 100000 tokens"),
+        ({"type": "array", "maxItems": 10**9, "items": {"const": 1}}, ".*more than 10000 values"),
+        (
+            {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}},
+            ".*(wrong: |nested too deeply)",
+        ),
         ({"enum": ["a" * 1000, *range(1000)]}, ".*more than 100000 tokens"),
         (
             {

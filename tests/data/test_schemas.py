@@ -54,8 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("max_new_tokens", [64, 200])
+@pytest.mark.parametrize(("temperature", "max_new_tokens"), [(0.0, 64), (1.0, 64), (1.0, 200)])
 def test_responses_keep_a_schema(model: TextModel, name: str, temperature: float, max_new_tokens: int) -> None:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     rows = model.generate(["a", "b", "c"], sampling=sampling, json_schema=SCHEMAS[name], batch_size=2)
@@ -288,9 +287,9 @@ LEAVES: st.SearchStrategy[Any] = st.one_of(
         | {"multipleOf": st.sampled_from([1, 3, 10])},
     ),
     st.fixed_dictionaries({"type": st.just("string")}, optional={"minLength": SIZE, "maxLength": st.integers(1, 3)}),
-    st.builds(lambda each: {"pattern": each}, st.sampled_from(["^[a-c]+$", r"\d", r"^\w", '"', r"\\", "^.{2}$"])),
-    st.builds(lambda each: {"enum": each}, st.lists(VALUE, min_size=1, max_size=3)),
-    st.builds(lambda each: {"const": each}, VALUE),
+    st.builds(lambda pattern: {"pattern": pattern}, st.sampled_from(["^[a-c]+$", r"\d", r"^\w", '"', r"\\", "^.{2}$"])),
+    st.builds(lambda values: {"enum": values}, st.lists(VALUE, min_size=1, max_size=3)),
+    st.builds(lambda value: {"const": value}, VALUE),
     st.sampled_from(
         [True, False, {"type": ["string", "null"]}, {"type": "boolean"}, {"type": "string", "format": "date"}]
     ),
@@ -316,7 +315,7 @@ def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "oneOf": several,
         "$ref": st.just("#/$defs/a"),
     }
-    order = st.permutations([*keywords]).map(lambda each: each[:4])
+    order = st.permutations([*keywords]).map(lambda names: names[:4])
     return order.flatmap(lambda names: st.fixed_dictionaries({name: keywords[name] for name in names}))
 
 
@@ -351,7 +350,7 @@ WRONG_BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion()], ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize(("schema", "message"), WRONG_BOUNDS, ids=[message[:60] for _, message in WRONG_BOUNDS])
 def test_wrong_bounds_are_refused_by_their_keyword(
     model: TextModel, decoder: Decoder, schema: Any, message: str
@@ -366,8 +365,8 @@ def test_names_and_examples_are_no_keywords(model: TextModel) -> None:
               "required": ["minimum", "maxLength"], "additionalProperties": False,
               "examples": [{"minimum": True, "maxLength": None}]}  # fmt: skip
     bounds = {"type": "integer", "minimum": 5, "maximum": 7, "exclusiveMinimum": True, "exclusiveMaximum": True}
-    for each in (schema, bounds):
-        [row] = model.generate(["a"], max_new_tokens=64, json_schema=each)
+    for accepted in (schema, bounds):
+        [row] = model.generate(["a"], max_new_tokens=64, json_schema=accepted)
         json.loads(row.text)
     assert row.text == "6"  # draft 4 has booleans here
 

@@ -17,7 +17,7 @@ from refusion_lit.decoding import (
     Steps,
     decode,
 )
-from refusion_lit.engine.drafting import text_branch
+from refusion_lit.engine.branches import text_branch
 from refusion_lit.types import SamplingParams
 from support.fakes import EOS, MASK, SPECIAL, OracleModel, oracle_text
 from support.scripted import NEXT_TOKEN, Scripted, decode_letters, decode_one_prompt, make_prompts

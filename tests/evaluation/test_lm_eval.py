@@ -237,23 +237,36 @@ def test_estimates_that_a_model_cannot_give_are_refused() -> None:
         check(backbone, "monte_carlo_masked", allow_mismatch=True)
 
 
-@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
 def test_texts_beyond_the_context_are_refused_before_any_is_scored(
-    adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch, kind: str
+    adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[object] = []
     adapter.model.backbone.register_forward_hook(lambda *_: scored.append(0))
     monkeypatch.setattr(adapter.cache_hook, "add_partial", lambda *_: scored.append(0))
-    arguments = [("1+2=", "3"), ("1", "9" * 600)] if kind == "loglikelihood" else [("1+2=3",), ("9" * 600,)]
     requests = [
-        Instance(request_type=kind, doc={}, arguments=pair, idx=0, metadata=("t", i, 1))  # type: ignore[arg-type]
-        for i, pair in enumerate(arguments)
+        Instance("loglikelihood", {}, pair, 0, metadata=("t", i, 1))
+        for i, pair in enumerate([("1+2=", "3"), ("1", "9" * 600)])
     ]
-    with pytest.raises(ValueError, match=r"^prompt t/1#0: expected at most 512 tokens .*, got 601; shorten it"):
-        getattr(adapter, kind)(requests)
+    with pytest.raises(ValueError, match=r"^prompt t/1#0: expected at most 512 tokens"):
+        adapter.loglikelihood(requests)
     assert scored == []
-    getattr(adapter, kind)(requests[:1])
-    assert (len(scored) > 0) == (kind == "loglikelihood")
+    adapter.loglikelihood(requests[:1])
+    assert len(scored) > 0
+
+
+@pytest.mark.parametrize("estimate", ["autoregressive", "monte_carlo_masked"])
+def test_rolling_windows_score_all_tokens_once(
+    adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch, estimate: Any
+) -> None:
+    windows: list[tuple[list[int], list[int]]] = []
+    monkeypatch.setattr(adapter, "_loglikelihood", lambda *pair: (windows.append(pair), (-1.0, True))[1])
+    adapter.likelihood = estimate
+    text = "12+34=46;" * 130
+    assert adapter.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)]) == [-float(len(windows))]
+    assert [token for _, scored in windows for token in scored] == encode_text(adapter.model.tokenizer, text)
+    assert all(known for known, _ in windows)
+    read = [len(known) + len(scored) - (estimate == "autoregressive") for known, scored in windows]
+    assert read == [512] * len(windows), "also the last window fills the context"
 
 
 def test_what_cannot_be_decoded_is_refused_before_anything_is(

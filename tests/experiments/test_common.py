@@ -100,18 +100,18 @@ def test_the_positions_of_steps_are_those_that_a_training_counts(
     logged = (tmp_path / "runs" / "counted" / "fit" / "metrics.csv").read_text().splitlines()
     names = logged[0].split(",")
     counted = [dict(zip(names, line.split(","), strict=True))["train/num_positions"] for line in logged[1:]]
-    assert [float(each) for each in counted if each] == [positions[0], sum(positions)]
+    assert [float(count) for count in counted if count] == [positions[0], sum(positions)]
 
 
 def test_commands_that_compute_have_one_thread(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(common.subprocess, "run", lambda args, check, env: found.append((args[3:], env)))
+    runs: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(common.subprocess, "run", lambda args, check, env: runs.append((args[3:], env)))
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     common.command("test", "--a", OTHER="c")
     common.command("export", "--b")
-    assert [args for args, _ in found] == [["test", "--a", "--num_threads", "1"], ["export", "--b"]]
-    assert [env["OMP_NUM_THREADS"] for _, env in found] == ["1", "1"]
-    assert [env.get("OTHER") for _, env in found] == ["c", None]
+    assert [args for args, _ in runs] == [["test", "--a", "--num_threads", "1"], ["export", "--b"]]
+    assert [env["OMP_NUM_THREADS"] for _, env in runs] == ["1", "1"]
+    assert [env.get("OTHER") for _, env in runs] == ["c", None]
 
 
 def test_a_finished_part_is_kept_and_a_failed_one_made_again(common: ModuleType, tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_a_trial_of_the_conversion_trains_three_rounds(tmp_path: Path, monkeypat
     monkeypatch.setattr(sys, "argv", ["convert.py", *options])
     convert.main()
     answers = [json.loads(line) for line in Path("trial/answers.jsonl").read_text().splitlines()]
-    assert {each["prompt"]: each["response"] for each in answers}[texts[5]] == "6789"
-    assert [each["prompt"] for each in answers if not each["response"]] == [texts[9]], "left out of the training"
+    assert {row["prompt"]: row["response"] for row in answers}[texts[5]] == "6789"
+    assert [row["prompt"] for row in answers if not row["response"]] == [texts[9]], "left out of the training"
     for number, asked in ((2, texts[16:24]), (3, texts[24:])):
         further = Path(f"trial/round_{number}/questions.jsonl").read_text().splitlines()
         assert [json.loads(line)["prompt"] for line in further] == asked

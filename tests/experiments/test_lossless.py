@@ -217,9 +217,9 @@ def test_texts_of_random_models_are_compared(
     random_texts = programs["random_texts"]
     monkeypatch.setattr(random_texts, "GROUP", 6)
     for group in (random_texts.hybrid_group, random_texts.group):
-        found = group(6, vocab_size)
-        assert found["num_equal"] == 6
-        assert found["num_forwards"] < found["num_tokens"]
+        noise = group(6, vocab_size)
+        assert noise["num_equal"] == 6
+        assert noise["num_forwards"] < noise["num_tokens"]
     rows = [type("Row", (), {"token_ids": [1], "finish_reason": "eos", "num_tokens": 1, "num_forwards": 1})]
     assert random_texts.counted([([2], "eos")], rows)["num_equal"] == 0
 
@@ -229,12 +229,12 @@ def test_shared_noise_accepts_as_often_as_its_bound_says(programs: dict[str, Mod
     model = random_texts.tiny_model(1, ModelTraits(attention="causal", predictions=("next_token",)))
     random_texts.attach_drafter(model, num_masks=3)
     prompts = [Prompt(token_ids=(1, 2, 3), id=str(i)) for i in range(250)]
-    found = programs["coupling"].coupling(model, prompts, SamplingParams(max_new_tokens=24, temperature=1.0))
-    optimum, error = found["rejection_sampling"], 4 * (0.25 / found["num_drafts"]) ** 0.5
-    assert found["num_drafts"] > 1000
+    coupled = programs["coupling"].coupling(model, prompts, SamplingParams(max_new_tokens=24, temperature=1.0))
+    optimum, error = coupled["rejection_sampling"], 4 * (0.25 / coupled["num_drafts"]) ** 0.5
+    assert coupled["num_drafts"] > 1000
     assert 0.2 < optimum < 0.9
-    assert optimum / (2 - optimum) - error < found["shared_noise"] < optimum + error
-    speeds = found["tokens_per_forward"]
+    assert optimum / (2 - optimum) - error < coupled["shared_noise"] < optimum + error
+    speeds = coupled["tokens_per_forward"]
     assert speeds["rejection"] > 0.98 * speeds["shared_noise"]
 
 
@@ -275,11 +275,11 @@ def test_levers_count_the_drafts_that_the_rule_counts(programs: dict[str, Module
     prompts = [Prompt(token_ids=(1, 2, 3 + i), id=str(i)) for i in range(3)]
     rows = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=40, temperature=1.0)).rows
     wide = levers.LeverModel(model, levers.Lever(reads=0.5))  # its matrix is zero before training
-    found = [levers.accepted_after(wide, prompt, row.token_ids) for prompt, row in zip(prompts, rows, strict=True)]
-    assert [first for first, _ in found] == [
+    accepted = [levers.accepted_after(wide, prompt, row.token_ids) for prompt, row in zip(prompts, rows, strict=True)]
+    assert [first for first, _ in accepted] == [
         rule.accepted_after(holder, prompt, row.token_ids) for prompt, row in zip(prompts, rows, strict=True)
     ]
-    counts = [pair for first, second in found for pair in zip(first, second, strict=True)]
+    counts = [pair for first, second in accepted for pair in zip(first, second, strict=True)]
     assert {bool(first and second) for first, second in counts} == {False}  # one mask has one right token
     assert sum(first for first, _ in counts) > 0
     assert sum(second for _, second in counts) > 0

@@ -57,10 +57,10 @@ def test_a_sample_shows_a_state_of_its_decode(recorded: Trajectory, tmp_path: Pa
     assert by_acceptance == [2, 1, 0, 5, 4, 3]  # one slot per round, the most confident one of the block
     seen = set()
     for key in range(60):
-        found = shown(recorded, tmp_path / "record", key, window)
-        real = found.is_real[0]  # type: ignore[index]
-        positions = found.position_ids[0][real].tolist()
-        masks = found.input_ids[0][real] == MASK
+        sample = shown(recorded, tmp_path / "record", key, window)
+        real = sample.is_real[0]  # type: ignore[index]
+        positions = sample.position_ids[0][real].tolist()
+        masks = sample.input_ids[0][real] == MASK
         num_accepted = int((~masks).sum() - len(PROMPT)) // SIZE
         seen.add(num_accepted)
         block = range(3 * (num_accepted // 3), 3 * (num_accepted // 3) + 3)
@@ -68,11 +68,11 @@ def test_a_sample_shows_a_state_of_its_decode(recorded: Trajectory, tmp_path: Pa
         slots = [*by_acceptance[:num_accepted], *waiting]
         places = [slot * SIZE + offset for slot in slots for offset in range(SIZE)]
         assert positions == [*range(len(PROMPT)), *(len(PROMPT) + place for place in places)]
-        asked = {p // SIZE for p, label, is_mask in zip([None] * len(PROMPT) + places, found.labels[0][real].tolist(),
+        asked = {p // SIZE for p, label, is_mask in zip([None] * len(PROMPT) + places, sample.labels[0][real].tolist(),
                  masks.tolist(), strict=True) if p is not None and is_mask and label != IGNORE_INDEX}  # fmt: skip
         assert asked == set(by_acceptance[num_accepted : num_accepted + window]) & set(block)
-        is_mask_term = (found.terms[0] == 1) & (found.labels[0] != IGNORE_INDEX)
-        assert float(found.weights[0][is_mask_term].sum()) == pytest.approx(1.0)  # the mean over a sample's targets
+        is_mask_term = (sample.terms[0] == 1) & (sample.labels[0] != IGNORE_INDEX)
+        assert float(sample.weights[0][is_mask_term].sum()) == pytest.approx(1.0)  # the mean over a sample's targets
     assert seen == set(range(6))
 
 
@@ -117,9 +117,9 @@ def test_a_mask_is_taught_by_the_text_before_its_place() -> None:
             is_mask.flatten().nonzero()[:, 0], teachers, corrupted.weights[is_mask], strict=True
         )
     ]
-    found = SoftWindows(window=3, soft_share=1.0).loss(hidden, head, corrupted).sums
-    torch.testing.assert_close(found, torch.stack((expected[0], sum(losses, torch.zeros(()).double()))))
-    (gradient,) = torch.autograd.grad(found[1], hidden)
+    sums = SoftWindows(window=3, soft_share=1.0).loss(hidden, head, corrupted).sums
+    torch.testing.assert_close(sums, torch.stack((expected[0], sum(losses, torch.zeros(()).double()))))
+    (gradient,) = torch.autograd.grad(sums[1], hidden)
     assert not gradient[~is_mask].any()  # the text teaches, and does not learn from the masks
     assert gradient[is_mask].any()
 

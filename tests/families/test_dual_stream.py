@@ -91,8 +91,8 @@ def test_masks_are_predicted_as_in_training(num_known: int) -> None:
     objective = DualStream(block_size=size)
     model = tiny_backbone(objective.traits)
     sampling = SamplingParams(max_new_tokens=num_new)
-    found = [Prompt(token_ids=tuple(prompt), id="p")]
-    [row] = decode(model, WeDLM(window_size=num_new), found, sampling, trace=True).rows
+    requests = [Prompt(token_ids=tuple(prompt), id="p")]
+    [row] = decode(model, WeDLM(window_size=num_new), requests, sampling, trace=True).rows
     first = row.trace[0]
 
     clean = ResponseBatch(

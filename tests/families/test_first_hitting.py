@@ -25,36 +25,36 @@ def draw_groups(decoder: FirstHitting, length: int, *, seed: int = 0, id: str = 
 
 def slow(model: LanguageModel, prompt: Prompt, groups: list[list[int]], length: int) -> tuple[list[int], int]:
     """Decode groups with a forward over everything each: all clean tokens in the order of decoding, then masks."""
-    found: dict[int, int] = {}
+    decoded: dict[int, int] = {}
     special, start = model.special_tokens, len(prompt.token_ids)
     for number, group in enumerate(groups):
-        row = [*prompt.token_ids, *found.values(), *[MASK] * len(group)]
-        positions = [*range(start), *(start + place for place in [*found, *group])]
+        row = [*prompt.token_ids, *decoded.values(), *[MASK] * len(group)]
+        positions = [*range(start), *(start + place for place in [*decoded, *group])]
         causal = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
         hidden = model.hidden_states(torch.tensor([row]), torch.tensor([positions]), causal)
         logits = model.logits(hidden[0])[-len(group) :].double()
         tokens = [best_allowed(row, special.banned_token_ids, special.vocab_size) for row in logits]
-        found.update(zip(group, tokens, strict=True))
+        decoded.update(zip(group, tokens, strict=True))
         prefix = []
         for place in range(length):
-            if place not in found:
+            if place not in decoded:
                 break
-            prefix.append(found[place])
-            if found[place] in special.eos_token_ids:
+            prefix.append(decoded[place])
+            if decoded[place] in special.eos_token_ids:
                 return prefix, number + 1
-    return [found[place] for place in range(length)], len(groups)
+    return [decoded[place] for place in range(length)], len(groups)
 
 
 @settings(max_examples=examples(48), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), drawn_prompts=prompts(max_size=3),
     num_steps=st.none() | st.integers(1, 9), share=st.sampled_from([0.0, 0.3, 0.75, 1.0]),
     length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_the_text_is_that_of_a_loop_without_cache(
     seed: int,
     ends: frozenset[int],
-    found: list[Prompt],
+    drawn_prompts: list[Prompt],
     num_steps: int | None,
     share: float,
     length: int,
@@ -62,8 +62,8 @@ def test_the_text_is_that_of_a_loop_without_cache(
 ) -> None:
     decoder = FirstHitting(num_steps=num_steps, diffusion_share=share)
     model, other = (HashModel(seed, ends=ends, end_bias=-4.0) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length, seed=seed), batch_size=size).rows
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, drawn_prompts, SamplingParams(max_new_tokens=length, seed=seed), batch_size=size).rows
+    for prompt, row in zip(drawn_prompts, rows, strict=True):
         groups = draw_groups(decoder, length, seed=seed, id=prompt.id)
         assert sorted(place for group in groups for place in group) == list(range(length))
         assert (row.token_ids, row.num_forwards) == slow(other, prompt, groups, length)

@@ -37,10 +37,16 @@ def test_the_end_is_noticed_when_it_is_filled() -> None:
 
 
 @settings(max_examples=examples(24), deadline=None)
-@given(seed=st.integers(0, 99), found=prompts(max_size=1), lengths=st.tuples(st.integers(1, 9), st.integers(10, 25)))
-def test_a_longer_limit_only_adds_tokens(seed: int, found: list[Prompt], lengths: tuple[int, int]) -> None:
+@given(
+    seed=st.integers(0, 99),
+    drawn_prompts=prompts(max_size=1),
+    lengths=st.tuples(st.integers(1, 9), st.integers(10, 25)),
+)
+def test_a_longer_limit_only_adds_tokens(seed: int, drawn_prompts: list[Prompt], lengths: tuple[int, int]) -> None:
     short, long = (
-        decode(HashModel(seed, traits=MASKS), WeDLM(window_size=5), found, SamplingParams(max_new_tokens=n)).rows[0]
+        decode(
+            HashModel(seed, traits=MASKS), WeDLM(window_size=5), drawn_prompts, SamplingParams(max_new_tokens=n)
+        ).rows[0]
         for n in lengths
     )
     assert long.token_ids[: short.num_tokens] == short.token_ids

@@ -63,9 +63,9 @@ def test_harmonic_weights_follow_the_rescaled_probabilities(length: int, p: floa
         low, high = min(steps), max(steps)
         expected = [low + (t - low) * (p - low) / (high - low) for t in steps]
         assert [p / f for f in factors(length, p, eps)] == pytest.approx(expected)
-    found = factors(length, p, eps)
-    assert all(a >= b - 1e-12 for a, b in pairwise(found)), "never less for an earlier token"
-    assert found[-1] == pytest.approx(1)
+    actual = factors(length, p, eps)
+    assert all(a >= b - 1e-12 for a, b in pairwise(actual)), "never less for an earlier token"
+    assert actual[-1] == pytest.approx(1)
 
 
 def test_weights_go_by_the_place_in_the_slot_and_its_own_length(
@@ -138,7 +138,7 @@ def slow_groups(length: int, wanted: int, span: int, keys: list[int]) -> list[in
 def test_equals_the_slow_reference(rows: list[tuple[int, float, int]], seed: int) -> None:
     lengths, shares, spans = zip(*rows, strict=True)
     noise = KeyedNoise(torch.arange(len(rows)) + 1000 * seed)
-    found = grouped_slots(
+    groups = grouped_slots(
         noise,
         30,
         torch.tensor(shares, dtype=torch.double),
@@ -149,7 +149,7 @@ def test_equals_the_slow_reference(rows: list[tuple[int, float, int]], seed: int
         keys = noise.bits("group_random", 30)[row].tolist()
         wanted = max(math.ceil(share * length - 1e-6), 1)
         expected = slow_groups(length, wanted, span, keys)
-        assert found[row].nonzero()[:, 0].tolist() == expected
+        assert groups[row].nonzero()[:, 0].tolist() == expected
         assert len(expected) == wanted
 
 

@@ -18,6 +18,9 @@ from support.slow_decoding import cut
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
+NUM_ALONE = 5
+"""Prompts of a setting that are decoded alone."""
+
 
 @cache
 def golden(name: str) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def decoded(
         token_threshold=options["token_threshold"],
         **more,
     )
-    runs = [run for run in reference["runs"] if run["setting"] == setting]
+    runs = [run for run in reference["runs"] if run["setting"] == setting][: NUM_ALONE if batch_size == 1 else None]
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
     sampling = SamplingParams(max_new_tokens=options["gen_length"])
     return runs, decode(model(name, dtype), decoder, prompts, sampling, batch_size=batch_size)
@@ -54,7 +57,7 @@ def expected_text(name: str, run: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 7, 32])
+@pytest.mark.parametrize("batch_size", [1, 32])
 @pytest.mark.parametrize("setting", range(6))
 @pytest.mark.parametrize("name", ["clean", "mid"])
 def test_text_and_forwards_are_the_reference_ones(name: str, setting: int, batch_size: int, fused: bool) -> None:

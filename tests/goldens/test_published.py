@@ -12,22 +12,16 @@ from refusion_lit.decoding import BlockDiffusion, Decoder, DecodingOutput, FastD
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.attention_masks import order_mask, pattern_order
 from support.decoder_cases import LastState
-from support.published import published_model, reference
-
-BATCH_SIZES = [1, 16]
-NUM_ALONE = 1
-"""Prompts of a setting that are decoded alone, too: that a row does not depend on its batch has tests of its own."""
+from support.published import BATCH_SIZES, published_model, reference, select_runs
 
 
 def decoded(
     name: str, setting: int, decoder: Decoder, sampling: SamplingParams, batch_size: int
 ) -> tuple[list[dict[str, Any]], DecodingOutput, list[list[int]]]:
     """Decode a setting's prompts; return the reference runs, what came out, and the whole canvases."""
-    golden = reference(name)
-    runs = [run for run in golden["runs"] if run["setting"] == setting]
-    runs = runs[:NUM_ALONE] if batch_size == 1 else runs
+    runs = select_runs(name, setting, batch_size)
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
-    watcher, model = LastState(), published_model(golden["model"]).backbone
+    watcher, model = LastState(), published_model(reference(name)["model"]).backbone
     output = decode(model, decoder, prompts, sampling, batch_size=batch_size, callbacks=[watcher])
     return runs, output, [watcher.states[i].tokens for i in range(len(runs))]
 
@@ -37,7 +31,6 @@ def check(
 ) -> tuple[list[dict[str, Any]], DecodingOutput]:
     """Compare every token of the canvas, those after an end of sequence too, and the number of forwards."""
     runs, output, canvases = decoded(name, setting, decoder, sampling, batch_size)
-    assert len(runs) >= (NUM_ALONE if batch_size == 1 else 3)
     for run, row, canvas in zip(runs, output.rows, canvases, strict=True):
         assert canvas == run["output"]
         assert row.num_forwards == run["num_forwards"]
@@ -119,9 +112,7 @@ def test_fast_dllm_v2(setting: int, batch_size: int) -> None:
         shifted=True,
         fused=False,
     )
-    for run in reference("fast_dllm_v2_generate")["runs"]:
-        if run["setting"] != setting:
-            continue
+    for run in select_runs("fast_dllm_v2_generate", setting)[: None if batch_size == 1 else 1]:
         sampling = SamplingParams(max_new_tokens=len(run["output"]))
         prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i in range(batch_size)]
         model = published_model("fast-dllm-v2-tiny").backbone
@@ -136,8 +127,8 @@ def nucleus(probabilities: Tensor, share: float) -> Tensor:
     ordered, index = probabilities.sort(descending=True)
     kept = ordered.cumsum(0) <= share
     kept[0] = True
-    found = torch.zeros_like(probabilities).scatter(0, index, ordered * kept)
-    return found / found.sum()
+    nucleus = torch.zeros_like(probabilities).scatter(0, index, ordered * kept)
+    return nucleus / nucleus.sum()
 
 
 @pytest.mark.parametrize("setting", range(6))
@@ -148,17 +139,20 @@ def test_bd3lm_gives_the_samplers_probabilities(setting: int) -> None:
     share = golden["settings"][setting]["nucleus_p"]
     traits = ModelTraits(attention="block_causal", block_size=size, predictions=("mask",))
     backbone = published_model("bd3lm-tiny", "float64").backbone
-    for run in [run for run in golden["runs"] if run["setting"] == setting]:
+    canvases, steps = [], []
+    for run in select_runs("bd3lm_sample", setting):
         canvas = [golden["bos_token_id"]] + [mask] * (golden["length"] - 1)
         for step in run["steps"]:
-            stop = (max(step["places"]) // size + 1) * size
-            ids, positions = torch.tensor([canvas[:stop]]), torch.arange(stop)[None]
-            seen = order_mask(pattern_order(traits, positions), torch.tensor([stop]))
-            with torch.no_grad():
-                logits = backbone.logits(backbone.hidden_states(ids, positions, seen))[0]
-            logits[:, mask] = -torch.inf
-            for place, token, expected in zip(step["places"], step["tokens"], step["probabilities"], strict=True):
-                actual = nucleus(logits[place].softmax(-1), share)[token]
-                assert float(actual) == pytest.approx(expected, abs=2e-4)  # the program computed in float32
+            canvases.append([*canvas])
+            steps.append(step)
             for place, token in zip(step["places"], step["tokens"], strict=True):
                 canvas[place] = token
+    ids, positions = torch.tensor(canvases), torch.arange(golden["length"])[None]
+    seen = order_mask(pattern_order(traits, positions), torch.tensor([golden["length"]]))
+    with torch.no_grad():
+        logits = backbone.logits(backbone.hidden_states(ids, positions.expand_as(ids), seen.expand(len(ids), -1, -1)))
+    logits[..., mask] = -torch.inf
+    for row, step in zip(logits, steps, strict=True):
+        for place, token, expected in zip(step["places"], step["tokens"], step["probabilities"], strict=True):
+            actual = nucleus(row[place].softmax(-1), share)[token]
+            assert float(actual) == pytest.approx(expected, abs=2e-4)  # the program computed in float32

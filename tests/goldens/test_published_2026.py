@@ -18,20 +18,13 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import DualStream
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.attention_masks import order_mask, pattern_order
-from support.published import published_model, reference
-
-BATCH_SIZES = [1, 16]
+from support.published import BATCH_SIZES, published_model, reference, select_runs
 
 
 def list_settings(*names: str, left_out: tuple[int, ...] = ()) -> list[tuple[str, int]]:
     """Return the names of files with their settings that have runs."""
     return [(name, setting) for name in names
             for setting in sorted({run["setting"] for run in reference(name)["runs"]} - {*left_out})]  # fmt: skip
-
-
-def select_runs(name: str, setting: int) -> list[dict[str, Any]]:
-    """Return the runs of a setting."""
-    return [run for run in reference(name)["runs"] if run["setting"] == setting]
 
 
 def decode_runs(
@@ -94,7 +87,7 @@ def num_forwards_until_final(run: dict[str, Any]) -> int:
 def test_sdar(name: str, setting: int, batch_size: int) -> None:
     """Our decoder stops where the text is final, and does not store the last block."""
     options = reference(name)["settings"][setting]
-    runs = select_runs(name, setting)
+    runs = select_runs(name, setting, batch_size)
     sampling = SamplingParams(max_new_tokens=options["gen_length"], top_k=options["top_k"] or None)
     rows = decode_runs(name, runs, sdar_decoder(options), sampling, batch_size)
     for run, row in zip(runs, rows, strict=True):
@@ -122,7 +115,7 @@ def test_wedlm_engine(name: str, setting: int, batch_size: int) -> None:
     """The engine reads the prompt in a forward of its own, and makes a last forward that only confirms."""
     golden = reference(name)
     options = golden["settings"][setting]
-    runs = select_runs(name, setting)
+    runs = select_runs(name, setting, batch_size)
     eos = (golden["eos_token_id"], *options["stop_token_ids"])
     sampling = SamplingParams(max_new_tokens=options["max_tokens"])
     rows = decode_runs(name, runs, engine_decoder(options), sampling, batch_size, eos)
@@ -141,7 +134,7 @@ def test_generate_wedlm(name: str, setting: int, batch_size: int) -> None:
     """The program ignores EOS tokens. Settings 7 and 8 set a temperature that draws nothing: not supported."""
     golden = reference(name)
     options = golden["settings"][setting]
-    runs = select_runs(name, setting)
+    runs = select_runs(name, setting, batch_size)
     threshold = options["confidence_threshold"] or None
     decoder = WeDLM(selection="confidence", window_size=options["block_size"], confidence_threshold=threshold)
     sampling = SamplingParams(max_new_tokens=options["max_new_tokens"])

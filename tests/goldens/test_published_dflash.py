@@ -13,7 +13,7 @@ from refusion_lit.decoding import Autoregressive, SelfSpeculative
 from refusion_lit.modeling.block_drafter import BlockDrafter
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.text_model import TextModel
-from support.published import MODELS, reference
+from support.published import BATCH_SIZES, MODELS, reference, select_runs
 
 REFERENCE = reference("dflash_candidates")
 SETTINGS = range(len(REFERENCE["settings"]))
@@ -26,10 +26,6 @@ def model(*, fused_body: bool = True, dtype: Any = "float32") -> TextModel:
     return refusion_lit.load(source, draft=MODELS[REFERENCE["assistant_model"]], overrides=overrides, dtype=dtype)
 
 
-def select_runs(setting: int) -> list[dict[str, Any]]:
-    return [run for run in REFERENCE["runs"] if run["setting"] == setting]
-
-
 def cut(tokens: list[int]) -> list[int]:
     """Cut a response behind its first EOS token."""
     end = REFERENCE["eos_token_id"]
@@ -37,16 +33,17 @@ def cut(tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("fused_body", [True, False])
 def test_texts_forwards_and_candidates(setting: int, batch_size: int, fused_body: bool) -> None:
     options = REFERENCE["settings"][setting]
     size = options["block_size"]
-    found = model(fused_body=fused_body).generate_ids(
-        [run["prompt"] for run in select_runs(setting)], decoder=SelfSpeculative(num_drafts=size - 1),
+    runs = select_runs("dflash_candidates", setting, batch_size)
+    rows = model(fused_body=fused_body).generate_ids(
+        [run["prompt"] for run in runs], decoder=SelfSpeculative(num_drafts=size - 1),
         max_new_tokens=options["max_new_tokens"], batch_size=batch_size, trace=True,
     )  # fmt: skip
-    for run, row in zip(select_runs(setting), found, strict=True):
+    for run, row in zip(runs, rows, strict=True):
         steps = run["steps"]
         assert row.token_ids == cut(run["output"])
         assert row.num_forwards == run["num_forwards"]
@@ -57,11 +54,12 @@ def test_texts_forwards_and_candidates(setting: int, batch_size: int, fused_body
 
 def test_the_blocks_of_the_config_are_the_default() -> None:
     assert MODELS[REFERENCE["assistant_model"]].is_dir()
-    prompts = [run["prompt"] for run in select_runs(0)]
-    found = model().generate_ids(prompts, max_new_tokens=40)
-    assert [row.num_forwards for row in found] == [run["num_forwards"] for run in select_runs(0)]
-    exact = model().generate_ids(prompts, decoder=Autoregressive(), max_new_tokens=40)
-    assert [row.token_ids for row in found] == [row.token_ids for row in exact]
+    runs = select_runs("dflash_candidates", 0)
+    prompts = [run["prompt"] for run in runs]
+    rows = model().generate_ids(prompts, max_new_tokens=40, batch_size=16)
+    assert [row.num_forwards for row in rows] == [run["num_forwards"] for run in runs]
+    exact = model().generate_ids(prompts, decoder=Autoregressive(), max_new_tokens=40, batch_size=16)
+    assert [row.token_ids for row in rows] == [row.token_ids for row in exact]
 
 
 WITH_LOGITS = [run for run in REFERENCE["runs"] if "candidate_logits" in run["steps"][0]]
@@ -77,12 +75,12 @@ def test_hidden_states_and_logits(run: dict[str, Any]) -> None:
     layers = REFERENCE["target_layer_ids"]
     ids = torch.tensor([text])
     states = backbone.body(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True).hidden_states
-    own = torch.cat([states[layer + 1] for layer in layers], -1)[0]
+    context_states = torch.cat([states[layer + 1] for layer in layers], -1)[0]
     context: list[list[float]] = []
     for step in run["steps"]:
         context += step["context_hidden_states"]
         given = torch.tensor(context, dtype=torch.float64)
-        torch.testing.assert_close(own[: len(given)], given, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(context_states[: len(given)], given, atol=2e-5, rtol=1e-4)
         length = REFERENCE["settings"][run["setting"]]["block_size"]
         block = torch.tensor([[step["anchor"], *[REFERENCE["mask_token_id"]] * (length - 1)]])
         hidden = drafter.network(

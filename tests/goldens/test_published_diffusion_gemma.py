@@ -15,7 +15,7 @@ from refusion_lit.decoding import Branch, Draw, Forward, Generation, decode
 from refusion_lit.engine.batch import Batch
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import MODELS, reference
+from support.published import MODELS, reference, select_runs
 from support.replayed_canvas import DRAWS, Replayed, recorded_draws
 
 GOLDEN = reference("diffusion_gemma_steps")
@@ -28,11 +28,11 @@ def model(dtype: str = "float32") -> Backbone:
 
 
 def decoded(
-    setting: int, num_runs: int, batch_size: int, max_new_tokens: int, dtype: str = "float32"
+    setting: int, batch_size: int, max_new_tokens: int, dtype: str = "float32"
 ) -> list[tuple[dict[str, Any], Generation]]:
-    """Decode the first runs of a setting with their draws."""
+    """Decode the runs of a setting with their draws."""
     options = GOLDEN["settings"][setting]
-    runs = [run for run in GOLDEN["runs"] if run["setting"] == setting][:num_runs]
+    runs = select_runs("diffusion_gemma_steps", setting, batch_size)
     names = ("t_min", "t_max", "entropy_bound", "stability_threshold", "confidence_threshold")
     decoder = Replayed(
         canvas_length=GOLDEN["canvas_length"],
@@ -62,13 +62,12 @@ def text(run: dict[str, Any], setting: int) -> list[int]:
     return tokens[:stop]
 
 
-@pytest.mark.parametrize(("batch_size", "dtype"), [(1, "float64"), (1, "float32"), (3, "float32")])
+@pytest.mark.parametrize(("batch_size", "dtype"), [(16, "float64"), (1, "float32"), (16, "float32")])
 @pytest.mark.parametrize("setting", range(8))
 def test_every_step_is_transformers(setting: int, batch_size: int, dtype: str) -> None:
     length = GOLDEN["canvas_length"]
     budget = -(-GOLDEN["settings"][setting]["max_new_tokens"] // length) * length  # whole canvases, as in transformers
-    pairs = decoded(setting, 3, batch_size, budget, dtype)
-    assert len(pairs) == 3
+    pairs = decoded(setting, batch_size, budget, dtype)
     for i, (run, row) in enumerate(pairs):
         steps = DRAWS[str(i)].steps
         assert len(steps) == len(run["steps"]) == run["num_forwards"]
@@ -84,7 +83,7 @@ def test_every_step_is_transformers(setting: int, batch_size: int, dtype: str) -
 
 @pytest.mark.parametrize("setting", range(8))
 def test_a_smaller_budget_cuts_the_text(setting: int) -> None:
-    for run, row in decoded(setting, 3, 2, 11):
+    for run, row in decoded(setting, 2, 11):
         assert row.token_ids == text(run, setting)[:11]
         canvases = groupby(run["steps"], key=lambda step: step["canvas_number"])
         assert row.num_forwards == 1 + len(list(next(canvases)[1]))

@@ -15,12 +15,11 @@ from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Introspective
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import ended_by, published_model, reference
+from support.published import BATCH_SIZES, ended_by, published_model, reference, select_runs
 
 NEVER = 31
 """An id that no text has."""
 EOS = 18
-SIZES = [1, 3, 32]
 
 
 def decode_runs(
@@ -31,17 +30,11 @@ def decode_runs(
     return decode(model, decoder, prompts, SamplingParams(max_new_tokens=num_tokens), batch_size=batch_size).rows
 
 
-def cases(name: str) -> list[Any]:
-    golden = reference(name)
-    return [
-        pytest.param(options, [run for run in golden["runs"] if run["setting"] == i], id=str(i))
-        for i, options in enumerate(golden["settings"])
-    ]
-
-
-@pytest.mark.parametrize("batch_size", SIZES)
-@pytest.mark.parametrize(("options", "runs"), cases("idlm_generate"))
-def test_strided_decoding_is_the_authors(options: dict[str, Any], runs: list[dict[str, Any]], batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", range(8))
+def test_strided_decoding_is_the_authors(setting: int, batch_size: int) -> None:
+    options = reference("idlm_generate")["settings"][setting]
+    runs = select_runs("idlm_generate", setting, batch_size)
     num_verified = options.get("verify_num_specs") if options.get("use_spec_verify", True) else 0
     decoder = IntrospectiveStrided(stride=options["gen_block_size"], num_verified=num_verified)
     rows = decode_runs(runs, decoder, options["max_new_tokens"], batch_size)
@@ -52,9 +45,11 @@ def test_strided_decoding_is_the_authors(options: dict[str, Any], runs: list[dic
         assert sequential.token_ids == run["autoregressive_output"]
 
 
-@pytest.mark.parametrize("batch_size", SIZES)
-@pytest.mark.parametrize(("options", "runs"), cases("idlm_nemo_generate"))
-def test_blocks_are_filled_as_nemo_does(options: dict[str, Any], runs: list[dict[str, Any]], batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("setting", range(6))
+def test_blocks_are_filled_as_nemo_does(setting: int, batch_size: int) -> None:
+    options = reference("idlm_nemo_generate")["settings"][setting]
+    runs = select_runs("idlm_nemo_generate", setting, batch_size)
     num_tokens, size, threshold = options["max_new_tokens"], options["block_size"], options["threshold"]
     num_blocks = -(-num_tokens // size)
     quota = {"threshold": 1.0, "num_steps": -(-options["steps"] // num_blocks)} if threshold is None else {}
@@ -92,12 +87,12 @@ def test_losses(index: int) -> None:
         with torch.no_grad():
             hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
             output = objective.loss(hidden, backbone.head, corrupted)
-        found = (*output.means.tolist(), float(output.total))
+        losses = (*output.means.tolist(), float(output.total))
         if targets == "response":
-            assert found == pytest.approx((case["loss_noisy"], case["loss_clean"], case["loss"]), rel=1e-5)
+            assert losses == pytest.approx((case["loss_noisy"], case["loss_clean"], case["loss"]), rel=1e-5)
         elif "authors" in case and case["authors"] is not None:
             theirs = case["authors"]
-            assert found == pytest.approx((theirs["task_loss"], theirs["clean_ce_loss"], theirs["loss"]), rel=1e-5)
+            assert losses == pytest.approx((theirs["task_loss"], theirs["clean_ce_loss"], theirs["loss"]), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", reference("idlm_loss")["masks"])

@@ -12,11 +12,7 @@ from refusion_lit.decoding import BlockDiffusion, Decoder, Generation, TokenEdit
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import MODELS, reference
-
-BATCH_SIZES = [1, 16]
-NUM_ALONE = 1
-"""Prompts of a setting that are decoded alone, too: that a row does not depend on its batch has tests of its own."""
+from support.published import BATCH_SIZES, MODELS, reference, select_runs
 
 
 @cache
@@ -30,9 +26,7 @@ def decoded(name: str, setting: int, decoder: Decoder, batch_size: int) -> list[
     """Decode the prompts of a setting; check the texts."""
     golden = reference(name)
     options = golden["settings"][setting]
-    runs = [run for run in golden["runs"] if run["setting"] == setting]
-    assert len(runs) >= 3
-    runs = runs[:NUM_ALONE] if batch_size == 1 else runs
+    runs = select_runs(name, setting, batch_size)
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
     sampling = SamplingParams(max_new_tokens=options["gen_length"])
     backbone = model(golden["model"], options["block_length"])

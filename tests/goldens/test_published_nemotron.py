@@ -12,7 +12,7 @@ from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import CausalBlockMasked
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import published_model, reference
+from support.published import BATCH_SIZES, published_model, reference, select_runs
 
 EOS = 18
 GOLDEN = reference("nld_generate")
@@ -39,11 +39,11 @@ def expected_forwards(options: dict[str, Any], run: dict[str, Any]) -> int:
     return run["num_forwards"] - 1 - begins_with_eos
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 32])
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("setting", range(len(GOLDEN["settings"])))
 def test_texts_and_forwards(setting: int, batch_size: int) -> None:
     options = GOLDEN["settings"][setting]
-    runs = [run for run in GOLDEN["runs"] if run["setting"] == setting]
+    runs = select_runs("nld_generate", setting, batch_size)
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
     sampling = SamplingParams(max_new_tokens=options["max_new_tokens"])
     model = published_model("nld-tiny").backbone
@@ -109,8 +109,8 @@ def test_losses(index: int) -> None:
         output = objective.loss(hidden, backbone.head, corrupted)
     mdm, ar = output.sums.tolist()
     expected = (case["diffusion_sum"], case["ar_sum"], case["loss_sum"] / denominator)
-    found = (case["dlm_loss_weight"] * mdm, ar, float(output.total))
-    assert found == pytest.approx(expected, rel=1e-5)
+    losses = (case["dlm_loss_weight"] * mdm, ar, float(output.total))
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_checkpoint_names_decoder_and_block() -> None:

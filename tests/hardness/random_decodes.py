@@ -131,9 +131,9 @@ def samplings(draw: st.DrawFn, sampling: SamplingParams) -> SamplingParams:
     )
 
 
-def check_stops(found: list[Prompt], sampling: SamplingParams, output: DecodingOutput) -> None:
+def check_stops(drawn_prompts: list[Prompt], sampling: SamplingParams, output: DecodingOutput) -> None:
     """Check rows with stop strings: a row contains one only if its last token completes it."""
-    for prompt, row in zip(found, output.rows, strict=True):
+    for prompt, row in zip(drawn_prompts, output.rows, strict=True):
         assert row.id == prompt.id
         assert 1 <= row.num_tokens <= sampling.max_new_tokens
         text = detokenize(row.token_ids)
@@ -160,30 +160,30 @@ def random_decodes(cls: type[Decoder], *, num: int, seed: int, shrink: bool = Fa
         phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
         suppress_health_check=list(HealthCheck),
     )
-    @given(data=st.data(), make=models(), found=prompts())
-    def one(data: st.DataObject, make: Callable[[Decoder, int], AdversarialModel], found: list[Prompt]) -> None:
+    @given(data=st.data(), make=models(), drawn_prompts=prompts())
+    def one(data: st.DataObject, make: Callable[[Decoder, int], AdversarialModel], drawn_prompts: list[Prompt]) -> None:
         decoder, sampling = data.draw(setups(cls))
         sampling = data.draw(samplings(sampling))
         budget = data.draw(st.none() | st.integers(1, 60))
         size = data.draw(st.integers(1, 4))
         # Canvases are rounded up to whole blocks or slots, and schedules may have steps that commit nothing.
-        max_calls = CALLS_PER_TOKEN * (sampling.max_new_tokens + 64) * len(found)
+        max_calls = CALLS_PER_TOKEN * (sampling.max_new_tokens + 64) * len(drawn_prompts)
         model, watcher = make(decoder, max_calls), LastState()
         output = decode(
-            model, decoder, found, sampling, batch_size=size, max_tokens_per_forward=budget, callbacks=[watcher],
-            detokenize=detokenize, trace=True,
+            model, decoder, drawn_prompts, sampling, batch_size=size, max_tokens_per_forward=budget,
+            callbacks=[watcher], detokenize=detokenize, trace=True,
         )  # fmt: skip
         counts.add(output)
         if sampling.stop:
-            check_stops(found, sampling, output)
+            check_stops(drawn_prompts, sampling, output)
         else:
-            check_output(model, found, sampling, output, watcher)
+            check_output(model, drawn_prompts, sampling, output, watcher)
         for row in output.rows:
             values = [value for entry in row.trace for value in (*entry.probabilities, *entry.scores)]
             assert all(0 <= value <= 1 + 1e-3 for value in values), "a probability is out of range"
-        index = data.draw(st.integers(0, len(found) - 1))
+        index = data.draw(st.integers(0, len(drawn_prompts) - 1))
         other = make(decoder, max_calls)
-        [alone] = decode(other, decoder, [found[index]], sampling, detokenize=detokenize).rows
+        [alone] = decode(other, decoder, [drawn_prompts[index]], sampling, detokenize=detokenize).rows
         assert alone.token_ids == output.rows[index].token_ids
         assert weighs_rows(decoder) or alone.forward_shapes == output.rows[index].forward_shapes
 

@@ -36,8 +36,8 @@ def rows(draw: st.DrawFn, *, as_list: bool) -> bytes:
     row = st.one_of(
         st.sampled_from(ROWS).flatmap(with_replaced_values), st.sampled_from(ROWS).map(json.dumps), raw_json()
     )
-    found = draw(st.lists(row, max_size=4))
-    text = f"[{draw(st.sampled_from([',', ',' + chr(10)])).join(found)}]" if as_list else "\n".join(found)
+    rows = draw(st.lists(row, max_size=4))
+    text = f"[{draw(st.sampled_from([',', ',' + chr(10)])).join(rows)}]" if as_list else "\n".join(rows)
     mark = draw(st.sampled_from(["", "", "\ufeff"]))
     return draw(damaged((mark + text).encode("utf-8", "surrogatepass"), max_edits=1))
 

@@ -25,17 +25,17 @@ SAMPLES = [EncodedExample("a", (5, 6), (7, 8, 1)), EncodedExample("b", (5,), (9,
 class Slipping(Autoregressive):
     """Returns what ``change`` makes of the right batch."""
 
-    change: Callable[[CorruptedBatch], Any] = lambda found: found
+    change: Callable[[CorruptedBatch], Any] = lambda corrupted: corrupted
 
     def corrupt(self, *args: Any, **options: Any) -> Any:
         return self.change(super().corrupt(*args, **options))
 
 
-def with_(found: CorruptedBatch, **changes: Any) -> CorruptedBatch:
+def with_(corrupted: CorruptedBatch, **changes: Any) -> CorruptedBatch:
     """Set attributes, which the suite's check of shapes does not see."""
     for name, value in changes.items():
-        setattr(found, name, value)
-    return found
+        setattr(corrupted, name, value)
+    return corrupted
 
 
 def corrupted(objective: Objective) -> CorruptedBatch:

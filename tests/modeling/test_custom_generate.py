@@ -75,9 +75,9 @@ def test_a_saved_directory_has_the_options_of_its_own_decoder(tmp_path: Path) ->
     assert set(PROGRAM_OPTIONS) == refusion.OPTIONS.keys()
     assert library.generation_config.refusion == {"vocab_size": len(model.tokenizer), **options}
     prompt = torch.tensor([model.encode("12+34,56+78>")])
-    found = library.generate(prompt, custom_generate=str(tmp_path), trust_remote_code=True, max_new_tokens=24)
+    output = library.generate(prompt, custom_generate=str(tmp_path), trust_remote_code=True, max_new_tokens=24)
     [row] = model.generate(["12+34,56+78>"], decoder=replace(decoder, infill="mask"), max_new_tokens=24)
-    assert found[0, prompt.shape[1] :].tolist() == row.token_ids
+    assert output[0, prompt.shape[1] :].tolist() == row.token_ids
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +140,8 @@ def test_what_an_exported_decoder_would_ignore_is_refused(
     decoder: ModuleType, change: dict[str, Any], message: str
 ) -> None:
     library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
-    own = {"draft": "nowhere"} if decoder is self_speculative else {}
-    options = {"inputs": torch.tensor([[4, 5]]), "max_new_tokens": 8, "num_beams": 1, "do_sample": False, **own}
+    extra = {"draft": "nowhere"} if decoder is self_speculative else {}
+    options = {"inputs": torch.tensor([[4, 5]]), "max_new_tokens": 8, "num_beams": 1, "do_sample": False, **extra}
     with pytest.raises(ValueError, match=f"^{message}"):
         decoder.generate(model=library, **{**options, **change})
 
@@ -162,14 +162,14 @@ def test_what_an_exported_decoder_would_ignore_is_refused(
 @pytest.mark.parametrize("is_own", [False, True])
 def test_a_generation_config_is_honoured_or_refused(decoder: ModuleType, asked: dict[str, Any], is_own: bool) -> None:
     library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
-    own = {"draft": "nowhere"} if decoder is self_speculative else {}
+    options = {"draft": "nowhere"} if decoder is self_speculative else {}
     config = GenerationConfig(max_new_tokens=8, **asked)
     if is_own:
         library.generation_config = config
     given = None if is_own else config
     names = "|".join(asked)
     with pytest.raises(ValueError, match=rf"^({names}): expected none, got .* in the generation config"):
-        decoder.generate(torch.tensor([[4, 5]]), model=library, generation_config=given, **own)
+        decoder.generate(torch.tensor([[4, 5]]), model=library, generation_config=given, **options)
 
 
 @pytest.mark.filterwarnings("ignore:.*generation flags:UserWarning")
@@ -260,9 +260,9 @@ def test_a_streamer_is_given_the_prompt_and_then_what_is_final(decoder: ModuleTy
     save_drafter(
         Drafter(body, DrafterOptions(num_masks=2, rank=2), "base"), body, tmp_path, vocab_size=len(model.tokenizer)
     )
-    own = {"draft": str(tmp_path), "eos_token_id": -1} if decoder is self_speculative else {}  # it ends at once
+    options = {"draft": str(tmp_path), "eos_token_id": -1} if decoder is self_speculative else {}  # it ends at once
     streamer = Recorded()
-    output = decoder.generate(ids, model=library, streamer=streamer, max_new_tokens=48, **own)
+    output = decoder.generate(ids, model=library, streamer=streamer, max_new_tokens=48, **options)
     prompt, *parts = streamer.parts
     assert prompt == ids[0].tolist()
     assert [token for part in parts for token in part] == output[0, ids.shape[1] :].tolist()
@@ -288,14 +288,14 @@ def test_rows_of_no_token_change_what_is_certain_and_are_never_drawn(decoder: Mo
     save_model(model.backbone, model.tokenizer, tmp_path / "model")
     model = refusion_lit.load(tmp_path / "model")
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    own = {"draft": str(tmp_path / "model")} if decoder is self_speculative else {}
+    options = {"draft": str(tmp_path / "model")} if decoder is self_speculative else {}
     own_decoder = SelfSpeculative() if decoder is self_speculative else ReFusion()
     queries = ("12+34,56+78>", "11+21,90+10>", "55+31,47+80,12+99>", "21+70>")
     for query in queries:
         ids = torch.tensor([model.encode(query)])
         expected = model.generate([query], decoder=own_decoder, max_new_tokens=40)[0].token_ids
-        found = decoder.generate(ids, model=exported, max_new_tokens=40, **own)[0, ids.shape[1] :].tolist()
-        assert found == expected
+        tokens = decoder.generate(ids, model=exported, max_new_tokens=40, **options)[0, ids.shape[1] :].tolist()
+        assert tokens == expected
 
 
 @pytest.mark.parametrize("options", [{"slot_size": 0}, {"num_serial_blocks": 0}, {"slot_sizes": 4}])

@@ -41,12 +41,12 @@ def test_states_and_gradients_are_those_of_whole_weights(mesh: DeviceMesh, compu
     assert {weight.dtype for weight in parts.parameters()} == {torch.float32}, "master weights"
     ids = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 0]])
     positions = torch.arange(4).expand(2, 4)
-    expected, found = (backbone(ids, positions) for backbone in (whole, parts))
-    assert found.dtype == (compute_dtype or torch.float32)
-    _close(found.float(), expected, rounded=compute_dtype is not None)
+    expected, actual = (backbone(ids, positions) for backbone in (whole, parts))
+    assert actual.dtype == (compute_dtype or torch.float32)
+    _close(actual.float(), expected, rounded=compute_dtype is not None)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
     (expected * direction).sum().backward()
-    (found.float() * direction).sum().backward()
+    (actual.float() * direction).sum().backward()
     for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
         assert isinstance(other.grad, DTensor), name
         assert other.grad.dtype == torch.float32
@@ -54,11 +54,11 @@ def test_states_and_gradients_are_those_of_whole_weights(mesh: DeviceMesh, compu
         _close(other.grad.full_tensor(), one.grad, rounded=compute_dtype is not None)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor, *, rounded: bool) -> None:
+def _close(actual: torch.Tensor, expected: torch.Tensor, *, rounded: bool) -> None:
     if rounded:  # bfloat16 keeps 8 bits
-        assert (found - expected).norm() < 0.05 * expected.norm()
+        assert (actual - expected).norm() < 0.05 * expected.norm()
     else:
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_gathered_weights_are_whole_from_then_on(mesh: DeviceMesh) -> None:

@@ -92,9 +92,9 @@ def test_schemas_are_kept_without_gaps(tmp_path: Path) -> None:
 def test_replacements_are_tokens(tmp_path: Path) -> None:
     special = read_special_tokens(AutoTokenizer.from_pretrained(gapped(tmp_path)))
     uniform = torch.arange(0, 1, 1 / 400)[None]
-    for own in (12, EOS, 2):
-        drawn = other_tokens(torch.full((1, 400), own), uniform, special)
-        assert set(drawn.flatten().tolist()) == {*range(10, 10 + len(CHARACTERS)), EOS} - {own}
+    for token in (12, EOS, 2):
+        drawn = other_tokens(torch.full((1, 400), token), uniform, special)
+        assert set(drawn.flatten().tolist()) == {*range(10, 10 + len(CHARACTERS)), EOS} - {token}
 
 
 def test_a_training_fits_and_exports_the_gaps(tmp_path: Path) -> None:

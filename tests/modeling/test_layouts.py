@@ -209,10 +209,10 @@ def test_block_size_and_scaled_positions_are_read(
     save_file(weights, tmp_path / "model.safetensors")
     written(tmp_path, {**options, **published, "rope_scaling": dict(scaling), "mask_token_id": 3, "eos_token_id": 2})
     tokenizer.save_pretrained(tmp_path)
-    found = refusion_lit.load(tmp_path)
-    assert found.backbone.traits == traits
-    assert found.backbone.config.rope_parameters == plain.config.rope_parameters
-    assert found.backbone.config.rope_parameters["factor"] == 4.0
+    loaded = refusion_lit.load(tmp_path)
+    assert loaded.backbone.traits == traits
+    assert loaded.backbone.config.rope_parameters == plain.config.rope_parameters
+    assert loaded.backbone.config.rope_parameters["factor"] == 4.0
 
 
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # transformers 5.15 reads the files in an old way

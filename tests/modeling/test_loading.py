@@ -96,6 +96,15 @@ def test_a_config_takes_ids_and_size_from_the_tokenizer() -> None:
     assert backbone.traits == ModelTraits()
 
 
+def test_a_config_of_several_models_takes_the_vocabulary_from_the_tokenizer() -> None:
+    published = json.loads((MID.parents[1] / "published_2026/models/diffusion-gemma-tiny/config.json").read_text())
+    for name in ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id"):
+        published["text_config"].pop(name, None)
+    backbone = BackboneConfig(config=published).build(masked_tokenizer())
+    text = backbone.config.get_text_config()
+    assert text.vocab_size == len(masked_tokenizer()) == backbone.head.weight.shape[0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("source", [None, str(MID)])
 def test_weights_have_the_type_asked_for(dtype: Any, source: str | None) -> None:
@@ -459,7 +468,7 @@ def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_w
 
 def test_a_gpu_is_the_default_where_cuda_finds_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_available, expected in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda found=is_available: found)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_found=is_available: is_found)
         assert default_device() == expected
     assert inspect.signature(refusion_lit.load).parameters["device"].default == "auto"
     for command in (chat, generate, serve, trace):
@@ -508,7 +517,7 @@ def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(head=unreachable))
     for cached, is_offline in ((None, False), ("somewhere/config.json", True)):
-        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, found=cached: found)
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, path=cached: path)
         if cached is None:
             with pytest.raises(ValueError, match=r"^ckpt_path: expected .*no network"):
                 ModelSource.open("me/model", option="ckpt_path")

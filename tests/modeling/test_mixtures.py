@@ -60,8 +60,8 @@ def test_logits_and_experts_are_those_of_the_authors_class(name: str, dtype: str
     ]
     for case in golden["cases"]:
         chosen.clear()
-        found = logits(model, case["inputs"], case["block_length"]).double()
-        torch.testing.assert_close(found, torch.tensor(case["logits"], dtype=torch.float64), atol=tolerance, rtol=0)
+        actual = logits(model, case["inputs"], case["block_length"]).double()
+        torch.testing.assert_close(actual, torch.tensor(case["logits"], dtype=torch.float64), atol=tolerance, rtol=0)
         if "experts" in case:
             assert chosen == case["experts"]
     for hook in hooks:

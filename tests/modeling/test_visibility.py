@@ -42,21 +42,21 @@ def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, in
     causal = torch.ones(visibility.shape[1], visibility.shape[1], dtype=torch.bool).tril()
     if sees_causally(visibility):
         for span in visibility.spans:
-            own = expected[span.sequence, : span.length]
+            tokens = expected[span.sequence, : span.length]
             assert torch.equal(
-                own[:, span.first_key : span.first_key + span.length], causal[: span.length, : span.length]
+                tokens[:, span.first_key : span.first_key + span.length], causal[: span.length, : span.length]
             )
-            assert own.sum() == causal[: span.length, : span.length].sum()
+            assert tokens.sum() == causal[: span.length, : span.length].sum()
 
 
 def test_a_device_is_sent_ranges_and_makes_the_matrix_itself() -> None:
     made = ragged(3, [(4, 9), (7, 14)], [0, 1])
     with ShadowDevice() as device:
-        found = as_mask(made.visibility, SHADOW)
+        mask = as_mask(made.visibility, SHADOW)
         assert device.num_waits == 0
-    assert isinstance(found, Tensor)
-    assert found.device == SHADOW
-    assert torch.equal(found.plain, made.mask)  # type: ignore[attr-defined]
+    assert isinstance(mask, Tensor)
+    assert mask.device == SHADOW
+    assert torch.equal(mask.plain, made.mask)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

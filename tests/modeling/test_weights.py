@@ -14,16 +14,16 @@ from support.fakes import tiny_backbone
 
 def test_other_weights_and_other_shapes_have_other_digests() -> None:
     model = tiny_backbone()
-    found = {weights_digest(model)}
+    digests = {weights_digest(model)}
     for number, parameter in enumerate(model.parameters()):
         other = copy.deepcopy(model)
         changed = list(other.parameters())[number]
         with torch.no_grad():
             changed.view(-1)[0 if number % 2 else -1] += 1.0
         assert parameter.shape == changed.shape
-        found.add(weights_digest(other))
-    assert len(found) == 1 + len(list(model.parameters()))
-    assert None not in found
+        digests.add(weights_digest(other))
+    assert len(digests) == 1 + len(list(model.parameters()))
+    assert None not in digests
     narrow, wide = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
     with torch.no_grad():
         wide.weight.copy_(narrow.weight.view(2, 3))

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from refusion_lit.decoding import RecomputeKV, ReFusion, decode
-from refusion_lit.engine.drafting import FEW_POSITIONS
+from refusion_lit.engine.branches import FEW_POSITIONS
 from refusion_lit.engine.requests import Forward, MoreDrafts, Reading, Request
 from refusion_lit.refusion import bonus
 from refusion_lit.refusion.slots import OpenSlot, SlotState

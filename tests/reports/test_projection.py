@@ -60,24 +60,24 @@ def shapes(calls: Sequence[tuple[int, int, int, int]]) -> CallShapes:
 def test_seconds_are_those_of_a_calculation_by_hand(
     calls: list[tuple[int, int, int, int]], body: float, attention: float, head: float, num_calls: int
 ) -> None:
-    found = project(shapes(calls), TINY, SLOW)
+    seconds = project(shapes(calls), TINY, SLOW)
     assert TINY.num_body_weights == 1840
-    assert (found.body, found.attention, found.head) == pytest.approx((body, attention, head))
+    assert (seconds.body, seconds.attention, seconds.head) == pytest.approx((body, attention, head))
     launches = 0.5 * num_calls * (2 * LAUNCHES_PER_LAYER + LAUNCHES_PER_HEAD * bool(head))
-    assert found.launches == pytest.approx(launches)
-    assert found.seconds == pytest.approx(body + attention + head + launches)
+    assert seconds.launches == pytest.approx(launches)
+    assert seconds.seconds == pytest.approx(body + attention + head + launches)
 
 
 def test_without_overlap_times_add_up() -> None:
-    found = project(shapes([(1, 16, 1, 10)]), TINY, replace(SLOW, overlaps=False))
-    assert (found.body, found.attention) == pytest.approx((36.8 + 18.4, 9.6 + 1.6))
-    assert found.head == pytest.approx(5.0 + 2 * 500 / 1600)
+    seconds = project(shapes([(1, 16, 1, 10)]), TINY, replace(SLOW, overlaps=False))
+    assert (seconds.body, seconds.attention) == pytest.approx((36.8 + 18.4, 9.6 + 1.6))
+    assert seconds.head == pytest.approx(5.0 + 2 * 500 / 1600)
 
 
 def test_further_drafts_cost_the_head_alone() -> None:
-    found = project(shapes([(1, 0, 3, 0)]), TINY, SLOW)
-    assert (found.body, found.attention, found.head) == (0.0, 0.0, 5.0)
-    assert found.launches == 0.5 * LAUNCHES_PER_HEAD
+    seconds = project(shapes([(1, 0, 3, 0)]), TINY, SLOW)
+    assert (seconds.body, seconds.attention, seconds.head) == (0.0, 0.0, 5.0)
+    assert seconds.launches == 0.5 * LAUNCHES_PER_HEAD
 
 
 def test_shapes_are_read_and_merged() -> None:

@@ -29,13 +29,13 @@ NUM_STEPS = 40
 
 def _losses(run: Path) -> dict[int, str]:
     """Return the losses as they stand in the files of all versions; a step that was done twice must agree."""
-    found: dict[int, str] = {}
+    losses: dict[int, str] = {}
     for path in sorted(run.glob("version_*/metrics*.csv")):
         with path.open() as file:
             for row in csv.DictReader(file):
                 if row.get("train/loss"):
-                    assert found.setdefault(int(row["step"]), row["train/loss"]) == row["train/loss"]
-    return found
+                    assert losses.setdefault(int(row["step"]), row["train/loss"]) == row["train/loss"]
+    return losses
 
 
 def _checkpoints(run: Path) -> list[Path]:
@@ -46,18 +46,18 @@ def _state(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-def _assert_equal(found: Any, expected: Any) -> None:
+def _assert_equal(actual: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for key in expected:
-            _assert_equal(found[key], expected[key])
+            _assert_equal(actual[key], expected[key])
     elif isinstance(expected, list | tuple):
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             _assert_equal(one, other)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,10 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, fit_args: list[str]) -> t
 
 def _assert_like_unbroken(run: Path, unbroken: tuple[dict[int, str], dict[str, Any]]) -> None:
     losses, state = unbroken
-    found = _losses(run)
+    actual = _losses(run)
     assert len(losses) == NUM_STEPS
-    assert found.items() <= losses.items()
-    assert max(found) == max(losses)
+    assert actual.items() <= losses.items()
+    assert max(actual) == max(losses)
     last = _state(_checkpoints(run)[-1])
     for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
         _assert_equal(last[key], state[key])

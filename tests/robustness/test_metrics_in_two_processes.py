@@ -64,8 +64,8 @@ def _figures(batches: list[int]) -> dict[str, Any]:
 
 def _process(rank: int, folder: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = {name: _figures(shares[rank]) for name, shares in SHARES.items()}
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    figures = {name: _figures(shares[rank]) for name, shares in SHARES.items()}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(figures))
     distributed.destroy_process_group()
 
 

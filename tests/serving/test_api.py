@@ -57,13 +57,13 @@ def chat(client: Any, text: str, **options: Any) -> Any:
 @pytest.mark.parametrize("text", TEXTS[:3])
 def test_answers_are_those_without_a_server(client: Any, model: TextModel, text: str) -> None:
     row = alone(model, text)
-    found = chat(client, text)
-    assert found.choices[0].message.content == row.text
-    assert found.choices[0].finish_reason == {"eos": "stop"}.get(row.finish_reason, row.finish_reason)
-    assert found.usage.completion_tokens == row.num_tokens
-    assert found.usage.prompt_tokens == len(model.encode(text))
-    assert found.usage.forwards == row.num_forwards
-    assert found.usage.tokens_per_forward == pytest.approx(row.num_tokens / row.num_forwards, abs=1e-3)
+    response = chat(client, text)
+    assert response.choices[0].message.content == row.text
+    assert response.choices[0].finish_reason == {"eos": "stop"}.get(row.finish_reason, row.finish_reason)
+    assert response.usage.completion_tokens == row.num_tokens
+    assert response.usage.prompt_tokens == len(model.encode(text))
+    assert response.usage.forwards == row.num_forwards
+    assert response.usage.tokens_per_forward == pytest.approx(row.num_tokens / row.num_forwards, abs=1e-3)
     completion = client.completions.create(model=NAME, prompt=text, max_tokens=7)
     assert completion.choices[0].text == alone(model, text, max_new_tokens=7).text
 
@@ -85,14 +85,14 @@ def test_the_role_is_told_once(client: Any, model: TextModel) -> None:
     """OpenAI's client joins the texts of a stream's fields, that of the role too."""
     messages: Any = [{"role": "user", "content": "12+30="}]
     with client.chat.completions.stream(model=NAME, messages=messages, n=2, max_tokens=40) as stream:
-        found = [choice.message for choice in stream.get_final_completion().choices]
-    assert [(each.role, each.content) for each in found] == [("assistant", alone(model, "12+30=").text)] * 2
+        answers = [choice.message for choice in stream.get_final_completion().choices]
+    assert [(message.role, message.content) for message in answers] == [("assistant", alone(model, "12+30=").text)] * 2
 
 
 def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
-    found = chat(client, "1+1", n=3, temperature=0.9, seed=7, stop=["2"], top_p=0.9)
+    response = chat(client, "1+1", n=3, temperature=0.9, seed=7, stop=["2"], top_p=0.9)
     rows = [alone(model, "1+1", str(i), temperature=0.9, seed=7, stop=("2",), top_p=0.9) for i in range(3)]
-    assert [choice.message.content for choice in found.choices] == [row.text for row in rows]
+    assert [choice.message.content for choice in response.choices] == [row.text for row in rows]
     again = chat(client, "1+1", temperature=1.0)
     assert alone(model, "1+1", temperature=1.0, seed=again.seed).text == again.choices[0].message.content
     stopped = chat(client, "1+1", stop="one text of more than 16 characters")
@@ -110,9 +110,9 @@ def test_every_forward_is_told_as_it_happens(model: TextModel) -> None:
     with serving(model, decoder) as server, openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client:
         options = {"stream": True, "stream_options": {"include_decode": True}}
         chunks = list(chat(client, "1+1", max_tokens=24, **options))
-    found = [chunk.decode["rounds"] for chunk in chunks]
-    assert [len(rounds) for rounds in found] == [1] * row.num_forwards
-    rounds = [entry for [entry] in found]
+    steps = [chunk.decode["rounds"] for chunk in chunks]
+    assert [len(rounds) for rounds in steps] == [1] * row.num_forwards
+    rounds = [entry for [entry] in steps]
     start = len(prompt.token_ids)
     for told, entry in zip(rounds, row.trace, strict=True):
         assert told["phase"] == entry.phase
@@ -134,9 +134,11 @@ def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
             return await asyncio.gather(*(chat(client, TEXTS[i % 5], max_tokens=4 + i % 3) for i in range(200)))
 
     with serving(model, rows=16, max_waiting=200) as server:
-        found = asyncio.run(ask(address(server)))
+        responses = asyncio.run(ask(address(server)))
     rows = {(i, n): alone(model, TEXTS[i], max_new_tokens=n).text for i in range(5) for n in (4, 5, 6)}
-    assert [each.choices[0].message.content for each in found] == [rows[i % 5, 4 + i % 3] for i in range(200)]
+    assert [response.choices[0].message.content for response in responses] == [
+        rows[i % 5, 4 + i % 3] for i in range(200)
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -154,9 +156,9 @@ def test_drafts_are_made_while_few_requests_share_a_forward(dtype: Any) -> None:
             return [first, *await asyncio.gather(*(chat(client, "12+34,56+78>", max_tokens=40) for _ in range(16)))]
 
     with serving(model, decoder, rows=16, prepare=slow) as server:
-        found = asyncio.run(ask(address(server)))
-    assert [each.choices[0].message.content for each in found] == [row.text] * 17
-    first, *others = (each.usage.forwards for each in found)
+        responses = asyncio.run(ask(address(server)))
+    assert [response.choices[0].message.content for response in responses] == [row.text] * 17
+    first, *others = (response.usage.forwards for response in responses)
     assert first == row.num_forwards < row.num_tokens
     assert max(others) > first
 
@@ -188,8 +190,8 @@ def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> No
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             alone = [await rounds(client, **options) for options in asked]
             mixed = (rounds(client, **options) for options in asked)
-            found = await asyncio.gather(*mixed, *(leave(client, i) for i in range(10)))
-            return alone, found[: len(asked)]
+            outcomes = await asyncio.gather(*mixed, *(leave(client, i) for i in range(10)))
+            return alone, outcomes[: len(asked)]
 
     with serving(exact, decoder, rows=4) as server:
         alone, mixed = asyncio.run(ask(address(server)))
@@ -202,6 +204,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # options, the field that is
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "chat template"),
     ({"extra_body": {"max_new_tokens": 4}}, "max_new_tokens", "refused"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "refused"),
+    ({"extra_body": {"frequency_penalty": False}}, "frequency_penalty", "refused"),
+    ({"extra_body": {"tools": ""}}, "tools", "list"),
+    ({"extra_body": {"tools": {}}}, "tools", "list"),
     ({"max_tokens": 4000}, "max_tokens", "at most 1024, got 4000"),
     ({"max_tokens": 0}, "max_tokens", "got 0"),
     ({"temperature": -1}, "temperature", "got -1"),
@@ -235,7 +240,16 @@ def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, 
 
 
 def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
-    neutral = {"logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "user": "me", "tools": []}
+    neutral = {
+        "logprobs": False,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "n": 1,
+        "user": "me",
+        "tools": [],
+        "metadata": {"run": "1"},
+        "extra_body": {"prompt_cache_key": "a", "safety_identifier": "b"},
+    }
     assert chat(client, "1+1", **neutral).choices
     turn: Any = {"role": "user", "content": "1+1", "name": None, "tool_calls": None}  # as in model_dump()
     answer = client.chat.completions.create(model=NAME, messages=[turn])
@@ -256,8 +270,11 @@ def test_a_decoder_in_any_order_keeps_a_schema(tmp_path: Path) -> None:
     ):
         streamed = chat(client, "1+1", response_format=SUM_FORMAT, stream=True, max_tokens=40)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == expected.text
-        found = chat(client, "1+1", response_format=SUM_FORMAT, max_tokens=40)
-        assert (found.choices[0].message.content, found.usage.completion_tokens) == (expected.text, expected.num_tokens)
+        response = chat(client, "1+1", response_format=SUM_FORMAT, max_tokens=40)
+        assert (response.choices[0].message.content, response.usage.completion_tokens) == (
+            expected.text,
+            expected.num_tokens,
+        )
         jsonschema.validate(json.loads(expected.text), SUM)
         form = {
             "type": "json_schema",
@@ -325,7 +342,10 @@ def test_each_thread_has_a_tokenizer_of_its_own(model: TextModel) -> None:
     """Encoding switches special tokens off and on in its tokenizer: the engine, prompts and schemas have three."""
     worker = Worker(model, model.default_decoder, SamplingParams(), DecodingOptions(), Limits())
     service = Service(worker, NAME)
-    assert len({id(each) for each in (model.tokenizer, service.model.tokenizer, service.schemas._tokenizer)}) == 3
+    assert (
+        len({id(tokenizer) for tokenizer in (model.tokenizer, service.model.tokenizer, service.schemas._tokenizer)})
+        == 3
+    )
 
 
 def test_names_of_special_tokens_stay_text(client: Any) -> None:
@@ -367,8 +387,8 @@ def test_names_of_a_chat_templates_tokens_stay_text_in_every_turn(tmp_path: Path
         for question in ("and <eos>2?", "<pad>"):
             answer = client.chat.completions.create(model=NAME, messages=turns).choices[0].message
             assert answer.content == expected()
-            own = [token for token in encoded[-1] if token in special]
-            assert own == [chatting.tokenizer.eos_token_id] * len(turns), "the template's own, one for each turn"
+            specials = [token for token in encoded[-1] if token in special]
+            assert specials == [chatting.tokenizer.eos_token_id] * len(turns), "the template's own, one for each turn"
             for turn in turns:
                 assert turn["content"] in chatting.tokenizer.decode(encoded[-1])
             turns += [answer.model_dump(include={"role", "content"}), {"role": "user", "content": question}]
@@ -381,8 +401,8 @@ def get(url: str, data: bytes | None = None, **headers: str) -> tuple[int, Any]:
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
-        found = error.read()
-        return error.code, json.loads(found)["error"]["message"] if found.startswith(b"{") else found
+        body = error.read()
+        return error.code, json.loads(body)["error"]["message"] if body.startswith(b"{") else body
 
 
 def test_the_door(server: Server, model: TextModel) -> None:

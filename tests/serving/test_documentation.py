@@ -34,8 +34,8 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
 
 def block(beginning: str) -> str:
     """Return the one block that begins so."""
-    [found] = [text for _, text in BLOCKS if text.startswith(beginning)]
-    return found
+    [block] = [text for _, text in BLOCKS if text.startswith(beginning)]
+    return block
 
 
 def served_before(text: str) -> Path:

@@ -123,8 +123,8 @@ def test_a_request_that_fails_harms_no_other(
 
         def failing(ids: torch.Tensor, *args: Any) -> torch.Tensor:
             hidden = body(ids, *args)
-            found = (ids[:, :2] == bad).all(-1) if ids.shape[1] > 1 else torch.zeros(len(ids), dtype=torch.bool)
-            return fault(hidden, found) if found.any() else hidden
+            is_bad = (ids[:, :2] == bad).all(-1) if ids.shape[1] > 1 else torch.zeros(len(ids), dtype=torch.bool)
+            return fault(hidden, is_bad) if is_bad.any() else hidden
 
         worker.checked_model.runner = lambda: failing
         slow(worker, 0.002)
@@ -162,7 +162,7 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     rounds: list[str] = []
     while worker.waiting:
         worker._admit()
-        rounds.append("".join(each.name for each in worker.active.values()))
+        rounds.append("".join(request.name for request in worker.active.values()))
         worker.active.clear()
     assert rounds == ["a", "b", "c", "de"]
 
@@ -217,9 +217,9 @@ def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(m
         asked = [pool.submit(complete, server, text, max_tokens=400) for text in GOOD[:4]]
         wait_for(lambda: (len(worker.active), len(worker.waiting)) == (2, 2))
         is_lost.set()
-        for each in asked:
+        for request in asked:
             with pytest.raises(openai.InternalServerError, match="RuntimeError") as caught:
-                each.result(timeout=20)
+                request.result(timeout=20)
             assert caught.value.status_code == 500
         wait_for(lambda: server.should_exit)
         assert worker.failure
@@ -384,12 +384,12 @@ def test_the_command_serves_without_its_directory_and_stops_at_sigterm(
         assert "serving additions with ReFusion\n" in log.read_text()
         shutil.rmtree(directory)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
-            found = client.completions.create(model="additions", prompt="1+1", max_tokens=16)
+            response = client.completions.create(model="additions", prompt="1+1", max_tokens=16)
         real = load(MODEL, device="cpu")
-        assert found.choices[0].text == alone(real, real.default_decoder, "1+1", 16)
+        assert response.choices[0].text == alone(real, real.default_decoder, "1+1", 16)
     assert "done" in log.read_text()
     assert "1+1" not in log.read_text(), "logs have no prompts"
-    assert repr(found.choices[0].text) not in log.read_text()
+    assert repr(response.choices[0].text) not in log.read_text()
 
 
 def test_the_command_serves_a_run_of_fit_and_logs_prompts_if_asked(
@@ -402,9 +402,9 @@ def test_the_command_serves_a_run_of_fit_and_logs_prompts_if_asked(
         command(log, "--ckpt_path", str(run), "--log_prompts", "true") as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client,
     ):
-        found = client.completions.create(model="version_0", prompt="1+1", max_tokens=16)
+        response = client.completions.create(model="version_0", prompt="1+1", max_tokens=16)
     [expected] = load(run, device="cpu").generate(["1+1"], max_new_tokens=16)
-    assert found.choices[0].text == expected.text
+    assert response.choices[0].text == expected.text
     assert "prompt=['1+1']" in log.read_text()
     assert f"answered: {[expected.text]}" in log.read_text()
 

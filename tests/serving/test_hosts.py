@@ -37,9 +37,9 @@ COMMAND = shutil.which("transformers", path=str(Path(sys.executable).parent))
 @pytest.fixture(scope="module")
 def model() -> TextModel:
     """A hybrid model."""
-    found = load(MODEL, device="cpu")
-    found.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    return found
+    model = load(MODEL, device="cpu")
+    model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +115,10 @@ def test_the_example_for_litserve_gives_each_request_its_answer(tmp_path: Path) 
         def answer(text: str, length: int) -> Any:
             body = json.dumps({"prompt": text, "max_tokens": length}).encode()
             request = urllib.request.Request(f"{url}/predict", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as found:
-                return json.loads(found.read())
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.loads(response.read())
 
-        found = list(pool.map(lambda each: answer(*each), asked))
+        answers = list(pool.map(lambda arguments: answer(*arguments), asked))
     rows = [model.generate([text], max_new_tokens=length)[0] for text, length in asked]
     expected = [{"text": row.text, "tokens": row.num_tokens, "forwards": row.num_forwards} for row in rows]
-    assert found == expected
+    assert answers == expected

@@ -33,12 +33,12 @@ def test_answers_and_streams_have_those_of_python(model: TextModel, decoder: Dec
     assert plain.logprobs is None
     assert plain.message.content == answer.message.content == expected.text
     streamed = [item for piece in pieces if piece.logprobs for item in piece.logprobs.content]
-    for found in (answer.logprobs.content, streamed):
-        assert "".join(item.token for item in found) == expected.text
-        assert [item.logprob for item in found] == pytest.approx([entry.logprob for entry in entries], abs=1e-5)
-        assert [item.forward for item in found] == [entry.forward for entry in entries]
-        assert [bytes(item.bytes).decode() for item in found] == [item.token for item in found]
-        tops = [[(top.token, top.logprob) for top in item.top_logprobs] for item in found]
+    for tokens in (answer.logprobs.content, streamed):
+        assert "".join(item.token for item in tokens) == expected.text
+        assert [item.logprob for item in tokens] == pytest.approx([entry.logprob for entry in entries], abs=1e-5)
+        assert [item.forward for item in tokens] == [entry.forward for entry in entries]
+        assert [bytes(item.bytes).decode() for item in tokens] == [item.token for item in tokens]
+        tops = [[(top.token, top.logprob) for top in item.top_logprobs] for item in tokens]
         for top, entry in zip(tops, entries, strict=True):
             assert [token for token, _ in top] == [model.token_text(token) for token, _ in entry.top]
             assert [logprob for _, logprob in top] == pytest.approx([logprob for _, logprob in entry.top], abs=1e-5)
@@ -53,16 +53,18 @@ def test_completions_have_offsets(model: TextModel) -> None:
     with serving(model, Autoregressive()) as server:
         api = client(server).completions
         options: dict[str, Any] = {"model": NAME, "prompt": QUERY, "max_tokens": 24, "logprobs": 1}
-        found = api.create(**options).choices[0].logprobs
+        logprobs = api.create(**options).choices[0].logprobs
         chunks = [chunk.choices[0].logprobs for chunk in api.create(**options, stream=True)]
     streamed = {
         name: [value for chunk in chunks for value in getattr(chunk, name)] for name in ("tokens", "text_offset")
     }
-    assert "".join(found.tokens) == expected.text
-    assert [expected.text[offset:][:1] for offset in found.text_offset] == [token[:1] for token in found.tokens]
-    assert streamed == {"tokens": found.tokens, "text_offset": found.text_offset}
-    assert found.token_logprobs == pytest.approx([entry.logprob for entry in expected.logprobs if entry][:-1], abs=1e-5)
-    assert [max(top.values()) for top in found.top_logprobs] == pytest.approx(found.token_logprobs)
+    assert "".join(logprobs.tokens) == expected.text
+    assert [expected.text[offset:][:1] for offset in logprobs.text_offset] == [token[:1] for token in logprobs.tokens]
+    assert streamed == {"tokens": logprobs.tokens, "text_offset": logprobs.text_offset}
+    assert logprobs.token_logprobs == pytest.approx(
+        [entry.logprob for entry in expected.logprobs if entry][:-1], abs=1e-5
+    )
+    assert [max(top.values()) for top in logprobs.top_logprobs] == pytest.approx(logprobs.token_logprobs)
 
 
 def test_stop_strings_and_choices(model: TextModel) -> None:

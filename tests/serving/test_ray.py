@@ -33,10 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(__file__).parents[2] / "src"
     paths = os.pathsep.join([str(source), str(EXAMPLES), str(PROGRAM.parent)])
     # The first start of Ray's agents takes longer than the default allows on a busy machine.
-    own = {"PYTHONPATH": paths, "RAY_raylet_start_wait_time_s": "45", "RAY_AUTH_MODE": "disabled"}
+    environment = {"PYTHONPATH": paths, "RAY_raylet_start_wait_time_s": "45", "RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, str(PROGRAM), str(MODEL), str(folder)]
-    found = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=550, check=False)
-    assert found.returncode == 0, (found.stdout + found.stderr)[-3000:]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=550, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return folder
 
 
@@ -49,8 +51,8 @@ def test_a_killed_actor_loses_nothing_and_an_interrupted_run_resumes(folder: Pat
     model = load(MODEL, device="cpu")
     rows = model.generate([f"{i}+1=" for i in range(NUM_PROMPTS)], max_new_tokens=64)
     expected = [{"id": i, "text": row.text, "forwards": row.num_forwards} for i, row in enumerate(rows)]
-    found = read(folder / "output", "answers")
-    assert [{name: row[name] for name in ("id", "text", "forwards")} for row in found] == expected, "in order"
+    answers = read(folder / "output", "answers")
+    assert [{name: row[name] for name in ("id", "text", "forwards")} for row in answers] == expected, "in order"
     assert (folder / "killed").exists()
     interrupted = json.loads((folder / "interrupted.json").read_text())
     assert 0 < len(interrupted["done"]) < NUM_PROMPTS

@@ -60,29 +60,29 @@ def test_texts_are_those_of_chats(client: Any) -> None:
     turns: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome?"}]
     chat = client.chat.completions.create(model=NAME, messages=turns, max_tokens=9)
     for items in ("Rome?", turns[1:], [{"role": "user", "content": [{"type": "input_text", "text": "Rome?"}]}]):
-        found = respond(client, items, instructions="Be brief.", max_output_tokens=9)
-        assert found.output_text == chat.choices[0].message.content
-        assert found.usage.input_tokens == chat.usage.prompt_tokens
-        assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        response = respond(client, items, instructions="Be brief.", max_output_tokens=9)
+        assert response.output_text == chat.choices[0].message.content
+        assert response.usage.input_tokens == chat.usage.prompt_tokens
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     streamed = check_events([*respond(client, turns, max_output_tokens=9, stream=True)])
-    assert streamed.output_text == found.output_text
+    assert streamed.output_text == response.output_text
 
 
 def test_an_agent_sends_back_calls_and_results(client: Any) -> None:
     items: list[Any] = [{"role": "user", "content": "Rome?"}]
     for turn in range(4):
         choice: Any = "required" if turn % 2 else {"type": "function", "name": [*SCHEMAS][turn // 2]}
-        found = respond(client, items, tools=FUNCTIONS, tool_choice=choice)
-        assert found.status == "completed"
+        answer = respond(client, items, tools=FUNCTIONS, tool_choice=choice)
+        assert answer.status == "completed"
         streamed = check_events([*respond(client, items, tools=FUNCTIONS, tool_choice=choice, stream=True)])
-        for response in (found, streamed):
+        for response in (answer, streamed):
             calls = response.output
             assert {call.type for call in calls} == {"function_call"}
             for call in calls:
                 jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-        assert [call.arguments for call in streamed.output] == [call.arguments for call in found.output]
-        items += found.output
-        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in found.output]
+        assert [call.arguments for call in streamed.output] == [call.arguments for call in answer.output]
+        items += answer.output
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in answer.output]
     ended = respond(client, items, tools=FUNCTIONS, tool_choice="none", max_output_tokens=5)
     assert [item.type for item in ended.output] == ["message"]
 

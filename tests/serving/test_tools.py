@@ -71,21 +71,23 @@ def assemble(chunks: Any) -> tuple[list[tuple[str, str]], str, str]:
     return [(name, arguments) for name, arguments in calls.values()], text, reason
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4)], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    ("decoder", "template"),
+    [*((Autoregressive(), template) for template in TEMPLATES), (ReFusion(slot_size=4), next(iter(TEMPLATES)))],
+)
 def test_forced_calls_parse_and_stream(tmp_path: Path, template: str, decoder: Any) -> None:
     model = make_tool_model(tmp_path, template, mask=isinstance(decoder, ReFusion))
     with asking(model, decoder) as (_, client):
         for choice in ("required", NAMED):
-            found = check_calls(ask(client, tool_choice=choice).choices[0])
-            assert choice == "required" or [name for name, _ in found] == ["add"]
-            assert assemble(ask(client, tool_choice=choice, stream=True)) == (found, "", "tool_calls")
+            calls = check_calls(ask(client, tool_choice=choice).choices[0])
+            assert choice == "required" or [name for name, _ in calls] == ["add"]
+            assert assemble(ask(client, tool_choice=choice, stream=True)) == (calls, "", "tool_calls")
         options = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0, "seed": 1, "n": 3}
         answer = ask(client, **options)
         assert [len(check_calls(choice)) for choice in answer.choices] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion()], ids=lambda value: type(value).__name__)
 def test_an_agent_of_ten_turns(tmp_path: Path, decoder: Any) -> None:
     """The client sends back every call with its result, and the template renders both."""
     model = make_tool_model(tmp_path, mask=True)

@@ -239,11 +239,11 @@ class LastState(GenerationCallback):
 
 
 def check_output(
-    model: FakeModel, found: Sequence[Prompt], sampling: SamplingParams, output: DecodingOutput, watcher: LastState
+    model: FakeModel, requests: Sequence[Prompt], sampling: SamplingParams, output: DecodingOutput, watcher: LastState
 ) -> None:
     special = model.special_tokens
     never = {special.mask_token_id, special.pad_token_id} - set(special.eos_token_ids)
-    for index, (prompt, row) in enumerate(zip(found, output.rows, strict=True)):
+    for index, (prompt, row) in enumerate(zip(requests, output.rows, strict=True)):
         assert row.id == prompt.id
         assert 1 <= row.num_tokens <= sampling.max_new_tokens
         assert not never & set(row.token_ids)

@@ -10,6 +10,8 @@ import yaml
 from refusion_lit.cli import main
 
 ADDITIONS = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
+NUM_STEPS = 40
+"""Steps after which a model predicts some sums, and a drafter some tokens."""
 QUERIES = ["12+34,56+78>", "1+2,3+4>", "90+9,11+22>"]
 
 
@@ -34,7 +36,7 @@ def write_config(path: Path, objective: dict[str, Any], max_steps: int, **backbo
         "data": {
             "task": {"class_path": "Additions", "init_args": {"num_train": 640, "num_validation": 8, "num_test": 3}},
             "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"source": str(ADDITIONS)}},
-            "batch_size": 16, "max_length": 128,
+            "batch_size": 8, "max_length": 128,
         },
     }  # fmt: skip
     path.write_text(yaml.safe_dump(values))

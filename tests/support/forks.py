@@ -60,13 +60,17 @@ def start(args: list[str], log: Path, before: Callable[[], None] | None = None) 
 
 def printed_without_us(program: str, folder: Path) -> str:
     """Run a program that must not need this package, which cannot be imported there; return what it prints."""
+    return printed_in_new_process('import sys; sys.modules["refusion_lit"] = None\n' + program, folder)
+
+
+def printed_in_new_process(program: str, folder: Path) -> str:
+    """Run a program in a process that has imported nothing of this package; return what the program prints."""
     output = folder / "printed.txt"
 
     def work() -> None:
         sys.stdout = sys.stderr = output.open("w", buffering=1)
         for name in [name for name in sys.modules if name.partition(".")[0] == "refusion_lit"]:
             del sys.modules[name]
-        sys.modules["refusion_lit"] = None  # type: ignore[assignment] # importing it fails
         exec(compile(program, "program", "exec", dont_inherit=True), {"__name__": "__main__"})
 
     assert finished(forked(work)) == 0, output.read_text()

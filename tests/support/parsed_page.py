@@ -60,10 +60,10 @@ class ParsedPage(HTMLParser):
     @property
     def unsafe(self) -> list[str]:
         """Elements and attributes that run code or load anything."""
-        found = [tag for tag, _ in self.elements if tag in _RUNS_OR_LOADS]
+        tags = [tag for tag, _ in self.elements if tag in _RUNS_OR_LOADS]
         for tag, attributes in self.elements:
             for name, value in attributes.items():
                 loads = name in ("src", "href", "xlink:href", "srcset", "action", "data")
                 if name.startswith("on") or (loads and not (value or "").startswith("#")):
-                    found.append(f"{tag} {name}={value}")
-        return found
+                    tags.append(f"{tag} {name}={value}")
+        return tags

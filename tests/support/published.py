@@ -23,6 +23,20 @@ def reference(name: str) -> dict[str, Any]:
     return json.loads((path if path.is_file() else PUBLISHED_2026 / f"{name}.json").read_text())
 
 
+BATCH_SIZES = [1, 16]
+"""Sizes in which the prompts of a setting are decoded: the first alone, and all at once."""
+
+
+def select_runs(name: str, setting: int, batch_size: int | None = None) -> list[dict[str, Any]]:
+    """Return a setting's reference runs; in batches of 1 only the first.
+
+    Contract tests check that rows do not depend on their batch, so one prompt alone is enough here.
+    """
+    runs = [run for run in reference(name)["runs"] if run["setting"] == setting]
+    assert len(runs) >= 3
+    return runs[:1] if batch_size == 1 else runs
+
+
 @cache
 def published_model(name: str, dtype: Any = "float32") -> TextModel:
     return refusion_lit.load(MODELS[name], dtype=dtype)

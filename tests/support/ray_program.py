@@ -41,10 +41,10 @@ def interrupted(folder: Path) -> type[ray_predict.Answers]:
                     time.sleep(0.1)
                 (folder / "failed").touch()
                 raise RuntimeError("as an interruption")
-            found = super().__call__(batch)
+            rows = super().__call__(batch)
             with (folder / "decoded").open("a", encoding="utf-8") as file:
                 file.write("".join(f"{number}\n" for number in ids))
-            return found
+            return rows
 
     return Interrupted
 
@@ -91,8 +91,8 @@ def replicas(model: str, folder: Path) -> None:
     serve.run(ray_serve.application(model, 2))
     [deployment] = serve.status().applications["default"].deployments.values()
     states = {str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items()}
-    found = asyncio.run(ask(port, Path(model).name))
-    (folder / "served.json").write_text(json.dumps({"replicas": states, **found}), encoding="utf-8")
+    answers = asyncio.run(ask(port, Path(model).name))
+    (folder / "served.json").write_text(json.dumps({"replicas": states, **answers}), encoding="utf-8")
 
 
 def start(num_tries: int = 4) -> None:

@@ -65,9 +65,9 @@ def slow(worker: Worker, seconds: float = 0.02) -> None:
     worker.checked_model.head_runner = slow_runner
 
 
-def wait_for(holds: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_for(is_met: Callable[[], object], seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
-    while not holds():
+    while not is_met():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.005)
 

@@ -52,8 +52,8 @@ class ShadowTensor(Tensor):
                 if isinstance(index, Tensor):
                     assert isinstance(index, ShadowTensor), "the index is on another device"
                     assert index.dtype != torch.bool, "how many are true must be waited for"
-        found = func(*tree_map(_plain, args), **tree_map(_plain, dict(kwargs or {})))
-        return ShadowTensor(found) if isinstance(found, Tensor) else found
+        output = func(*tree_map(_plain, args), **tree_map(_plain, dict(kwargs or {})))
+        return ShadowTensor(output) if isinstance(output, Tensor) else output
 
     @classmethod
     def __torch_dispatch__(
@@ -103,9 +103,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meetings: Co
         assert all(other.ndim == 0 for other in others), f"{name} mixes devices"
         if name in _ALWAYS_WAIT:
             meetings[name] += 1
-    found = func(*tree_map(_plain, args), **tree_map(_plain, options))
+    output = func(*tree_map(_plain, args), **tree_map(_plain, options))
     if not shadows if target is None else target != SHADOW.type:
-        return found
+        return output
 
     def shadowed(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -113,4 +113,4 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meetings: Co
         same = [shadow for shadow in shadows if shadow.plain is value]  # changed in place
         return same[0] if same else ShadowTensor(value)
 
-    return tree_map(shadowed, found)
+    return tree_map(shadowed, output)

@@ -64,9 +64,9 @@ def only_with_shapes(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
             if not inspect.isclass(given):
                 return first_calls(check(given), given) if inspect.isfunction(given) else check(given)
             plain = given.__init__
-            found = check(given)
-            found.__init__ = first_calls(found.__init__, plain)
-            return found
+            checked_class = check(given)
+            checked_class.__init__ = first_calls(checked_class.__init__, plain)
+            return checked_class
 
         return decorate
 

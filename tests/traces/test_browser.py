@@ -33,15 +33,15 @@ def classes(driver: Chrome) -> list[set[str]]:
 def expected(trace: Trace, forwards: int) -> list[set[str]]:
     history = timeline(trace)
     final = history.final_forwards()
-    found: list[set[str]] = []
+    places: list[set[str]] = []
     for index, change in enumerate(history.after(forwards)):
         if change is None:
-            found.append({"masked"})
+            places.append({"masked"})
         elif change.status == "accepted":
-            found.append({"accepted", "new"} if final[index] == forwards else {"accepted"})
+            places.append({"accepted", "new"} if final[index] == forwards else {"accepted"})
         else:
-            found.append({change.status, "again"} if change.num_drafts > 1 else {str(change.status)})
-    return found
+            places.append({change.status, "again"} if change.num_drafts > 1 else {str(change.status)})
+    return places
 
 
 @pytest.mark.parametrize("trace", [plan_and_verify(), random_trace(3), random_trace(8)])

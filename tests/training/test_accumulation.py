@@ -120,9 +120,9 @@ def _by_hand(
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(actual[name], value, rtol=1e-7, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
 OBJECTIVES: list[Objective] = [
@@ -184,9 +184,9 @@ def test_each_micro_batch_is_corrupted_once(tmp_path: Path, monkeypatch: pytest.
     assert seen == [stable_key(sample.id) for sample in SAMPLES]
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_two_processes_are_one(tmp_path: Path, accumulated: int) -> None:
-    objective = Hybrid(slot_sizes=(2, 4))
+@pytest.mark.parametrize(("objective", "accumulated"), [(Hybrid(slot_sizes=(2, 4)), 2), *((o, 1) for o in OBJECTIVES)],
+                         ids=lambda value: type(value).__name__)  # fmt: skip
+def test_two_processes_are_one(tmp_path: Path, objective: Objective, accumulated: int) -> None:
     actual = _fitted(
         tmp_path, objective, batch_size=2, accumulate_grad_batches=accumulated, devices=2, strategy="ddp_fork"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from refusion_lit import SlotDiffusionModule
-from refusion_lit.contrib import SoftTail
+from refusion_lit.contrib import R2FT, SoftTail
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
@@ -145,6 +146,29 @@ def test_fit_notes_what_the_weights_were_trained_for(tmp_path: Path) -> None:
         _trainer(tmp_path).test(module, data, verbose=False)
 
 
+@pytest.mark.parametrize(
+    ("objective", "canvas", "is_warned"),
+    [
+        (Masked(), 128, True),
+        (Masked(), 24, False),
+        (Masked(pad_responses_to=16), 128, True),
+        (Masked(pad_responses_to=128), 128, False),
+        (R2FT(), 128, True),
+        (Hybrid(slot_sizes=(4,)), 128, False),
+    ],
+)
+def test_a_canvas_longer_than_any_that_is_trained_gets_a_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, objective: Objective, canvas: int, is_warned: bool
+) -> None:
+    module, data = _parts(sampling=SamplingParams(max_new_tokens=canvas))
+    module.objective = objective
+    assert 24 < (data.longest_response() or 0) < 64
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        _trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, data)
+    assert any("pad_responses_to" in str(warning.message) for warning in recwarn) == is_warned
+
+
 def test_impossible_decoder_settings_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="num_serial_blocks: expected at most 2"):
         _parts(decoders={"a": ReFusion(num_serial_blocks=3)}, sampling=SamplingParams(max_new_tokens=16))
@@ -196,7 +220,9 @@ def test_training_in_bf16_is_training_in_float32_but_for_rounding(tmp_path: Path
     for precision in ("32-true", "bf16-true", "bf16-mixed"):
         seen: list[dict[str, float]] = []
         module, data = _parts(
-            optimizer=lambda groups: torch.optim.SGD(groups, lr=0.2), schedule=WarmupCosine(warmup_steps=0)
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=0.2),
+            schedule=WarmupCosine(warmup_steps=0),
+            sampling=SamplingParams(max_new_tokens=16),
         )
         module.objective = objective
         options = {"precision": precision, "max_steps": 4, "log_every_n_steps": 1, "limit_val_batches": 0}

@@ -24,8 +24,10 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.objectives import Masked
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import WarmupCosine
+from refusion_lit.types import SamplingParams
 from support.tiny import TINY_QWEN
 
+SHORT = SamplingParams(max_new_tokens=4)
 HOOKS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 
 
@@ -77,7 +79,7 @@ class Training:
                 data = InstructionDataModule(task, CharacterTokenizer(), 2)
                 backbone = BackboneConfig(config={**TINY_QWEN, "attention_dropout": 0.1})
                 schedule = WarmupCosine(warmup_steps=2)
-                module = Recorded(backbone, data.built_tokenizer, Masked(), schedule=schedule)
+                module = Recorded(backbone, data.built_tokenizer, Masked(), schedule=schedule, sampling=SHORT)
                 module.seen = seen
                 trainer = L.Trainer(
                     accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
@@ -94,9 +96,9 @@ class Training:
 
     def check(self, stops: Sequence[tuple[int, str]]) -> None:
         """Compare a training with stops with one without."""
-        expected, found = self.run(), self.run(stops)
-        assert found[1:] == expected[1:]
-        assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
+        expected, actual = self.run(), self.run(stops)
+        assert actual[1:] == expected[1:]
+        assert all(torch.equal(actual[0][name], value) for name, value in expected[0].items())
 
 
 TRAININGS = st.builds(
@@ -129,7 +131,7 @@ def test_a_resumed_training_has_the_patience_of_its_options(tmp_path: Path) -> N
     checkpoint: Path | None = None
     for patience in (3, 7):
         data = InstructionDataModule(Additions(num_train=4, num_validation=2, num_test=1), CharacterTokenizer(), 2)
-        module = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Masked())
+        module = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Masked(), sampling=SHORT)
         stopping = EarlyStopping("val/loss", patience=patience)
         trainer = L.Trainer(
             accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import text_branch, up_to_eos
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.drafting import text_branch, up_to_eos
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache

@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import rounds_since, text_branch
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.drafting import rounds_since, text_branch
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -103,8 +103,7 @@ class SoftTail(Objective):
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens
     >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([4])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8, 9])])
     >>> noise, half = KeyedNoise(batch.sample_keys), torch.tensor([0.5])
     >>> SoftTail(tail=1.0).corrupt(batch, noise, special, mask_ratio=half).input_ids
     tensor([[5, 6, 7, 2, 2]])

@@ -12,8 +12,8 @@ from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from refusion_lit.engine.branches import masked_in
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.drafting import masked_in
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -152,8 +152,7 @@ class DiffusionForcing(Objective):
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens
     >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8])])
     >>> objective = DiffusionForcing(block_size=2, t_min=1.0, t_max=1.0)
     >>> objective.corrupt(batch, KeyedNoise(batch.sample_keys), special).labels  # an EOS token fills the second block
     tensor([[-100,    6,    7,    8,    1]])

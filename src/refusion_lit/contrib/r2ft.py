@@ -95,8 +95,7 @@ class R2FT(Objective):
     >>> import torch
     >>> from refusion_lit.noise import KeyedNoise
     >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([4])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8, 9])])
     >>> noise, half = KeyedNoise(batch.sample_keys), torch.tensor([0.5])
     >>> corrupted = R2FT(max_unit=1).corrupt(batch, noise, special, mask_ratio=half)
     >>> corrupted.input_ids, corrupted.rejected  # repeats token 7; the EOS token replaces the last repetition

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import list_uncached
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.engine.drafting import uncached
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
@@ -78,7 +78,7 @@ class SetDiffusion(Decoder):
     def _branches(self, state: RowState, active: list[int]) -> tuple[Branch, ...]:
         """Return a branch of the tokens that are not cached, if there are any, and a branch per mask."""
         start = state.num_cached
-        new = uncached(state)
+        new = list_uncached(state)
         tokens, positions = [token for token, _ in new], [position for _, position in new]
         clean = Branch(tokens=tokens, positions=positions, visible=((0, start),), write_at=start)
         known = start + len(clean.tokens)
@@ -122,8 +122,7 @@ class StaggeredSets(Objective):
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens
     >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8])])
     >>> corrupted = StaggeredSets(set_size=1).corrupt(batch, KeyedNoise(batch.sample_keys), special)
     >>> corrupted.input_ids, corrupted.position_ids
     (tensor([[5, 6, 7, 8, 2, 2, 2]]), tensor([[0, 1, 2, 3, 1, 2, 3]]))

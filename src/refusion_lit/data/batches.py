@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -178,12 +177,5 @@ def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> R
         samples: The examples.
         pad_token_id: The padding token.
     """
-    width = max((len(sample) for sample in samples), default=0)
-    padded = [[*s.prompt_ids, *s.response_ids, *[pad_token_id] * (width - len(s))] for s in samples]
-    return ResponseBatch(
-        input_ids=torch.tensor(padded, dtype=torch.long).reshape(len(padded), width),
-        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples], dtype=torch.long),
-        response_lengths=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.long),
-        sample_keys=torch.tensor([stable_key(sample.id) for sample in samples], dtype=torch.long),
-        ids=[sample.id for sample in samples],
-    )
+    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+    return ResponseBatch.from_pairs(pairs, ids=[sample.id for sample in samples], pad_token_id=pad_token_id)

@@ -257,10 +257,10 @@ def _encode_parts(
         parts: Pairs of a text and whether names in it mean special tokens.
         within: Whether the first text does not begin the whole text.
     """
-    if len(parts) == 1 and parts[0][1] and not within:
-        return encode_text(tokenizer, parts[0][0], special=True)
     names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
     pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
+    if not within and not any(pattern.search(text) for text, is_template in parts if not is_template):
+        return encode_text(tokenizer, "".join(text for text, _ in parts), special=True)
     pieces: list[tuple[str, bool]] = []  # text, and whether it is a special token
     for text, is_template in parts:
         split = pattern.split(text) if is_template else [text]
@@ -271,12 +271,25 @@ def _encode_parts(
             elif piece:
                 pieces.append((piece, is_name))
     ids: list[int] = []
+    name = None
     for piece, is_name in pieces:
         if is_name:
             ids.append(int(tokenizer.convert_tokens_to_ids(piece)))  # type: ignore[arg-type]
+            name = piece
         else:
-            ids += encode_within(tokenizer, piece) if ids or within else encode_text(tokenizer, piece)
+            begins = not (ids or within) or (name is not None and _begins_after(tokenizer, name))
+            ids += encode_text(tokenizer, piece) if begins else encode_within(tokenizer, piece)
     return ids
+
+
+def _begins_after(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Return whether text after a special token is encoded as a text's beginning, as old SentencePiece files do."""
+    for letter in ("a", "0"):
+        try:
+            return encode_text(tokenizer, name + letter, special=True)[1:] == encode_text(tokenizer, letter)
+        except ValueError:  # the tokenizer does not know the letter
+            continue
+    return False
 
 
 def _texts_in(value: object) -> Iterator[str]:
@@ -297,6 +310,36 @@ def _map_texts(function: Callable[[str], str], value: Any) -> Any:  # noqa: ANN4
     if isinstance(value, Mapping):
         return {name: _map_texts(function, item) for name, item in value.items()}
     return [_map_texts(function, item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, is_open: bool = True
+) -> list[tuple[str, bool]]:
+    """Render chat turns with the chat template, in parts.
+
+    Args:
+        tokenizer: A tokenizer with a chat template.
+        messages: The turns.
+        is_open: Whether the assistant's turn is opened; otherwise, the last turn is left open.
+
+    Returns:
+        Pairs of a text and whether names of special tokens in the text mean the tokens; see :func:`encode_rendered`.
+
+    Raises:
+        ValueError: If the chat template refuses the turns.
+    """
+    guard = _Guard(tokenizer, _texts_in(messages))
+    options = {"continue_final_message": not is_open}
+    return guard.split(_render(tokenizer, guard, messages, "", "", (), is_open=is_open, chat_options=options))
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, parts: Sequence[tuple[str, bool]]) -> list[int]:
+    """Encode the parts of a text from :func:`render_chat`, without BOS before them.
+
+    Raises:
+        ValueError: If a character is not in the tokenizer's alphabet.
+    """
+    return _encode_parts(tokenizer, parts)
 
 
 def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

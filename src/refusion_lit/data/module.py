@@ -230,6 +230,13 @@ class InstructionDataModule(L.LightningDataModule):
         sample = samples[0] if is_lazy else max(samples, key=lambda sample: len(sample.prompt_ids))
         return Prompt(token_ids=tuple(sample.prompt_ids), id=sample.id)
 
+    def longest_response(self) -> int | None:
+        """Return the tokens of the longest training response; ``None`` for a split encoded while it is read."""
+        samples = self._load_split("train")
+        if isinstance(samples, LazyDataset):
+            return None
+        return max(len(sample.response_ids) for sample in samples)
+
     @property
     def _collate(self) -> partial[ResponseBatch]:
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 The text around the values is given. A value is a span of fixed length with alternatives: an alternative lists the
 tokens allowed at every place of the span, and pads the value with spaces. A token sampled in a span removes the
-alternatives that do not contain it there, so any mixture of old and new tokens in a span is a value.
+alternatives that do not contain it there, so any mixture of old and new tokens in a span is a value. Where a value may
+be left out, or may have one of several schemas, the span has a template per case, padded with spaces to equal length.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, islice
+from dataclasses import dataclass
+from itertools import chain, combinations, groupby, islice
 from types import NoneType
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
@@ -29,17 +32,22 @@ MAX_STRING = 32
 """Maximum number of tokens in a string."""
 MAX_ITEMS = 4
 """Maximum number of items in an array without ``maxItems``."""
+MAX_VALUES = 10_000
+"""Maximum number of values of a schema, with those that may be left out, and all options of unions."""
+MAX_OPTIONS = 200
+"""Maximum number of schemas in ``oneOf``."""
 MAX_CHOICES = 100_000
-"""Maximum number of tokens in a value's alternatives."""
+"""Maximum number of tokens in the alternatives of a value, a union or an optional value."""
 MAX_TOTAL = 1_000_000
 """Maximum number of tokens in the alternatives of all values of a schema."""
 _NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _KINDS: dict[object, tuple[set[type], set[str]]] = {
     "object": ({dict}, {"properties", "required", "additionalProperties"}),
     "array": ({list}, {"items", "minItems", "maxItems"}),
     "string": ({str}, {"minLength", "maxLength"}),
-    "integer": ({int}, {"minimum", "maximum"}),
-    "number": ({int, float}, {"minimum", "maximum"}),
+    "integer": ({int}, _BOUNDS),
+    "number": ({int, float}, _BOUNDS),
     "boolean": ({bool}, set()),
     "null": ({NoneType}, set()),
 }
@@ -47,31 +55,71 @@ _KINDS: dict[object, tuple[set[type], set[str]]] = {
 _FIX = "change the schema, or use Autoregressive or SelfSpeculative"
 _DIGITS = "0123456789"
 
+_VALUES = ("const", "enum")
+_UNIONS = ("anyOf", "oneOf")
+
 Span = Sequence[Sequence[Tensor]]
 """Alternatives of equal length. An alternative has the allowed ids at every place, int [id]."""
 
 
-class _SpanAlternatives:
-    """The remaining alternatives of a template's spans."""
+@dataclass(frozen=True)
+class Choice:
+    """A span whose content is one of several templates.
 
-    def __init__(self, spans: Mapping[int, Span]) -> None:
-        self._remaining = {start: list(span) for start, span in spans.items()}
-        self._starts = {start + i: start for start, span in spans.items() for i in range(len(span[0]))}
+    Attributes:
+        templates: For every template, its spans by the place of their first token within this span.
+        length: Number of places that the templates cover.
+    """
+
+    templates: Sequence[Mapping[int, Span | Choice]]
+    length: int
+
+
+def _length(span: Span | Choice) -> int:
+    return span.length if isinstance(span, Choice) else len(span[0])
+
+
+class _Alternatives:
+    """The remaining alternatives of a span."""
+
+    def __init__(self, span: Span) -> None:
+        self._remaining = [*span]
 
     def choices(self, place: int) -> list[Tensor]:
         """Return the ids that the alternatives allow at a place, an entry per alternative."""
-        start = self._starts.get(place)
-        return [] if start is None else [alternative[place - start] for alternative in self._remaining[start]]
-
-    def allows(self, place: int, token: int) -> bool:
-        """Return whether an alternative allows a token."""
-        return any(token in choice for choice in self.choices(place))
+        return [alternative[place] for alternative in self._remaining]
 
     def narrow(self, place: int, token: int) -> None:
         """Remove the alternatives that do not allow a token."""
-        start = self._starts[place]
-        remaining = self._remaining[start]
-        self._remaining[start] = [alternative for alternative in remaining if token in alternative[place - start]]
+        self._remaining = [alternative for alternative in self._remaining if token in alternative[place]]
+
+
+class _Templates:
+    """The remaining templates of a choice, and what remains of their spans."""
+
+    def __init__(self, templates: Iterable[Mapping[int, Span | Choice]]) -> None:
+        self._remaining = [
+            {
+                start + i: (start, state)
+                for start, span in template.items()
+                for state in [_Templates(span.templates) if isinstance(span, Choice) else _Alternatives(span)]
+                for i in range(_length(span))
+            }
+            for template in templates
+        ]  # fmt: skip
+
+    def choices(self, place: int) -> list[Tensor]:
+        """Return the ids that the templates allow at a place, an entry per alternative."""
+        spans = [template[place] for template in self._remaining if place in template]
+        return [choice for start, span in spans for choice in span.choices(place - start)]
+
+    def narrow(self, place: int, token: int) -> None:
+        """Remove the templates and alternatives that do not allow a token."""
+        spans = [(template, *template[place]) for template in self._remaining]
+        fitting = [entry for entry in spans if any(token in choice for choice in entry[2].choices(place - entry[1]))]
+        self._remaining = [template for template, _, _ in fitting]
+        for _, start, span in fitting:
+            span.narrow(place - start, token)
 
 
 class TemplateState(ConstraintState):
@@ -83,13 +131,13 @@ class TemplateState(ConstraintState):
             spans of all templates cover the same places.
     """
 
-    def __init__(self, vocab_size: int, *templates: Mapping[int, Span]) -> None:
+    def __init__(self, vocab_size: int, *templates: Mapping[int, Span | Choice]) -> None:
         self._vocab_size = vocab_size
-        self._templates = [_SpanAlternatives(spans) for spans in templates]
+        self._templates = _Templates(templates)
 
     def allowed(self, place: int, before: Sequence[int]) -> Tensor | None:  # noqa: ARG002
         """Return the ids that a remaining alternative allows at a place."""
-        choices = [choice for template in self._templates for choice in template.choices(place)]
+        choices = self._templates.choices(place)
         if not choices:
             return None
         mask = torch.zeros(self._vocab_size, dtype=torch.bool)
@@ -104,15 +152,17 @@ class TemplateState(ConstraintState):
             The token, or a token of a remaining alternative if no alternative allows it: another token of the same
             forward pass may have removed the alternatives that did.
         """
-        choices = self._templates[0].choices(place)
+        choices = self._templates.choices(place)
         if not choices:
             return token
-        if not any(template.allows(place, token) for template in self._templates):
+        if not any(token in choice for choice in choices):
             token = int(choices[0][0])
-        self._templates = [template for template in self._templates if template.allows(place, token)]
-        for template in self._templates:
-            template.narrow(place, token)
+        self._templates.narrow(place, token)
         return token
+
+
+Cases = tuple[Iterable[Any], ...]
+"""Parts of the templates of a span, a template per case."""
 
 
 class TemplateCompiler:
@@ -143,7 +193,7 @@ class TemplateCompiler:
         Raises:
             ValueError: If no template can guarantee the schema, or the tokenizer lacks a token.
         """
-        given, spans = self._lay_out(self._parts(schema, "the schema"))
+        given, spans = self._lay_out(self._value(schema, "the schema"))
         return self._constrain(given, [spans])
 
     def compile_call(
@@ -164,21 +214,28 @@ class TemplateCompiler:
         for name, schema in functions.items():
             head = f"{tool_format.before_name}{name}{tool_format.after_name}"
             begin = self._split_added(tool_format.begin + head)
-            templates.append(self._lay_out(chain(begin, self._parts(schema, f"the parameters of {name}"))))
-        length = max(len(given) for given, _ in templates)
-        for given, _ in templates:
-            if len(given) < length:
-                given += [int(self._token_set(" ")[0])] * (length - len(given))
-        places = zip(*(given for given, _ in templates), strict=True)
-        common = [tokens[0] if len({*tokens}) == 1 else None for tokens in places]
+            parameters = self._value(schema, f"the parameters of {name}")
+            templates.append(self._lay_out(chain(begin, parameters)))
+        length = self._pad_templates(templates)
+        places = list(zip(*(given for given, _ in templates), strict=True))
+        common = [places[i][0] if len({*places[i]}) == 1 else None for i in range(length)]
         for given, spans in templates:
-            fixed = {place: token for place, token in enumerate(given) if token is not None and common[place] is None}
-            spans |= {place: [[torch.tensor([token])]] for place, token in fixed.items()}
+            _cover(given, spans, [token is None for token in common])
         end, _ = self._lay_out(self._split_added(tool_format.after_arguments + tool_format.end))
         return self._constrain([*common, *end], [spans for _, spans in templates])
 
+    def _pad_templates(self, templates: Sequence[tuple[list[int | None], dict[int, Span | Choice]]]) -> int:
+        """Pad templates with spaces to equal length; return the length."""
+        length = max(len(given) for given, _ in templates)
+        space = self._token_set(" ")
+        for given, spans in templates:
+            if len(space) > 1:
+                spans |= {place: [[space]] for place in range(len(given), length)}
+            given += [int(space[0]) if len(space) == 1 else None] * (length - len(given))
+        return length
+
     def _constrain(
-        self, given: Sequence[int | None], templates: Sequence[Mapping[int, Span]]
+        self, given: Sequence[int | None], templates: Sequence[Mapping[int, Span | Choice]]
     ) -> tuple[tuple[int | None, ...], Constraint]:
         constraint = Constraint(begin=lambda _: TemplateState(len(self._texts), *templates), left_to_right=False)
         return (*given, int(self._tokenizer.eos_token_id)), constraint  # type: ignore[arg-type]
@@ -190,20 +247,20 @@ class TemplateCompiler:
             for part, is_name in split_added_tokens(self._tokenizer, text)
         ]
 
-    def _lay_out(self, parts: Iterable[Any]) -> tuple[list[int | None], dict[int, Span]]:
+    def _lay_out(self, parts: Iterable[Any]) -> tuple[list[int | None], dict[int, Span | Choice]]:
         """Return the tokens of text, ids and spans, ``None`` in spans, and the spans by place."""
         kept: list[Any] = []
         num_tokens = 0
         try:
             for part in parts:
-                kept.append(part)
-                num_tokens += len(part) * len(part[0]) if isinstance(part, list) else 1
+                kept.append(self._lay_out_cases(part) if isinstance(part, tuple) else part)
+                num_tokens += 1 if isinstance(part, str | int) else _num_tokens(kept[-1])
                 if num_tokens > MAX_TOTAL:
                     raise _refusal(f"more than {MAX_TOTAL} tokens of possible values", "the schema")
         except (AttributeError, TypeError, RecursionError) as error:  # a value of a keyword has another type
             raise OptionError(f"json_schema: this schema is wrong: {error}.", "json_schema") from error
         given: list[int | None] = []
-        spans: dict[int, Span] = {}
+        spans: dict[int, Span | Choice] = {}
         for kind, group in groupby(kept, type):
             if kind is str:
                 given += self._encode("".join(group))
@@ -213,23 +270,59 @@ class TemplateCompiler:
                     given.append(part)
                 else:
                     spans[len(given)] = part
-                    given += [None] * len(part[0])
+                    given += [None] * _length(part)
         return given, spans
 
-    def _parts(self, schema: Any, name: str) -> Iterator[Any]:  # noqa: ANN401 - text, and spans
-        """Yield the text and spans of a value; ``name`` is for errors."""
+    def _lay_out_cases(self, cases: Cases) -> Choice:
+        """Return a span with a template per case."""
+        templates = [self._lay_out(parts) for parts in cases]
+        length = self._pad_templates(templates)
+        for given, spans in templates:
+            _cover(given, spans, [True] * length)
+        choice = Choice([spans for _, spans in templates], length)
+        if _num_tokens(choice) > MAX_CHOICES:
+            raise _refusal(f"more than {MAX_CHOICES} tokens of possible values", "a union or an optional value")
+        return choice
+
+    def _value(self, schema: object, name: str) -> Iterator[Any]:
+        """Yield the text, spans and cases of a value of a whole schema, which may have references."""
+        whole = _inline(schema, schema, {}, ())
+        if _num_values(whole, {}) > MAX_VALUES:
+            raise _refusal(f"more than {MAX_VALUES} values", name)
+        yield from self._parts(whole, name)
+
+    def _parts(self, schema: Any, name: str) -> Iterator[Any]:  # noqa: ANN401 - text, spans and cases
+        """Yield the text, spans and cases of a value; ``name`` is for errors."""
         schema = schema if isinstance(schema, Mapping) else {}
-        kind = schema.get("type")
-        if kind not in (None, *_KINDS):
-            raise _refusal(f"the type {kind!r}", name)
-        types, keywords = _KINDS.get(kind, (set(), set()))
-        listed = next(({keyword} for keyword in ("const", "enum") if keyword in schema), set())
+        union = next((keyword for keyword in _UNIONS if keyword in schema), None)
+        if union is not None:
+            yield from self._union(schema, union, name)
+            return
+        kinds = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
+        for kind in kinds:
+            if kind not in (None, *_KINDS):
+                raise _refusal(f"the type {kind!r}", name)
+        types = {kind for name in kinds for kind in _KINDS.get(name, (set(), set()))[0]}
+        keywords = {keyword for name in kinds for keyword in _KINDS.get(name, (set(), set()))[1]}
+        listed = next(({keyword} for keyword in _VALUES if keyword in schema), set())
         for keyword in sorted(schema.keys() - _NOTES - (listed or keywords)):
             raise _refusal(keyword, name)
         if listed:
             options = [schema["const"]] if "const" in schema else list(schema["enum"])
-            yield self._choice([option for option in options if kind is None or type(option) in types], name)
-        elif kind == "object":
+            yield self._choice([option for option in options if kinds == [None] or type(option) in types], name)
+        elif len(kinds) != 1:
+            others = {kind: keywords - _KINDS[kind][1] | {"type"} for kind in kinds}
+            cases = [
+                {"type": kind} | {word: value for word, value in schema.items() if word not in others[kind]}
+                for kind in kinds
+            ]
+            yield from self._cases(cases, name)
+        else:
+            yield from self._typed(schema, kinds[0], name)
+
+    def _typed(self, schema: Mapping[str, Any], kind: str | None, name: str) -> Iterator[Any]:
+        """Yield the text, spans and cases of a value of a type."""
+        if kind == "object":
             yield from self._object(schema, name)
         elif kind == "array":
             yield from self._array(schema, name)
@@ -243,8 +336,30 @@ class TemplateCompiler:
         else:
             raise _refusal("values of any type", name)
 
-    def _object(self, schema: Mapping[str, Any], name: str) -> Iterator[str | Span]:
-        """Yield the text and spans of an object. An optional property is left out where its span has spaces alone."""
+    def _union(self, schema: Mapping[str, Any], union: str, name: str) -> Iterator[Any]:
+        """Yield the cases of ``anyOf`` or ``oneOf``."""
+        for keyword in sorted(schema.keys() - _NOTES - {union}) + ["type"] * ("type" in schema):
+            raise _refusal(f"{keyword} beside {union}", name)
+        options = schema[union]
+        if not isinstance(options, list):
+            raise _refusal(f"{union} without a list", name)
+        if union == "oneOf" and len(options) > MAX_OPTIONS:  # every pair is compared
+            raise _refusal(f"oneOf with more than {MAX_OPTIONS} options", name)
+        if union == "oneOf" and not all(_are_disjoint(*pair) for pair in combinations(options, 2)):
+            raise _refusal("oneOf with options that may have a value in common", name)
+        yield from self._cases(options, name)
+
+    def _cases(self, options: Sequence[Any], name: str) -> Iterator[Any]:
+        """Yield the parts of the only schema, or a case per schema."""
+        if not options:
+            raise _refusal("no value", name)
+        if len(options) == 1:
+            yield from self._parts(options[0], name)
+        else:
+            yield tuple(self._parts(option, name) for option in options)
+
+    def _object(self, schema: Mapping[str, Any], name: str) -> Iterator[Any]:
+        """Yield the parts of an object. An optional property is left out where its span has spaces alone."""
         properties = schema.get("properties")
         required = {*schema.get("required", ())}
         if properties is None:
@@ -262,11 +377,11 @@ class TemplateCompiler:
                 yield from parts
                 has_required = True
             else:
-                yield self._optional(before, parts, after, json.dumps(key))
+                yield (chain([before], parts, [after]), ())
         yield "}"
 
-    def _array(self, schema: Mapping[str, Any], name: str) -> Iterator[str | Span]:
-        """Yield the text and spans of an array. Items beyond the first and ``minItems`` may be left out."""
+    def _array(self, schema: Mapping[str, Any], name: str) -> Iterator[Any]:
+        """Yield the parts of an array. Items beyond the first and ``minItems`` may be left out."""
         fewest = schema.get("minItems", 0)
         most = math.floor(schema.get("maxItems", max(fewest, MAX_ITEMS)))
         if fewest > most:
@@ -279,19 +394,8 @@ class TemplateCompiler:
                 yield separator
                 yield from parts
             else:
-                yield self._optional(separator, parts, "", name)
+                yield (chain([separator], parts), ())
         yield "]"
-
-    def _optional(self, before: str, parts: Iterable[str | Span], after: str, name: str) -> Span:
-        """Return a span of a value and the text around it, or of spaces alone."""
-        alternatives: list[list[Tensor]] = [[]]
-        pieces = [before, *parts, after]
-        if sum(not isinstance(piece, str) for piece in pieces) > 1:
-            raise _refusal("an optional value that is an array or object", name)
-        for piece in filter(None, pieces):
-            texts = [[torch.tensor([token]) for token in self._encode(piece)]] if isinstance(piece, str) else piece
-            alternatives = [[*alternative, *text] for alternative in alternatives for text in texts]
-        return self._pad([*alternatives, []], name)
 
     def _choice(self, options: Sequence[object], name: str) -> str | Span:
         """Return the text of the only option, or a span of several options."""
@@ -316,8 +420,18 @@ class TemplateCompiler:
 
     def _number(self, schema: Mapping[str, Any], name: str) -> Span:
         """Return a span of an integer; if the type is ``number``, also of a number with up to two decimals."""
-        high = math.floor(schema.get("maximum", max(MAX_NUMBER, schema.get("minimum", 0))))
-        low = math.ceil(schema.get("minimum", min(-MAX_NUMBER, high)))
+        exclusive = {
+            keyword: schema[keyword] for keyword in ("exclusiveMinimum", "exclusiveMaximum") if keyword in schema
+        }
+        for keyword, bound in exclusive.items():
+            if isinstance(bound, bool):  # draft 4
+                raise _refusal(f"{keyword} without a number", name)
+        lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+        highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
+        lows += [math.floor(exclusive["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in exclusive else []
+        highs += [math.ceil(exclusive["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in exclusive else []
+        high = min(highs, default=max(MAX_NUMBER, *lows, 0))
+        low = max(lows, default=min(-MAX_NUMBER, high))
         if low > high:
             raise _refusal("no integer within its bounds", name)
         patterns = _numbers(low, high)
@@ -354,6 +468,134 @@ class TemplateCompiler:
             message = f"json_schema: this tokenizer cannot write {text[:40]!r}; {_FIX}."
             raise OptionError(message, "json_schema")
         return ids
+
+
+def _cover(given: Sequence[int | None], spans: dict[int, Span | Choice], is_open: Sequence[bool]) -> None:
+    """Turn a template's given tokens at open places into spans of a single alternative."""
+    for place, token in enumerate(given):
+        if token is not None and is_open[place]:
+            spans[place] = [[torch.tensor([token])]]
+
+
+def _num_tokens(span: Span | Choice) -> int:
+    """Return the number of places of all alternatives."""
+    if isinstance(span, Choice):
+        return sum(_num_tokens(inner) for template in span.templates for inner in template.values())
+    return len(span) * len(span[0])
+
+
+def _inline(schema: Any, root: Any, known: dict[str, Any], path: tuple[str, ...]) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a schema with its local references replaced by the schemas that they name.
+
+    Args:
+        schema: The schema.
+        root: The schema in which references are looked up.
+        known: Schemas by the references that name them, filled by this function.
+        path: References that led to the schema.
+
+    Raises:
+        ValueError: If a reference leads to itself or to nothing.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    rest = {keyword: value for keyword, value in schema.items() if keyword not in ("$defs", "definitions")}
+    only = rest["allOf"] if isinstance(rest.get("allOf"), list) and len(rest["allOf"]) == 1 else None
+    if "$ref" in rest or only is not None:
+        keyword = "$ref" if "$ref" in rest else "allOf"
+        for other in sorted(rest.keys() - (_NOTES - {"type"}) - {keyword}):
+            raise _refusal(f"{other} beside {keyword}", "the schema")
+        if keyword == "allOf" and only is not None:
+            return _inline(only[0], root, known, path)
+        reference = str(rest["$ref"])
+        if reference in path:
+            raise _refusal(f"the reference {reference!r} to itself", "the schema")
+        if reference not in known:
+            known[reference] = _inline(_resolve(reference, root), root, known, (*path, reference))
+        return known[reference]
+    for keyword in {*_UNIONS, "items"} & rest.keys():
+        values = rest[keyword]
+        is_list = isinstance(values, list)
+        options = [_inline(option, root, known, path) for option in (values if is_list else [values])]
+        rest[keyword] = options if is_list else options[0]
+    if isinstance(rest.get("properties"), Mapping):
+        rest["properties"] = {name: _inline(value, root, known, path) for name, value in rest["properties"].items()}
+    return rest
+
+
+def _num_values(schema: Any, known: dict[int, int]) -> int:  # noqa: ANN401 - any JSON value
+    """Return the number of values that a schema without references describes.
+
+    Args:
+        schema: The schema; parts of it may be the same object.
+        known: Numbers of values by the identity of schemas, filled by this function.
+    """
+    if not isinstance(schema, Mapping):
+        return 1
+    if id(schema) not in known:
+        properties, items = schema.get("properties"), schema.get("items")
+        options = [option for union in _UNIONS if isinstance(schema.get(union), list) for option in schema[union]]
+        options += properties.values() if isinstance(properties, Mapping) else []
+        num_items = math.floor(schema.get("maxItems", max(schema.get("minItems", 0), MAX_ITEMS))) if items else 0
+        known[id(schema)] = 1 + sum(_num_values(option, known) for option in options)
+        known[id(schema)] += num_items * _num_values(items, known)
+    return known[id(schema)]
+
+
+def _resolve(reference: str, root: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the schema that a reference names."""
+    start, *steps = reference.split("/")
+    target = root
+    for step in steps:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        target = target.get(name) if isinstance(target, Mapping) else None
+    if start != "#" or target is None:
+        raise _refusal(f"the reference {reference!r}, which names nothing in the schema,", "the schema")
+    return target
+
+
+def _are_disjoint(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON value
+    """Return whether it is certain that no value has both schemas: by type, listed values, or a required property."""
+    if _have_no_common_value(first, second):
+        return True
+    if not all(isinstance(schema, Mapping) and schema.get("type") == "object" for schema in (first, second)):
+        return False
+    properties = [schema.get("properties") or {} for schema in (first, second)]
+    required = (
+        {*first.get("required", ())} & {*second.get("required", ())} & properties[0].keys() & properties[1].keys()
+    )
+    return any(_have_no_common_value(properties[0][name], properties[1][name]) for name in required)
+
+
+def _have_no_common_value(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON value
+    """Return whether the types or the listed values of two schemas differ."""
+    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
+        return False
+    listed = [_listed(schema) for schema in (first, second)]
+    if listed[0] is not None and listed[1] is not None:
+        return not {*map(_normalize, listed[0])} & {*map(_normalize, listed[1])}
+    kinds = [_kinds(schema, values) for schema, values in zip((first, second), listed, strict=True)]
+    return bool(kinds[0]) and bool(kinds[1]) and not kinds[0] & kinds[1]
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema lists, if it lists any."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _kinds(schema: Mapping[str, Any], listed: list[Any] | None) -> set[str]:
+    """Return the types of a schema's values, with ``number`` for integers; empty if the schema does not name them."""
+    kind = schema.get("type", [])
+    names = {*(kind if isinstance(kind, list) else [kind])}
+    for value in listed or ():
+        names |= {name for name, (types, _) in _KINDS.items() if type(value) in types}
+    return {"number" if name == "integer" else name for name in names}
+
+
+def _normalize(value: object) -> str:
+    """Return a text that is equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value, sort_keys=True)
 
 
 def _numbers(low: int, high: int) -> Iterator[list[str]]:

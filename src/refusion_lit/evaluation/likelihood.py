@@ -66,8 +66,8 @@ def autoregressive(backbone: Backbone, context: Sequence[int], text: Sequence[in
         The sum over the text's tokens, and whether greedy decoding would give the text.
     """
     ids = torch.tensor([[*context, *text]], device=backbone.device)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    hidden = backbone.hidden_states(ids, positions, None)[0, len(context) - 1 : -1]
+    positions = torch.arange(ids.shape[1] - 1, device=ids.device)[None]
+    hidden = backbone.hidden_states(ids[:, :-1], positions, None)[0, len(context) - 1 :]
     return _score(backbone, hidden, ids[0, len(context) :])
 
 

@@ -10,12 +10,12 @@ from typing import Any, get_args
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from refusion_lit.data.encoding import encode_plain_prompt
+from refusion_lit.data.encoding import encode_plain_prompt, encode_rendered, encode_text, render_chat
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
-from refusion_lit.modeling.chat_template import get_chat_options
 from refusion_lit.modeling.vocabulary import prompt_prefix, starts_with_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
@@ -69,6 +69,7 @@ class RefusionLitModel(LM):
         self.allow_mismatch = allow_mismatch
         self.used_decoders: list[Decoder] = []
         self._has_template = False
+        self._rendered: dict[str, list[tuple[str, bool]]] = {}
         self._totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -129,22 +130,32 @@ class RefusionLitModel(LM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
-        """Return log-likelihoods of whole texts in nats, after a BOS token, or after EOS if there is no BOS."""
-        pairs = [self._split("", request.args[0]) for request in requests]
-        self._check_lengths(requests, pairs)
-        return [self._loglikelihood(*pair)[0] for pair in pairs]
+        """Return log-likelihoods of whole texts in nats, after a BOS token, or after EOS if there is no BOS.
+
+        A text beyond the model's context is scored in the windows of the harness's own models: a window begins after
+        the scored tokens, and the last window reaches back to fill the context.
+
+        Raises:
+            ValueError: If the estimate does not fit the model. Nothing has been estimated then.
+        """
+        likelihood.check(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
+        texts = [encode_text(self.model.tokenizer, request.args[0]) for request in requests]
+        answers = []
+        for request, tokens in zip(requests, texts, strict=True):
+            answers.append(sum(self._loglikelihood(*pair)[0] for pair in self._windows(tokens)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        return answers
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render turns with the tokenizer's chat template."""
         if not self.model.tokenizer.chat_template:
             raise ValueError("apply_chat_template: expected a tokenizer with a chat template, got none; leave it out.")
         self._has_template = True
-        end: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
-        options = {**get_chat_options(self.model.tokenizer), **end}
-        return str(self.model.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
+        # The harness hands over the text later; names of special tokens in documents are recognised by the parts.
+        parts = render_chat(self.model.tokenizer, chat_history, is_open=add_generation_prompt)
+        rendered = "".join(text for text, _ in parts)
+        self._rendered[rendered] = parts
+        return rendered
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the tokenizer's chat template, for the harness's records."""
@@ -190,29 +201,55 @@ class RefusionLitModel(LM):
             stop=tuple(stop for stop in values["until"] if stop),
         )
 
-    def _encode(self, text: str) -> list[int]:
-        """Encode a prompt; special tokens are recognised only in a rendered chat template."""
-        if self._has_template:
-            tokenizer = self.model.tokenizer
-            ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
-            return ids if starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]  # as in the harness
-        return encode_plain_prompt(self.model.tokenizer, text)
+    def _encode(self, context: str, text: str = "") -> list[int]:
+        """Encode a context and a text after it.
+
+        Special tokens are recognised only in the parts of a rendered chat that the template has written.
+        """
+        tokenizer = self.model.tokenizer
+        if not self._has_template:
+            return encode_plain_prompt(tokenizer, context + text)
+        # The harness's cache may have a text that this object has not rendered; all names in it are tokens then.
+        parts = self._rendered.get(context, [(context, True)])
+        ids = encode_rendered(tokenizer, [*parts, (text, False)] if text else parts)
+        return ids if starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]  # as in the harness
 
     def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:
-        """Return context tokens, never empty, and the tokens of the text after the context."""
-        moved = context[len(context.rstrip()) :]  # spaces belong to the word that they stand before
-        context = context[: len(context) - len(moved)]
-        text = moved + text
-        before = self._encode(context) if context else prompt_prefix(self.model.tokenizer)
-        whole = self._encode(context + text)
-        # If the tokenizer merges the boundary, the continuation begins at the first token that differs.
+        """Return context tokens, never empty, and the tokens of the text after the context.
+
+        As in the harness, the text's tokens are the tokens of the whole beyond the context's number of tokens.
+        """
+        if not context:
+            return [self._start], encode_text(self.model.tokenizer, text)
+        kept = context.rstrip()  # spaces belong to the word that they stand before
+        if context in self._rendered:
+            self._rendered[kept] = _strip_end(self._rendered[context])
+        before = self._encode(kept) if kept else prompt_prefix(self.model.tokenizer)
+        whole = self._encode(kept, context[len(kept) :] + text)
+        if len(whole) > len(before):
+            return before or [self._start], whole[len(before) :]
+        # The text joins the context's last token: the whole is scored from the first token that differs.
         same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        return whole[:same] or [self._start], whole[same:]
+
+    @property
+    def _start(self) -> int:
+        """The token before a text without context: BOS, or EOS if there is no BOS, as in the harness."""
         bos = self.model.tokenizer.bos_token_id
-        start = self.model.backbone.special_tokens.eos_token_ids[0] if bos is None else int(bos)  # type: ignore[arg-type]
-        return whole[:same] or [start], whole[same:]
+        return self.model.backbone.special_tokens.eos_token_ids[0] if bos is None else int(bos)  # type: ignore[arg-type]
+
+    def _windows(self, tokens: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Return pairs of known and scored tokens that fit into the context and together score all tokens."""
+        context = self.model.backbone.context(in_text_order=True)
+        # A masked estimate reads the last token, too; an autoregressive model only predicts it.
+        size = len(tokens) + 1 if context is None else context - (self.likelihood != "autoregressive")
+        windows = get_rolling_token_windows(tokens, prefix_token=self._start, max_seq_len=size, context_len=1)
+        return [make_disjoint_window(window) for window in windows]
 
     def _check_lengths(self, requests: list[Any], pairs: Sequence[tuple[list[int], list[int]]]) -> None:
-        lengths = [(len(known) + len(text), name) for name, (known, text) in zip(_names(requests), pairs, strict=True)]
+        read = -1 if self.likelihood == "autoregressive" else 0  # the last token is only predicted
+        names = _names(requests)
+        lengths = [(len(known) + len(text) + read, name) for name, (known, text) in zip(names, pairs, strict=True)]
         check_context(self.model.backbone, lengths, 0)
         likelihood.check(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
 
@@ -260,3 +297,11 @@ def _names(requests: Sequence[Any]) -> list[str]:
         names.append(f"{name}#{seen[name]}")
         seen[name] += 1
     return names
+
+
+def _strip_end(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Return the parts of a rendered chat without white space at the end of the text."""
+    kept = list(parts)
+    while kept and not kept[-1][0].strip():
+        kept.pop()
+    return [*kept[:-1], (kept[-1][0].rstrip(), kept[-1][1])] if kept else []

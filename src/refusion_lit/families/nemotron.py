@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import masked_in, text_between, text_branch, up_to_eos
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
-from refusion_lit.engine.drafting import masked_in, text_between, text_branch, up_to_eos
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
@@ -303,8 +303,7 @@ class CausalBlockMasked(Objective):
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens
     >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8])])
     >>> noise = KeyedNoise(batch.sample_keys)
     >>> corrupted = CausalBlockMasked(block_size=2).corrupt(batch, noise, special, mask_ratio=torch.ones(1))
     >>> corrupted.input_ids, corrupted.labels

@@ -199,8 +199,7 @@ class UniformBlock(Objective):
 
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> special = SpecialTokens(mask_token_id=None, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8])])
     >>> corrupted = UniformBlock(canvas_length=4).corrupt(batch, KeyedNoise(batch.sample_keys), special)
     >>> corrupted.position_ids, corrupted.labels
     (tensor([[0, 1, 2, 3, 1, 2, 3, 4]]), tensor([[   6,    7,    8, -100,    6,    7,    8,    1]]))

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from refusion_lit.engine.branches import text_between
 from refusion_lit.engine.decoder import (
     Decoder,
     ModelRequirements,
@@ -24,13 +25,12 @@ from refusion_lit.engine.decoder import (
     max_length,
     most_certain,
 )
-from refusion_lit.engine.drafting import text_between
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import random_subset, shift_left
-from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, register
+from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -78,6 +78,7 @@ register(
                 "entropy_threshold": "wedlm_entropy_threshold",
                 "position_penalty": "wedlm_pos_penalty_factor",
             },
+            engines=(Engine(name="the authors' engine, in its checkout", command="python example.py --model {model}"),),
         ),
     )
 )
@@ -233,8 +234,7 @@ class DualStream(Objective):
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens
     >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8])])
     >>> corrupted = DualStream(block_size=2).corrupt(batch, KeyedNoise(batch.sample_keys), special)
     >>> corrupted.input_ids, corrupted.position_ids
     (tensor([[5, 6, 7, 2, 5, 6, 7, 8]]), tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from refusion_lit.engine.branches import list_uncached
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.drafting import uncached
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, mask_probability, required_mask_id
@@ -218,7 +218,7 @@ class FirstHitting(Decoder):
     def step(self, state: GroupState) -> Steps[None]:  # type: ignore[override]
         """Feed the clean previous group and this group's masks; draw this group's tokens."""
         group = state.groups[state.num_forwards]
-        clean = uncached(state)
+        clean = list_uncached(state)
         branch = Branch(
             tokens=[*(token for token, _ in clean), *[state.mask_token_id] * len(group)],
             positions=[*(position for _, position in clean), *(state.prompt_length + place for place in group)],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
@@ -10,6 +10,8 @@ import torch
 from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from refusion_lit.noise import stable_key
 
 IGNORE_INDEX = -100
 """Label of a position without a target."""
@@ -39,14 +41,11 @@ class ResponseBatch(_Movable):
         rows: For packing: the samples' row indices, from 0 without gaps. ``None``: a row per sample.
 
     Examples:
-        >>> batch = ResponseBatch(
-        ...     input_ids=torch.tensor([[5, 6, 7, 1]]),
-        ...     prompt_lengths=torch.tensor([2]),
-        ...     response_lengths=torch.tensor([2]),
-        ...     sample_keys=torch.tensor([0]),
-        ... )
+        >>> batch = ResponseBatch.from_pairs([([5, 6], [7, 1]), ([8], [1])])
+        >>> batch.input_ids.tolist()
+        [[5, 6, 7, 1], [8, 1, 0, 0]]
         >>> batch.in_response.tolist()
-        [[False, False, True, True]]
+        [[False, False, True, True], [False, True, False, False]]
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -55,6 +54,33 @@ class ResponseBatch(_Movable):
     sample_keys: Int[Tensor, " batch"]
     ids: list[str] = field(default_factory=list)
     rows: Int[Tensor, " batch"] | None = None
+
+    @classmethod
+    def from_pairs(
+        cls,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        ids: Sequence[str] | None = None,
+        pad_token_id: int = 0,
+    ) -> Self:
+        """Make a batch from token ids; no pairs give an empty batch.
+
+        Args:
+            pairs: Prompt and response of every sample, EOS token included.
+            ids: The samples' ids, which key the noise. ``None``: the numbers 0, 1, 2, ... are the keys.
+            pad_token_id: The padding token.
+        """
+        texts = [[*prompt, *response] for prompt, response in pairs]
+        width = max(map(len, texts), default=0)
+        padded = [text + [pad_token_id] * (width - len(text)) for text in texts]
+        keys = range(len(pairs)) if ids is None else [stable_key(sample_id) for sample_id in ids]
+        return cls(
+            input_ids=torch.tensor(padded, dtype=torch.long).reshape(len(pairs), width),
+            prompt_lengths=torch.tensor([len(prompt) for prompt, _ in pairs], dtype=torch.long),
+            response_lengths=torch.tensor([len(response) for _, response in pairs], dtype=torch.long),
+            sample_keys=torch.tensor(keys, dtype=torch.long),
+            ids=list(ids or ()),
+        )
 
     @property
     def positions(self) -> Int[Tensor, " token"]:

@@ -28,9 +28,7 @@ class OptimizerStep:
         padding: Share of padding among these positions.
 
     Examples:
-        >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([2])}
-        >>> ids, keys = torch.tensor([[5, 6, 7]]), torch.tensor([0])
-        >>> batch = ResponseBatch(input_ids=ids, sample_keys=keys, ids=["a"], **lengths)
+        >>> batch = ResponseBatch.from_pairs([([5], [6, 7])], ids=["a"])
         >>> OptimizerStep([batch, batch]).sample_ids
         ['a', 'a']
     """

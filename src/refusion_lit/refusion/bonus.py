@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from refusion_lit.engine.drafting import FEW_POSITIONS, Acceptance
+from refusion_lit.engine.branches import FEW_POSITIONS, Acceptance
 from refusion_lit.engine.requests import Branch, Draw, MoreDrafts, Reading, Steps
 from refusion_lit.refusion.infill import slot_branch, slots_to_feed
 from refusion_lit.refusion.slots import OpenSlot, SlotState

@@ -13,8 +13,8 @@ from math import prod
 from operator import itemgetter
 from typing import Literal
 
+from refusion_lit.engine.branches import FEW_POSITIONS
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, above_or_best, most_certain
-from refusion_lit.engine.drafting import FEW_POSITIONS
 from refusion_lit.engine.requests import Branch, MoreDrafts, Steps
 from refusion_lit.noise import stable_key
 from refusion_lit.refusion import bonus

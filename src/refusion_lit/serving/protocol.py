@@ -101,7 +101,16 @@ class ResponseFormat(_Strict):
         return {"type": "object"} if self.type == "json_object" else schema
 
 
-class BaseRequest(_Strict):
+class _Labels(_Strict):
+    """Fields without effect: names of users, caches and requests."""
+
+    user: str | None = None
+    metadata: dict[str, str] = {}
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class BaseRequest(_Labels):
     """Fields of both endpoints; for ``None``, the server's options apply."""
 
     model: str
@@ -115,7 +124,6 @@ class BaseRequest(_Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat(type="text")
-    user: str | None = None  # has no effect
 
 
 class TextPart(_Strict):
@@ -418,7 +426,7 @@ _Include = Literal[
 """What a response includes on request. All but the first have no effect, as responses have no such items."""
 
 
-class ResponsesRequest(_Strict):
+class ResponsesRequest(_Labels):
     """Body of ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
 
     model: str
@@ -443,8 +451,6 @@ class ResponsesRequest(_Strict):
     top_logprobs: int = Field(default=0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     truncation: Literal["disabled"] = "disabled"
-    metadata: dict[str, str] = {}
-    user: str | None = None  # has no effect
 
     def to_chat(self) -> ChatRequest:
         """Return the request as a chat.

@@ -33,6 +33,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.text_model import TextModel
+from refusion_lit.training.figures import TrainingFigures
 from refusion_lit.training.optimizer import (
     WarmupCosine,
     apply_options,
@@ -42,7 +43,6 @@ from refusion_lit.training.optimizer import (
     read_options,
     warn_of_slow_precision,
 )
-from refusion_lit.training.progress import TrainingProgress
 from refusion_lit.training.resume import begin_resumed_epoch, correct_counters, keep_patience
 from refusion_lit.training.step_source import make_step_source
 from refusion_lit.training.validation import Validation
@@ -73,7 +73,7 @@ class SlotDiffusionModule(L.LightningModule):
 
     Attributes:
         evaluation: Tests and predicts; ``evaluation.results`` has the last test's figures by decoder name.
-        progress: The state of training between two batches.
+        figures: The state of training between two batches.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class SlotDiffusionModule(L.LightningModule):
         self.prompt_template = prompt_template or "{query}"
         self.evaluation = Evaluation(decoders or {}, sampling, decoding, seed=seed, resume=resume)
         self.backbone: Backbone | None = None
-        self.progress = TrainingProgress()
-        self.validation = Validation(objective, self.progress)
+        self.figures = TrainingFigures()
+        self.validation = Validation(objective, self.figures)
         self.step_source = make_step_source(objective, self.evaluation, seed)
         self._is_resumed = False
         self._optimizer_options: dict[str, Any] = {}
@@ -153,7 +153,7 @@ class SlotDiffusionModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store everything that loading the model needs, but no test-time options."""
         checkpoint[METADATA_KEY] = CheckpointMetadata.of(self.text_model()).to_checkpoint()
-        checkpoint[_NUM_POSITIONS] = int(self.progress.num_positions)
+        checkpoint[_NUM_POSITIONS] = int(self.figures.num_positions)
         checkpoint[_OPTIMIZER] = self._optimizer_options
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class SlotDiffusionModule(L.LightningModule):
             check_weights(checkpoint["state_dict"], self.state_dict())
         self._restored_options = checkpoint.get(_OPTIMIZER)
         self._is_resumed = resumes
-        self.progress.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
+        self.figures.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
     def on_fit_start(self) -> None:
         """Check data and model before training, and record the objective's traits in the model."""
@@ -188,8 +188,10 @@ class SlotDiffusionModule(L.LightningModule):
         self.model.traits = self.objective.traits
         self._name_decoder()
         self._warn_of_misfits()
+        if isinstance(data, InstructionDataModule):
+            self._warn_of_long_canvas(data)
         self.model.train()
-        self.progress.start(self.device)
+        self.figures.start(self.device)
 
     def _check_mask(self, prompt: Sequence[int]) -> None:
         """Refuse a mask token that is also another special token or part of the template."""
@@ -220,10 +222,26 @@ class SlotDiffusionModule(L.LightningModule):
                 what = f"model.decoders.{name}: {type(decoder).__name__} does not fit what the objective trains"
                 rank_zero_warn(f"{what}: {reason}; a test will refuse it, so name another one.")
 
+    def _warn_of_long_canvas(self, data: InstructionDataModule) -> None:
+        """Warn if decoders will have a canvas longer than any on which a bidirectional model learns to end."""
+        has_option = hasattr(self.objective, "pad_responses_to")
+        longest = data.longest_response() if has_option and self.model.traits.attention == "bidirectional" else None
+        if longest is None:
+            return
+        multiple = getattr(self.objective, "pad_responses_to") or 1  # noqa: B009 - an option of some objectives
+        trained = -(-longest // multiple) * multiple
+        canvas = self.evaluation.sampling.max_new_tokens
+        if canvas > trained:
+            rank_zero_warn(
+                f"model.objective.pad_responses_to: responses are trained on a canvas of at most {trained} tokens, but "
+                f"model.sampling.max_new_tokens is {canvas}: on a longer canvas, the model does not learn where "
+                f"responses end, and many are empty. Set pad_responses_to to {canvas}, or lower max_new_tokens."
+            )
+
     def on_fit_end(self) -> None:
         """Refuse a training that has ended without an optimizer step."""
         fix = "raise trainer.max_time, or trainer.limit_train_batches"
-        has_trained = bool(self.progress.sample_ids)
+        has_trained = bool(self.figures.sample_ids)
         require(has_trained, "fit", "time and batches for a step", "none, and no step was done", fix)
 
     def on_train_start(self) -> None:
@@ -295,12 +313,12 @@ class SlotDiffusionModule(L.LightningModule):
             batch = MicroBatch(OptimizerStep((batch,)), 0)
         if batch.index == 0:
             batch.step.begin(self.step_source.corrupt(self, batch.step))
-            self.progress.begin_step(batch.step)
+            self.figures.begin_step(batch.step)
         loss = self.loss(batch.step.take(batch.index))
-        self.progress.add(loss)
+        self.figures.add(loss)
         if batch.is_last and self._logs_now():
             source_figures = self.step_source.figures
-            for name, value in ({**source_figures} | self.progress.figures()).items():
+            for name, value in ({**source_figures} | self.figures.compute()).items():
                 shown = name in ("loss", *self.step_source.shown)
                 differs = name in source_figures and self.trainer.world_size > 1  # between processes
                 self.log(f"train/{name}", value, prog_bar=shown, sync_dist=differs)
@@ -313,7 +331,7 @@ class SlotDiffusionModule(L.LightningModule):
             ValueError: Naming step, samples and the last checkpoint.
         """
         norm = gradient_norm(optimizer)
-        check_finite(self.trainer, self.progress.loss, norm, self.progress.sample_ids)
+        check_finite(self.trainer, self.figures.loss, norm, self.figures.sample_ids)
         if self._logs_now():
             self.log("train/gradient_norm", norm)
 

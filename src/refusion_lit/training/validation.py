@@ -15,7 +15,7 @@ from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatc
 from refusion_lit.learning.draft_figures import NUM_OFFSETS, draft_figures
 from refusion_lit.learning.objective import Objective, corrupt_and_check
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.training.progress import TrainingProgress
+from refusion_lit.training.figures import TrainingFigures
 from refusion_lit.types import SpecialTokens
 
 _NUM_STRATA = 16
@@ -26,16 +26,16 @@ class Validation(L.Callback):
 
     Args:
         objective: The training objective.
-        progress: Measures the speed of training, and leaves out validation.
+        figures: Measures the speed of training, and leaves out validation.
 
     Attributes:
         means: The losses so far.
     """
 
-    def __init__(self, objective: Objective, progress: TrainingProgress) -> None:
+    def __init__(self, objective: Objective, figures: TrainingFigures) -> None:
         self.means = TermMeans(objective.terms)
         self._objective = objective
-        self._progress = progress
+        self._figures = figures
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Reset the losses."""
@@ -67,7 +67,7 @@ class Validation(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Exclude the validation from the training time."""
-        self._progress.leave_out(time.perf_counter() - self._started)
+        self._figures.leave_out(time.perf_counter() - self._started)
 
 
 class TermMeans(Metric):

@@ -170,7 +170,7 @@ def test_the_trace_tells_the_prompt_from_the_tokens_after_it() -> None:
     prompt, sampling = Prompt(token_ids=(5, 6, 7), id="0"), SamplingParams(max_new_tokens=3)
     model = HashModel(1, ends=frozenset(), end_bias=-99.0, traits=ModelTraits(predictions=("next_token",)))
     [row] = decode(model, Autoregressive(), [prompt], sampling, trace=True).rows
-    assert [each.phase for each in row.trace] == ["prefill", "next_token", "next_token"]
+    assert [entry.phase for entry in row.trace] == ["prefill", "next_token", "next_token"]
 
 
 def test_a_check_refuses_unless_told_otherwise() -> None:

@@ -72,14 +72,14 @@ class Reference:
     @property
     def response(self) -> list[int] | None:
         """The finished response, or None."""
-        found = []
+        tokens = []
         for token in self.text[self.num_known : self.num_known + self.max_new_tokens]:
             if token is None:
                 return None
-            found.append(token)
+            tokens.append(token)
             if token in self.special.eos_token_ids:
-                return found
-        return found if len(found) == self.max_new_tokens else None
+                return tokens
+        return tokens if len(tokens) == self.max_new_tokens else None
 
     def probabilities_at(self, position: int, length: int) -> tuple[int, float]:
         ids = [MASK if token is None else token for token in self.text[:length]]
@@ -340,7 +340,7 @@ def test_thresholds_are_strict_ties_go_left_and_each_round_has_its_own_noise() -
 def committed_by_step(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]]:
     """Drive a decoder by hand over one block of a sampled response; return the places each step committed."""
     state = sampled_state(decoder, prompt_id)
-    found = []
+    committed = []
     while not state.prefix_ends:
         before, steps = list(state.is_masked), decoder.step(state)
         request = next(steps)
@@ -349,8 +349,8 @@ def committed_by_step(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]
         state.num_forwards += 1
         with pytest.raises(StopIteration):
             steps.send([Reading(tokens=[4] * num_drafts, probabilities=[0.5] * num_drafts)])
-        found.append([i for i, was in enumerate(before) if was and not state.is_masked[i]])
-    return found
+        committed.append([i for i, was in enumerate(before) if was and not state.is_masked[i]])
+    return committed
 
 
 def test_first_hitting_places_are_uniform() -> None:

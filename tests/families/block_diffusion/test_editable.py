@@ -37,20 +37,20 @@ def test_equals_block_diffusion_and_the_slow_reference_of_visible_tokens(
     for row, (prompt, response) in enumerate(LENGTHS):
         end = prompt + -(-(prompt + response) // 4) * 4 - prompt
         for i in range(2 * width):
-            own = [int(t[row, i]) for t in (corrupted.input_ids, corrupted.labels, corrupted.terms)]
+            values = [int(t[row, i]) for t in (corrupted.input_ids, corrupted.labels, corrupted.terms)]
             before, text = int(plain.input_ids[row, i]), int(plain.input_ids[row, i % width + width])
             if not prompt <= i < end or plain.is_masked[row, i]:
-                assert own == [before, int(plain.labels[row, i]), 0]
+                assert values == [before, int(plain.labels[row, i]), 0]
             elif replaced[row][i] < 0.8 * shares[row]:
-                assert own[0] not in (text, MASK, 0)
-                assert own[1:] == [text, 1]
+                assert values[0] not in (text, MASK, 0)
+                assert values[1:] == [text, 1]
                 counts[0] += 1
             elif kept[row][i] < 0.5:
-                assert own == [text, text, 2]
+                assert values == [text, text, 2]
                 counts[1] += 1
             else:
-                assert own == [text, IGNORE_INDEX, 0]
-            is_read = own[1] != IGNORE_INDEX
+                assert values == [text, IGNORE_INDEX, 0]
+            is_read = values[1] != IGNORE_INDEX
             weight = float(plain.weights[row, i]) if plain.is_masked[row, i] else float(is_read)
             assert float(corrupted.weights[row, i]) == weight
     assert corrupted.counts.tolist() == [*plain.counts.tolist(), *counts]
@@ -63,18 +63,18 @@ def test_without_visible_targets_it_is_block_diffusion(
     batch = make_batch(LENGTHS)
     noise = make_noise(batch)
     objective = EditableBlockMasked(block_size=4, max_replaced=0.0, kept=0.0)
-    pair = [each.corrupt(batch, noise, special_tokens) for each in (BlockMasked(block_size=4), objective)]
+    pair = [trained.corrupt(batch, noise, special_tokens) for trained in (BlockMasked(block_size=4), objective)]
     for name in ("input_ids", "position_ids", "labels", "weights", "terms", "visible", "is_masked"):
         assert torch.equal(*(getattr(corrupted, name) for corrupted in pair)), name
     assert pair[1].counts.tolist() == [*pair[0].counts.tolist(), 0, 0]
 
 
-@pytest.mark.parametrize(("own", "mask"), [(0, 2), (2, 2), (4, 2), (3, 4), (4, 0), (1, 4)])
-def test_replacements_are_uniform_over_all_other_tokens(own: int, mask: int) -> None:
+@pytest.mark.parametrize(("original", "mask"), [(0, 2), (2, 2), (4, 2), (3, 4), (4, 0), (1, 4)])
+def test_replacements_are_uniform_over_all_other_tokens(original: int, mask: int) -> None:
     special = SpecialTokens(mask_token_id=mask, eos_token_ids=(1,), pad_token_id=1, vocab_size=5)
     uniform = (torch.arange(1200) / 1200)[None].double()
-    drawn = other_tokens(torch.full((1, 1200), own), uniform, special)
-    allowed = {0, 1, 2, 3, 4} - {own, mask}
+    drawn = other_tokens(torch.full((1, 1200), original), uniform, special)
+    allowed = {0, 1, 2, 3, 4} - {original, mask}
     assert {token: int((drawn == token).sum()) for token in set(drawn[0].tolist())} == dict.fromkeys(
         allowed, 1200 // len(allowed)
     )

@@ -16,9 +16,10 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import as_mask
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from support.decoder_cases import fill_until_accepted, prompts, traits_for
+from support.decoder_cases import fill_until_accepted, traits_for
 from support.example_counts import examples
 from support.fakes import MASK, SPECIAL, VOCAB, FakeModel, HashModel, tiny_backbone
+from support.loop_cases import LoopCase, loop_cases
 from support.slow_decoding import best_allowed, cut
 
 
@@ -71,25 +72,16 @@ def slow_editing(
 
 @settings(max_examples=examples(42), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
-    block_size=st.integers(1, 7), mask_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
-    edit_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]), length=st.integers(1, 17), size=st.integers(1, 3),
-)  # fmt: skip
+    case=loop_cases(),
+    block_size=st.integers(1, 7),
+    mask_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
+    edit_threshold=st.sampled_from([0.0, 0.1, 0.3, 1.0]),
+)
 def test_the_text_is_that_of_a_loop_without_cache(
-    seed: int,
-    ends: frozenset[int],
-    found: list[Prompt],
-    block_size: int,
-    mask_threshold: float,
-    edit_threshold: float,
-    length: int,
-    size: int,
+    case: LoopCase, block_size: int, mask_threshold: float, edit_threshold: float
 ) -> None:
     decoder = TokenEditing(block_size=block_size, mask_threshold=mask_threshold, edit_threshold=edit_threshold)
-    model, slow = (HashModel(seed, ends=ends, end_bias=-4.0, traits=traits_for(decoder)) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(found, rows, strict=True):
-        assert (row.token_ids, row.num_forwards) == slow_editing(slow, prompt.token_ids, decoder, length)
+    case.check(decoder, slow_editing)
 
 
 @settings(max_examples=examples(24), deadline=None)
@@ -103,22 +95,22 @@ def test_what_is_given_is_read_and_never_replaced(
 ) -> None:
     decoder = TokenEditing(block_size=block_size, mask_threshold=0.3, edit_threshold=threshold)
     model, slow = (HashModel(seed, end_bias=2.0, traits=traits_for(decoder)) for _ in range(2))
-    found = fill_until_accepted(decoder, Prompt(token_ids=tuple(prompt), id="p", given=known))
-    [row] = decode(model, decoder, [found], SamplingParams(max_new_tokens=length)).rows
-    assert (row.token_ids, row.num_forwards) == slow_editing(slow, tuple(prompt), decoder, length, found.given)
+    request = fill_until_accepted(decoder, Prompt(token_ids=tuple(prompt), id="p", given=known))
+    [row] = decode(model, decoder, [request], SamplingParams(max_new_tokens=length)).rows
+    assert (row.token_ids, row.num_forwards) == slow_editing(slow, tuple(prompt), decoder, length, request.given)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
 def test_without_edits_it_is_block_diffusion_and_a_forward_more_for_each_block(threshold: float) -> None:
     traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask", "visible"))
     model = tiny_backbone(traits, replace(SPECIAL, eos_token_ids=(VOCAB + 2,)))
-    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (4, 8)]
+    requests = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (4, 8)]
     ways = (
         TokenEditing(block_size=4, mask_threshold=threshold, edit_threshold=1.0),
         BlockDiffusion(block_size=4, threshold=threshold),
     )
-    own, plain = (decode(model, way, found, SamplingParams(max_new_tokens=20), batch_size=2).rows for way in ways)
-    assert [(row.token_ids, row.num_forwards) for row in own] == [
+    edited, plain = (decode(model, way, requests, SamplingParams(max_new_tokens=20), batch_size=2).rows for way in ways)
+    assert [(row.token_ids, row.num_forwards) for row in edited] == [
         (row.token_ids, row.num_forwards + 5) for row in plain
     ]
 

@@ -66,27 +66,29 @@ def make_backbone(
     return backbone
 
 
-def texts(backbone: Backbone, decoder: Any, found: list[Prompt], sampling: SamplingParams, **options: Any) -> list[Any]:
-    return [row.token_ids for row in decode(backbone, decoder, found, sampling, **options).rows]
+def texts(
+    backbone: Backbone, decoder: Any, requests: list[Prompt], sampling: SamplingParams, **options: Any
+) -> list[Any]:
+    return [row.token_ids for row in decode(backbone, decoder, requests, sampling, **options).rows]
 
 
 @pytest.mark.parametrize("fused_body", [True, False])
 @settings(max_examples=examples(30), deadline=None)
 @given(
-    found=prompts(), num_drafts=st.none() | st.integers(0, 9), size=st.integers(1, 4), length=st.integers(1, 17),
+    requests=prompts(), num_drafts=st.none() | st.integers(0, 9), size=st.integers(1, 4), length=st.integers(1, 17),
     temperature=temperatures(), limit=st.none() | st.integers(1, 40), data=st.data(),
 )  # fmt: skip
 def test_the_text_is_that_of_autoregressive_decoding(
-    fused_body: bool, found: list[Prompt], num_drafts: int | None, size: int, length: int, temperature: float,
+    fused_body: bool, requests: list[Prompt], num_drafts: int | None, size: int, length: int, temperature: float,
     limit: int | None, data: st.DataObject,
 ) -> None:  # fmt: skip
     backbone = make_backbone(fused_body=fused_body)
-    found = [replace(prompt, given=(), id=str(i)) for i, prompt in enumerate(found)]
+    requests = [replace(prompt, given=(), id=str(i)) for i, prompt in enumerate(requests)]
     sampling = SamplingParams(max_new_tokens=length, temperature=temperature)
     decoder = SelfSpeculative(num_drafts=num_drafts, layout=data.draw(st.sampled_from([None, "two_forwards"])))
-    expected = texts(backbone, Autoregressive(), found, sampling)
-    alone = decode(backbone, decoder, found, sampling, batch_size=1, max_tokens_per_forward=limit)
-    batched = decode(backbone, decoder, found, sampling, batch_size=size, max_tokens_per_forward=limit)
+    expected = texts(backbone, Autoregressive(), requests, sampling)
+    alone = decode(backbone, decoder, requests, sampling, batch_size=1, max_tokens_per_forward=limit)
+    batched = decode(backbone, decoder, requests, sampling, batch_size=size, max_tokens_per_forward=limit)
     assert [row.token_ids for row in alone.rows] == expected
     for one, other in zip(alone.rows, batched.rows, strict=True):
         assert one.token_ids == other.token_ids
@@ -99,11 +101,11 @@ def test_the_text_is_that_of_autoregressive_decoding(
 def test_shared_prefixes_share_the_drafters_context() -> None:
     backbone = make_backbone()
     start = tuple(range(3, 13)) * 8
-    found = [Prompt(token_ids=(*start, *end), id=str(i)) for i, end in enumerate([(3,), (4, 5), (3, 6, 7)])]
+    requests = [Prompt(token_ids=(*start, *end), id=str(i)) for i, end in enumerate([(3,), (4, 5), (3, 6, 7)])]
     sampling = SamplingParams(max_new_tokens=12)
-    shared = decode(backbone, SelfSpeculative(), found, sampling, batch_size=2)
+    shared = decode(backbone, SelfSpeculative(), requests, sampling, batch_size=2)
     assert shared.num_shared > 0
-    alone = [decode(backbone, SelfSpeculative(), [prompt], sampling).rows[0] for prompt in found]
+    alone = [decode(backbone, SelfSpeculative(), [prompt], sampling).rows[0] for prompt in requests]
     assert [(row.token_ids, row.num_forwards) for row in shared.rows] == [(r.token_ids, r.num_forwards) for r in alone]
 
 
@@ -127,10 +129,10 @@ def test_a_target_beyond_its_sliding_window_keeps_its_text() -> None:
 
 
 def test_log_probabilities_are_the_models() -> None:
-    found = [Prompt(token_ids=(3, 4, 5), id="0"), Prompt(token_ids=(6,), id="1")]
+    requests = [Prompt(token_ids=(3, 4, 5), id="0"), Prompt(token_ids=(6,), id="1")]
     sampling = SamplingParams(max_new_tokens=12)
     rows = [
-        decode(make_backbone(), decoder, found, sampling, num_top_logprobs=2, batch_size=2).rows
+        decode(make_backbone(), decoder, requests, sampling, num_top_logprobs=2, batch_size=2).rows
         for decoder in (Autoregressive(), SelfSpeculative())
     ]
     for exact, drafted in zip(*rows, strict=True):
@@ -142,14 +144,14 @@ def test_log_probabilities_are_the_models() -> None:
 def test_the_model_as_its_own_drafts_would_be_accepted() -> None:
     """Drafts that equal the text are accepted: a block costs one forward."""
     backbone = make_backbone()
-    found = [Prompt(token_ids=(3, 4, 5), id="0")]
+    requests = [Prompt(token_ids=(3, 4, 5), id="0")]
     sampling = SamplingParams(max_new_tokens=13)
-    [exact] = texts(backbone, Autoregressive(), found, sampling)
+    [exact] = texts(backbone, Autoregressive(), requests, sampling)
 
     class Oracle(Backbone):
         def draft_runner(self) -> Any:
             def states(ids: Tensor, positions: Tensor, *_: Any) -> Tensor:
-                token = torch.tensor([*found[0].token_ids, *exact, *[3] * 99])[positions]
+                token = torch.tensor([*requests[0].token_ids, *exact, *[3] * 99])[positions]
                 return -F.one_hot(token, 16).double() - 5
 
             return states
@@ -166,7 +168,7 @@ def test_the_model_as_its_own_drafts_would_be_accepted() -> None:
 
     oracle = copy.copy(backbone)
     oracle.__class__ = Oracle
-    row = decode(oracle, SelfSpeculative(num_drafts=3), found, sampling).rows[0]
+    row = decode(oracle, SelfSpeculative(num_drafts=3), requests, sampling).rows[0]
     assert row.token_ids == exact
     assert row.num_forwards == 1 + -(-(len(exact) - 1) // 4)
 
@@ -175,22 +177,22 @@ def test_the_model_as_its_own_drafts_would_be_accepted() -> None:
 def test_types_for_which_equal_texts_are_promised(dtype: torch.dtype) -> None:
     """float32, and bfloat16 with ``batch_invariant``."""
     backbone = make_backbone(dtype=dtype, width=32, batch_invariant=dtype == torch.bfloat16)
-    found = [Prompt(token_ids=tuple(3 + (7 * i + j) % 11 for j in range(1 + i % 5)), id=str(i)) for i in range(24)]
+    requests = [Prompt(token_ids=tuple(3 + (7 * i + j) % 11 for j in range(1 + i % 5)), id=str(i)) for i in range(24)]
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(max_new_tokens=24, temperature=temperature)
-        expected = texts(backbone, Autoregressive(), found, sampling)
-        assert texts(backbone, SelfSpeculative(), found, sampling) == expected
-        assert texts(backbone, SelfSpeculative(), found, sampling, batch_size=7) == expected
+        expected = texts(backbone, Autoregressive(), requests, sampling)
+        assert texts(backbone, SelfSpeculative(), requests, sampling) == expected
+        assert texts(backbone, SelfSpeculative(), requests, sampling, batch_size=7) == expected
 
 
 def test_rejection_sampling_keeps_the_distribution() -> None:
     backbone = make_backbone()
-    found = [Prompt(token_ids=(3, 4, 5), id=str(i)) for i in range(1500)]
+    requests = [Prompt(token_ids=(3, 4, 5), id=str(i)) for i in range(1500)]
     sampling = SamplingParams(max_new_tokens=3, temperature=0.8)
     decoder = SelfSpeculative(layout="two_forwards", coupling="rejection", num_drafts=2)
     counts = []
     for one in (Autoregressive(), decoder):
-        last = [tokens[-1] for tokens in texts(backbone, one, found, sampling, batch_size=250)]
+        last = [tokens[-1] for tokens in texts(backbone, one, requests, sampling, batch_size=250)]
         counts.append(torch.bincount(torch.tensor(last), minlength=VOCAB).double() / len(last))
     assert (counts[0] - counts[1]).abs().sum() / 2 < 0.08
 
@@ -217,7 +219,7 @@ def test_masks_in_training_give_what_a_block_gives_when_it_is_decoded(window: in
     """Reference: one block over the cache of the text before its anchor."""
     backbone = make_backbone(window=window)
     batch, corrupted = corrupted_by(BlockDraft(num_anchors=5), backbone)
-    found = backbone.logits(train_states(backbone, corrupted))
+    logits = backbone.logits(train_states(backbone, corrupted))
     drafts = backbone.special_tokens.draft_token_ids
     draft_states = backbone.draft_runner()
     assert draft_states is not None
@@ -239,7 +241,7 @@ def test_masks_in_training_give_what_a_block_gives_when_it_is_decoded(window: in
                 if branch.tokens:
                     fed = Batch([Forward(phase="", branches=(branch,), draw=draw)], [0], backbone.device, cache)
                     hidden = run(fed.ids, fed.positions, fed.visibility, cache)
-            torch.testing.assert_close(found[row, i : i + len(drafts)], backbone.logits(hidden)[0, 1:])
+            torch.testing.assert_close(logits[row, i : i + len(drafts)], backbone.logits(hidden)[0, 1:])
             num_blocks += 1
     assert num_blocks == 10
 

@@ -46,7 +46,7 @@ UNABLE = replace(SPECIAL, draft_token_ids=())
 LAYOUTS = (None, "single_forward", "two_forwards")
 STOPPED: dict[str, Any] = {
     "ends": frozenset(), "bias": -8.0, "options": {"num_drafts": 4, "forward_cost": 200}, "size": 2, "length": 17,
-    "found": [Prompt(token_ids=(3, 4, 5), id="0"), Prompt(token_ids=(6,), id="1")], "temperature": 0.0,
+    "drawn_prompts": [Prompt(token_ids=(3, 4, 5), id="0"), Prompt(token_ids=(6,), id="1")], "temperature": 0.0,
 }  # fmt: skip
 
 
@@ -72,15 +72,15 @@ def stops(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=examples(54), deadline=None)
 @given(
     seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), bias=st.sampled_from([0.0, -8.0]),
-    found=prompts(), options=options(), size=st.integers(1, 4), length=st.integers(1, 17), temperature=temperatures(),
-    stops=stops(),
+    drawn_prompts=prompts(), options=options(), size=st.integers(1, 4), length=st.integers(1, 17),
+    temperature=temperatures(), stops=stops(),
 )  # fmt: skip
 @example(stops={"stop": ("e", "g")}, seed=45, **STOPPED)  # the end falls among tokens of one forward
 def test_the_text_is_that_of_autoregressive_decoding(
     seed: int,
     ends: frozenset[int],
     bias: float,
-    found: list[Prompt],
+    drawn_prompts: list[Prompt],
     options: dict[str, Any],
     size: int,
     length: int,
@@ -91,8 +91,10 @@ def test_the_text_is_that_of_autoregressive_decoding(
         return HashModel(seed, ends=ends, end_bias=bias, traits=NEXT)
 
     sampling = SamplingParams(max_new_tokens=length, temperature=temperature, top_p=0.9, seed=seed, **stops)
-    expected = decode(model(), Autoregressive(), found, sampling, detokenize=decode_letters)
-    output = decode(model(), SelfSpeculative(**options), found, sampling, batch_size=size, detokenize=decode_letters)
+    expected = decode(model(), Autoregressive(), drawn_prompts, sampling, detokenize=decode_letters)
+    output = decode(
+        model(), SelfSpeculative(**options), drawn_prompts, sampling, batch_size=size, detokenize=decode_letters
+    )
     assert texts(output) == texts(expected)
     assert all(row.num_forwards <= row.num_tokens for row in output.rows), "every forward commits a token"
 
@@ -115,13 +117,13 @@ def slot_by_slot(model: LanguageModel, prompt: tuple[int, ...], slot_size: int, 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), found=prompts(max_size=3),
+    seed=st.integers(0, 9999), ends=st.frozensets(st.integers(1, 30), max_size=3), drawn_prompts=prompts(max_size=3),
     slot_size=st.integers(1, 5), options=options(), length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
 def test_on_hybrid_models_the_text_is_that_of_slots_left_to_right(
     seed: int,
     ends: frozenset[int],
-    found: list[Prompt],
+    drawn_prompts: list[Prompt],
     slot_size: int,
     options: dict[str, Any],
     length: int,
@@ -129,8 +131,8 @@ def test_on_hybrid_models_the_text_is_that_of_slots_left_to_right(
 ) -> None:
     decoder = SelfSpeculative(slot_size=slot_size, **options)
     model, slow = (HashModel(seed, ends=ends, end_bias=-8.0) for _ in range(2))
-    rows = decode(model, decoder, found, SamplingParams(max_new_tokens=length), batch_size=size).rows
-    for prompt, row in zip(found, rows, strict=True):
+    rows = decode(model, decoder, drawn_prompts, SamplingParams(max_new_tokens=length), batch_size=size).rows
+    for prompt, row in zip(drawn_prompts, rows, strict=True):
         assert row.token_ids == slot_by_slot(slow, prompt.token_ids, slot_size, length)
 
 
@@ -138,11 +140,11 @@ def test_on_hybrid_models_the_text_is_that_of_slots_left_to_right(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_real_model_with_a_drafter_writes_its_own_text(layout: Any, temperature: float) -> None:
     model = tiny_backbone(NEXT)
-    found = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7, 2, 9)]
+    requests = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7, 2, 9)]
     sampling = SamplingParams(max_new_tokens=40, temperature=temperature)
-    expected = decode(model, Autoregressive(), found, sampling)
+    expected = decode(model, Autoregressive(), requests, sampling)
     for size in (1, 3):
-        output = decode(model, SelfSpeculative(layout=layout), found, sampling, batch_size=size)
+        output = decode(model, SelfSpeculative(layout=layout), requests, sampling, batch_size=size)
         assert texts(output) == texts(expected)
 
 
@@ -150,18 +152,18 @@ def test_adapters_are_made_when_the_first_draft_comes(monkeypatch: pytest.Monkey
     model, made = tiny_backbone(NEXT), []
     make = DraftMasks.layers.func
     monkeypatch.setattr(DraftMasks, "layers", property(lambda masks: made.append(masks) or make(masks)))
-    found, sampling = [Prompt(token_ids=(3, 4), id="0")], SamplingParams(max_new_tokens=4)
-    decode(model, Autoregressive(), found, sampling)
+    requests, sampling = [Prompt(token_ids=(3, 4), id="0")], SamplingParams(max_new_tokens=4)
+    decode(model, Autoregressive(), requests, sampling)
     assert not made, "they take as long as a forward pass"
-    decode(model, SelfSpeculative(layout="two_forwards"), found, sampling)
+    decode(model, SelfSpeculative(layout="two_forwards"), requests, sampling)
     assert made
 
 
 def test_a_real_hybrid_model_is_decoded_slot_by_slot() -> None:
     model, prompt = tiny_backbone(HYBRID), (3, 4, 5)
     expected = slot_by_slot(model, prompt, 4, 23)
-    found = [Prompt(token_ids=prompt, id="0")]
-    [row] = decode(model, SelfSpeculative(slot_size=4), found, SamplingParams(max_new_tokens=23)).rows
+    requests = [Prompt(token_ids=prompt, id="0")]
+    [row] = decode(model, SelfSpeculative(slot_size=4), requests, SamplingParams(max_new_tokens=23)).rows
     assert row.token_ids == expected
 
 
@@ -197,38 +199,38 @@ def test_forwards_follow_from_arithmetic() -> None:
 
 
 def test_masks_stand_where_they_pay() -> None:
-    found, sampling = [Prompt(token_ids=(5, 6, 7), id="0")], SamplingParams(max_new_tokens=60)
+    requests, sampling = [Prompt(token_ids=(5, 6, 7), id="0")], SamplingParams(max_new_tokens=60)
     counts = {}
     for cost in (0.0, 10_000.0):
         model = HashModel(5, end_bias=-60.0, traits=NEXT)
-        [row] = decode(model, SelfSpeculative(forward_cost=cost), found, sampling).rows
+        [row] = decode(model, SelfSpeculative(forward_cost=cost), requests, sampling).rows
         counts[cost] = (row.num_forwards, row.num_positions)
     assert counts[10_000][0] <= counts[0][0]
     assert counts[10_000][1] > counts[0][1]
 
 
 def test_a_model_without_masks_is_refused() -> None:
-    found = [Prompt(token_ids=(5,), id="0")]
+    requests = [Prompt(token_ids=(5,), id="0")]
     with pytest.raises(ValueError, match=r"^decoder: expected a model with a drafter, .* load one with --draft"):
-        decode(HashModel(traits=NEXT, special=UNABLE), SelfSpeculative(), found, SamplingParams())
+        decode(HashModel(traits=NEXT, special=UNABLE), SelfSpeculative(), requests, SamplingParams())
     with pytest.raises(
         ValueError, match=r"or set slot_size to the model's if it was trained with the hybrid objective"
     ):
-        decode(HashModel(traits=ModelTraits(), special=UNABLE), SelfSpeculative(), found, SamplingParams())
+        decode(HashModel(traits=ModelTraits(), special=UNABLE), SelfSpeculative(), requests, SamplingParams())
     sequential = SelfSpeculative(num_drafts=0)
-    decode(HashModel(traits=NEXT, special=UNABLE), sequential, found, SamplingParams(max_new_tokens=3))
+    decode(HashModel(traits=NEXT, special=UNABLE), sequential, requests, SamplingParams(max_new_tokens=3))
 
 
 def test_a_hybrid_model_without_slot_size_is_refused_with_the_option_to_set() -> None:
-    found = [Prompt(token_ids=(5,), id="0")]
+    requests = [Prompt(token_ids=(5,), id="0")]
     with pytest.raises(ValueError, match=r"the predictions next_token, .*\. Set slot_size to the model's") as refused:
-        decode(HashModel(traits=HYBRID, special=UNABLE), SelfSpeculative(), found, SamplingParams())
+        decode(HashModel(traits=HYBRID, special=UNABLE), SelfSpeculative(), requests, SamplingParams())
     assert "allow_mismatch" not in str(refused.value)
     set_as_told = SelfSpeculative(slot_size=4)
-    decode(HashModel(traits=HYBRID, special=UNABLE), set_as_told, found, SamplingParams(max_new_tokens=3))
+    decode(HashModel(traits=HYBRID, special=UNABLE), set_as_told, requests, SamplingParams(max_new_tokens=3))
     for decoder, traits in ((SelfSpeculative(), MASKED), (set_as_told, NEXT)):  # no slot_size makes these fit
         with pytest.raises(ValueError, match=r"Set allow_mismatch to true to run it anyway\.$"):
-            decode(HashModel(traits=traits, special=UNABLE), decoder, found, SamplingParams())
+            decode(HashModel(traits=traits, special=UNABLE), decoder, requests, SamplingParams())
 
 
 @pytest.mark.parametrize(
@@ -246,9 +248,9 @@ def test_sampled_tokens_follow_the_models_distribution(options: dict[str, Any], 
     # With a vocabulary of few tokens and three places, all outcomes can be counted.
     number = 1000
     model = HashModel(11, end_bias=-60.0, traits=NEXT if slot_size is None else HYBRID)
-    found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(number)]
+    requests = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(number)]
     sampling = SamplingParams(max_new_tokens=3, temperature=8.0, top_k=3)
-    rows = decode(model, SelfSpeculative(**options), found, sampling, batch_size=400).rows
+    rows = decode(model, SelfSpeculative(**options), requests, sampling, batch_size=400).rows
     counts: dict[tuple[int, ...], int] = {}
     for row in rows:
         counts[tuple(row.token_ids)] = counts.get(tuple(row.token_ids), 0) + 1
@@ -264,10 +266,10 @@ def outcomes(
     model: HashModel, prompt: tuple[int, ...], sampling: SamplingParams, slot_size: int | None
 ) -> dict[tuple[int, ...], float]:
     """Return the probability of every text, in plain Python; a slot's first token is read at its mask."""
-    found = {(): 1.0}
+    texts = {(): 1.0}
     for place in range(sampling.max_new_tokens):
         longer: dict[tuple[int, ...], float] = {}
-        for text, probability in found.items():
+        for text, probability in texts.items():
             if text and text[-1] == EOS:
                 longer[text] = longer.get(text, 0) + probability
                 continue
@@ -280,18 +282,18 @@ def outcomes(
             shares = (kept.values / sampling.temperature).softmax(-1)
             for token, share in zip(kept.indices.tolist(), shares.tolist(), strict=True):
                 longer[(*text, token)] = longer.get((*text, token), 0) + probability * share
-        found = longer
-    return found
+        texts = longer
+    return texts
 
 
 def test_rejection_sampling_keeps_more_drafts_than_shared_noise_in_fewer_forwards() -> None:
-    found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(200)]
+    requests = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(200)]
     sampling = SamplingParams(max_new_tokens=12, temperature=8.0)
     shares, num_forwards = [], []
     for coupling in ("shared_noise", "rejection"):
         watcher, model = LastState(), HashModel(11, end_bias=-60.0, traits=NEXT)
         decoder = SelfSpeculative(layout="two_forwards", coupling=coupling)  # type: ignore[arg-type]
-        rows = decode(model, decoder, found, sampling, callbacks=[watcher], batch_size=100).rows
+        rows = decode(model, decoder, requests, sampling, callbacks=[watcher], batch_size=100).rows
         states = [state for state in watcher.states.values() if isinstance(state, SpeculativeState)]
         shares.append(sum(s.acceptance.num_accepted for s in states) / sum(s.acceptance.num_tested for s in states))
         num_forwards.append(sum(row.num_forwards for row in rows))
@@ -307,19 +309,19 @@ def test_rejection_sampling_keeps_every_draft_that_is_as_probable_as_its_token(
     same = torch.linspace(0, 3, VOCAB).index_fill(0, torch.tensor([EOS]), -60.0)
     monkeypatch.setattr(HashModel, "logits", lambda _, hidden: same.expand(*hidden.shape[:-1], -1).clone())
     watcher, model = LastState(), HashModel(traits=NEXT if slot_size is None else HYBRID)
-    found = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(8)]
+    requests = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(8)]
     decoder = SelfSpeculative(layout=layout, slot_size=slot_size, coupling="rejection")
-    decode(model, decoder, found, SamplingParams(max_new_tokens=24, temperature=1.0), callbacks=[watcher])
+    decode(model, decoder, requests, SamplingParams(max_new_tokens=24, temperature=1.0), callbacks=[watcher])
     for state in cast("list[SpeculativeState]", list(watcher.states.values())):
         assert state.acceptance.num_accepted == state.acceptance.num_tested > 0
 
 
 def test_greedy_text_is_the_same_with_both_couplings() -> None:
-    found = [Prompt(token_ids=(5, 6, token), id=str(token)) for token in range(3, 9)]
+    requests = [Prompt(token_ids=(5, 6, token), id=str(token)) for token in range(3, 9)]
     sampling, counted = SamplingParams(max_new_tokens=20), []
     for coupling in ("shared_noise", "rejection"):
         decoder = SelfSpeculative(layout="single_forward", coupling=coupling)  # type: ignore[arg-type]
-        rows = decode(HashModel(3, end_bias=-60.0, traits=NEXT), decoder, found, sampling).rows
+        rows = decode(HashModel(3, end_bias=-60.0, traits=NEXT), decoder, requests, sampling).rows
         counted.append([(row.token_ids, row.num_forwards) for row in rows])
     assert counted[0] == counted[1]
 
@@ -370,8 +372,8 @@ def test_rows_that_share_a_forwards_cost_make_no_drafts_by_default(size: int) ->
         model = HashModel(5, end_bias=-60.0, traits=NEXT)
         output = decode(model, decoder, prompts, SamplingParams(max_new_tokens=120), batch_size=size)
         counts.append((output.num_calls, output.num_positions))
-    own, drafted = counts
-    assert (own == drafted) == (size > 1)
+    exact, drafted = counts
+    assert (exact == drafted) == (size > 1)
 
 
 @pytest.mark.parametrize("size", range(1, 7))
@@ -423,20 +425,20 @@ def test_drafting_is_tried_again_after_wrong_drafts() -> None:
 @pytest.mark.parametrize("name", ["default_epyc", "default_slow"])
 def test_the_cost_that_the_rule_relies_on_is_there(name: str) -> None:
     """On all machines a forward with masks costs no more than the rule counts, over one without."""
-    found = json.loads((REPOSITORY / "experiments" / "lossless" / f"{name}.json").read_text(encoding="utf-8"))
+    record = json.loads((REPOSITORY / "experiments" / "lossless" / f"{name}.json").read_text(encoding="utf-8"))
     counted = _DRAFTER_COST_FACTOR * tiny_backbone(NEXT).forward_cost
 
     def over_one_without(fixed: float, adapters: float) -> float:
         return (fixed * (1 + adapters) + 1 + len(DRAFTS)) / (fixed + 1)
 
-    for measured in found["types"].values():
+    for measured in record["types"].values():
         cost = measured["forward_cost"]
         assert counted < 1.1 * cost["positions"], "fits on one machine differ by a tenth"
         assert over_one_without(counted, _ADAPTERS) > over_one_without(cost["positions"], cost.get("adapters", 0))
 
 
 def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    outcomes = []
     for seed in range(2):
         rng, now = random.Random(seed), [0.0]
 
@@ -449,9 +451,9 @@ def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.Mo
         model = HashModel(5, end_bias=-60.0, traits=NEXT)
         prompts = [Prompt(token_ids=(5, 6, number), id=str(number)) for number in range(3)]
         output = decode(model, SelfSpeculative(), prompts, SamplingParams(max_new_tokens=60), batch_size=2)
-        found.append([(row.token_ids, row.forward_shapes) for row in output.rows])
+        outcomes.append([(row.token_ids, row.forward_shapes) for row in output.rows])
         assert output.seconds > 0
-    assert found[0] == found[1]
+    assert outcomes[0] == outcomes[1]
 
 
 def test_masks_are_read_together_where_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_masks_after_many_anchors_give_what_a_group_alone_gives_when_it_is_decod
     """Reference: the fused backbone's gate, one group after the text up to its anchor."""
     batch, corrupted = corrupted_by(GatedDraft(stride=2), backbone)
     with torch.no_grad():
-        found = logits(backbone, corrupted)
+        actual = logits(backbone, corrupted)
     drafts = backbone.special_tokens.draft_token_ids
     num_groups = 0
     for row in range(len(SIZES)):
@@ -63,7 +63,7 @@ def test_masks_after_many_anchors_give_what_a_group_alone_gives_when_it_is_decod
             ids = torch.cat((batch.input_ids[row, : anchor + 1], torch.tensor(drafts[:length])))
             with torch.no_grad():
                 hidden = backbone.hidden_states(ids[None], torch.arange(len(ids))[None], None)
-            torch.testing.assert_close(found[row, i : i + length], backbone.logits(hidden)[0, anchor + 1 :])
+            torch.testing.assert_close(actual[row, i : i + length], backbone.logits(hidden)[0, anchor + 1 :])
             num_groups += 1
     assert num_groups > 8
 
@@ -89,8 +89,8 @@ def test_labels_weights_and_loss_by_the_definition(backbone: Backbone) -> None:
             assert int(corrupted.labels[row, i]) == label
             total += 0.5 ** (k - 1) * float(F.cross_entropy(scores[row, i], torch.tensor(label)))
             weight += 0.5 ** (k - 1)
-    for row, found in anchors.items():
-        assert all(b - a == 3 for a, b in itertools.pairwise(found)), row
+    for row, positions in anchors.items():
+        assert all(b - a == 3 for a, b in itertools.pairwise(positions)), row
     loss = objective.loss(backbone_hidden(backbone, corrupted), backbone.head, corrupted)
     torch.testing.assert_close(loss.total.detach().item(), total / weight)
 

@@ -44,8 +44,8 @@ def test_chunks_and_padded_rows_attend_as_each_token_does_alone(
         seen = made.mask if kind == "matrix" else made.visibility
         calls = chunked_calls(made.visibility, cache, torch.float64, max_mask) if kind == "chunks" else []
         attend = RowAttention(made.rows, calls or [padded_call(made.rows, seen, cache, LIKE)], cache)
-        found = attend(0, query, key, value)
-        torch.testing.assert_close(found, by_hand(made.rows, made.mask, cache, query, key, value))
+        actual = attend(0, query, key, value)
+        torch.testing.assert_close(actual, by_hand(made.rows, made.mask, cache, query, key, value))
 
 
 @settings(max_examples=60)
@@ -72,12 +72,12 @@ def test_heads_that_share_keys_attend_as_each_does_alone(
     if kind == "causal":
         seen = seen.tril()
     added = torch.where(seen, 0.0, -torch.inf).to(dtype)
-    found = attend_rows(query, key, value, added if kind == "mask" else None, is_causal=kind == "causal")
+    actual = attend_rows(query, key, value, added if kind == "mask" else None, is_causal=kind == "causal")
     key, value = (states.double().repeat_interleave(times, 2) for states in (key, value))
     scores = torch.einsum("rqhd,rkhd->rhqk", query.double(), key) / DIM**0.5 + added.double()
     expected = torch.einsum("rhqk,rkhd->rqhd", scores.softmax(-1), value)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, atol=0.05 if dtype == torch.bfloat16 else 1e-9, rtol=0)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, atol=0.05 if dtype == torch.bfloat16 else 1e-9, rtol=0)
 
 
 @settings(max_examples=40)
@@ -101,10 +101,10 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
 
     expected = attended([padded_call(rows, as_mask(visibility, LIKE.device), None, LIKE)])
     calls = chunked_calls(visibility, None, torch.float64, max_mask)
-    for found in (attended([padded_call(rows, visibility, None, LIKE)]), attended(calls)):
+    for outputs in (attended([padded_call(rows, visibility, None, LIKE)]), attended(calls)):
         for row, n in enumerate(lengths):
-            own = slice(row * longest, row * longest + n)
-            torch.testing.assert_close(found[own], expected[own])
+            span = slice(row * longest, row * longest + n)
+            torch.testing.assert_close(outputs[span], expected[span])
 
 
 @pytest.mark.parametrize("order", [None, [0] * 3000, [i // 300 for i in range(3000)], [i // 7 for i in range(3000)]])

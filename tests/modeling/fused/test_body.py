@@ -83,8 +83,8 @@ def test_it_is_the_library_s_forward(name: str, seed: int, rows: int, length: in
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(body_module, "_MAX_TABLE", table)  # of angles; positions reach 119
         expected = backbone(model, fused_body=False).hidden_states(ids, positions, mask)
-        found = backbone(model, fused_body=True).hidden_states(ids, positions, mask)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        actual = backbone(model, fused_body=True).hidden_states(ids, positions, mask)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_other_types_agree_as_far_as_they_can(dtype: torch.dtype) -> None:
     ids, positions, mask = torch.arange(12).view(2, 6), torch.arange(6).expand(2, 6), seen(2, 6, 6, 0)
     with torch.no_grad():
         expected = backbone(model, fused_body=False).hidden_states(ids, positions, mask)
-        found = backbone(model, fused_body=True).hidden_states(ids, positions, mask)
-    assert found.dtype == dtype
+        actual = backbone(model, fused_body=True).hidden_states(ids, positions, mask)
+    assert actual.dtype == dtype
     close = 1e-4 if dtype == torch.float32 else 0.06
-    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    torch.testing.assert_close(actual, expected, rtol=close, atol=close)
 
 
 def test_gradients_and_training_are_the_library_s() -> None:
@@ -236,5 +236,5 @@ def test_a_cache_that_others_made_serves_the_library() -> None:
     ids, positions, mask = torch.arange(4)[None], torch.arange(4)[None], torch.ones(1, 4, 4, dtype=torch.bool).tril()
     cache.prepare([0], 4, torch.arange(4), torch.zeros(4, dtype=torch.long), torch.arange(4))
     with torch.no_grad():
-        found = model.hidden_states(ids, positions, mask, cache)
-        torch.testing.assert_close(found, model.hidden_states(ids, positions, mask), rtol=1e-5, atol=1e-5)
+        hidden = model.hidden_states(ids, positions, mask, cache)
+        torch.testing.assert_close(hidden, model.hidden_states(ids, positions, mask), rtol=1e-5, atol=1e-5)

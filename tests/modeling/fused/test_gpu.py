@@ -32,7 +32,7 @@ def build_model() -> Backbone:
 def forwards(model: Backbone, *, may_wait: bool = True) -> list[Tensor]:
     """Return hidden states of the real tokens of some ragged forwards."""
     cache, device = model.make_cache(3), model.device
-    found = []
+    outputs = []
     for seed, sizes in enumerate(SIZES):
         made = ragged(seed, sizes, [2, 0, 1][: len(sizes)])
         rows, plan = made.rows, made.plan
@@ -47,8 +47,8 @@ def forwards(model: Backbone, *, may_wait: bool = True) -> list[Tensor]:
                 states = model.hidden_states(given[0], given[1], made.visibility, cache)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        found.append(states.flatten(0, 1)[rows.real.to(device)].cpu())
-    return found
+        outputs.append(states.flatten(0, 1)[rows.real.to(device)].cpu())
+    return outputs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -57,5 +57,5 @@ def test_ragged_forwards_on_a_gpu_are_those_on_a_cpu_and_wait_for_nothing() -> N
     on_cpu = Backbone(copy.deepcopy(model.model).to("cpu"), ModelTraits(), SPECIAL, fused_body=False)
     expected = forwards(on_cpu)
     for may_wait in (True, False):  # the first forwards set up libraries
-        found = forwards(model, may_wait=may_wait)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        actual = forwards(model, may_wait=may_wait)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

@@ -39,12 +39,12 @@ def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) 
     one, bias = weight(dtype), torch.linspace(-1, 1, 300).to(dtype)
     x = torch.randn(num_tokens, 320, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = F.linear(x.double(), one.double(), bias.double())
-    found = Linear([one], [bias], PackedWeights())(x)
+    actual = Linear([one], [bias], PackedWeights())(x)
     tolerance = 1e-4 if dtype == torch.float32 else 0.5  # sums of 320 products of size one
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
-    found = Linear([one], packed=PackedWeights())(x)
-    torch.testing.assert_close(found.double(), F.linear(x.double(), one.double()), atol=tolerance, rtol=0)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=0)
+    actual = Linear([one], packed=PackedWeights())(x)
+    torch.testing.assert_close(actual.double(), F.linear(x.double(), one.double()), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(1, 320), (1, 1, 320), (320,)])
@@ -52,8 +52,8 @@ def test_products_are_equal_up_to_rounding(dtype: torch.dtype, num_tokens: int) 
 def test_a_product_of_one_token_keeps_its_shape(shape: tuple[int, ...]) -> None:
     needs(torch.float32)
     one, x = weight(torch.float32), torch.linspace(-1, 1, 320).view(shape)
-    found = Linear([one], packed=PackedWeights())(x)
-    torch.testing.assert_close(found, F.linear(x, one), atol=1e-4, rtol=0)
+    actual = Linear([one], packed=PackedWeights())(x)
+    torch.testing.assert_close(actual, F.linear(x, one), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("has_copies", [True, False])
@@ -65,14 +65,14 @@ def test_layers_with_the_same_input_are_one_product(dtype: torch.dtype, columns:
     biases = [torch.linspace(-1, 1, len(one)).to(dtype) for one in weights]
     packed = PackedWeights() if has_copies else None
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for own in (biases, [None] * 3):
-        joint = Linear(weights, own, packed)
+    for given_biases in (biases, [None] * 3):
+        joint = Linear(weights, given_biases, packed)
         for _ in range(2):  # a changed weight, the last one, is seen by the next product of a new object
-            expected = torch.cat([F.linear(x, *layer) for layer in zip(weights, own, strict=True)], -1)
+            expected = torch.cat([F.linear(x, *layer) for layer in zip(weights, given_biases, strict=True)], -1)
             tolerance = {torch.float64: 1e-12, torch.float32: 1e-3, torch.bfloat16: 1.0}[dtype]
             torch.testing.assert_close(joint(x), expected, atol=tolerance, rtol=0)
             weights[2].mul_(2)
-            joint = Linear(weights, own, packed)
+            joint = Linear(weights, given_biases, packed)
     assert packed is None or len(packed._copies) == int(PackedWeights.supports(weights))
 
 
@@ -143,11 +143,11 @@ def test_tokens_do_not_depend_on_packing(decoder: Decoder, monkeypatch: pytest.M
     needs(torch.float32)
     model, sampling = backbone(), SamplingParams(max_new_tokens=24)
     prompts = [Prompt(token_ids=tuple(range(5 + i, 17 + i)), id=str(i)) for i in range(3)]
-    found = decode(model, decoder, prompts, sampling, batch_size=3).rows
+    rows = decode(model, decoder, prompts, sampling, batch_size=3).rows
     assert len(model.packed._copies) > 0
     monkeypatch.setattr(PackedWeights, "supports", lambda *_: False)
     expected = decode(model, decoder, prompts, sampling, batch_size=3).rows
-    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+    assert [row.token_ids for row in rows] == [row.token_ids for row in expected]
 
 
 def test_a_model_that_changes_type_and_back_is_repacked() -> None:

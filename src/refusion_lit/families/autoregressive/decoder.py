@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from refusion_lit.engine.branches import text_branch
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.drafting import text_branch
 from refusion_lit.engine.requests import Draw, Forward, Steps
 
 

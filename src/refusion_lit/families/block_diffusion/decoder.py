@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
+from refusion_lit.engine.branches import masked_in, text_branch
 from refusion_lit.engine.decoder import (
     Decoder,
     ModelRequirements,
@@ -17,7 +18,6 @@ from refusion_lit.engine.decoder import (
     most_certain,
     warn_of_low_temperature,
 )
-from refusion_lit.engine.drafting import masked_in, text_branch
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.families.llada.decoder import step_quota
 from refusion_lit.noise import uniform_scalar

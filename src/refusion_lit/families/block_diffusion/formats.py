@@ -5,50 +5,9 @@ Fast-dLLM v2 is a Qwen2 with shifted masks; SDAR is a Qwen3, dense or with exper
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
-
-_SDAR_OPTIONS = ("attention_bias", "block_size", "head_dim", "mask_token_id", "max_window_layers", "torch_dtype")
-_SDAR_CONSTANTS: dict[str, Any] = {
-    "debug": False,
-    "ep_size": 1,
-    "fuse_cross_entropy": True,
-    "micro_forward": False,
-    "skip_checkpoint": False,
-    "sliding_window": None,
-    "use_cache": False,
-    "use_deepep": False,
-    "use_sliding_window": False,
-}
-_SDAR_NAMES = {
-    "block_size": "block_length",
-    "num_steps": "denoising_steps",
-    "sampling_rule": "remasking_strategy",
-    "threshold": "confidence_threshold",
-}
-_SDAR_VALUES = {
-    "sampling_rule": {
-        "threshold": "low_confidence_dynamic",
-        "sequential": "sequential",
-        "entropy_bounded": "entropy_bounded",
-    }
-}
-_SDAR_ENGINES = (
-    Engine(
-        name="LMDeploy",
-        command="lmdeploy serve api_server {model} --backend pytorch --dllm-block-length {block_size} "
-        "--dllm-unmasking-strategy low_confidence_dynamic",
-        mask_token_id=151669,
-    ),
-    Engine(
-        name="SGLang",
-        command="python -m sglang.launch_server --model-path {model} --trust-remote-code "
-        "--dllm-algorithm LowConfidence",
-        block_size=4,
-        mask_token_id=151669,
-    ),
-)
 
 register(
     CheckpointFormat(
@@ -78,40 +37,83 @@ register(
     )
 )
 
-register(
-    CheckpointFormat(
-        name="sdar",
-        family="SDAR 1.7B, 4B and 8B (dense)",
-        model_type="sdar",
-        base="qwen3",
-        attention="block_causal",
-        predictions=("mask",),
-        block_size=4,
-        block_size_option="block_size",
-        mask_tokens=("<|MASK|>",),
-        end_tokens=("<|im_end|>",),
-        slow_tokenizer="Qwen2Tokenizer",
-        decoder="BlockDiffusion",
-        decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
-        layout=ExportLayout(
-            repository="JetLM/SDAR-8B-Chat",
-            classes={
-                "AutoConfig": "configuration_sdar.SDARConfig",
-                "AutoModel": "modeling_sdar.SDARModel",
-                "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
-            },
-            architecture="SDARForCausalLM",
-            options=_SDAR_OPTIONS,
-            constants={"attn_implementation": "flex_attention", **_SDAR_CONSTANTS},
-            decoder_names=_SDAR_NAMES,
-            decoder_values=_SDAR_VALUES,
-            engines=_SDAR_ENGINES,
-        ),
-    )
+_SDAR = CheckpointFormat(
+    name="sdar",
+    family="SDAR 1.7B, 4B and 8B (dense)",
+    model_type="sdar",
+    base="qwen3",
+    attention="block_causal",
+    predictions=("mask",),
+    block_size=4,
+    block_size_option="block_size",
+    mask_tokens=("<|MASK|>",),
+    end_tokens=("<|im_end|>",),
+    slow_tokenizer="Qwen2Tokenizer",
+    decoder="BlockDiffusion",
+    decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
 )
-
+_SDAR_LAYOUT = ExportLayout(
+    repository="JetLM/SDAR-8B-Chat",
+    classes={
+        "AutoConfig": "configuration_sdar.SDARConfig",
+        "AutoModel": "modeling_sdar.SDARModel",
+        "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+    },
+    architecture="SDARForCausalLM",
+    options=("attention_bias", "block_size", "head_dim", "mask_token_id", "max_window_layers", "torch_dtype"),
+    constants={
+        "attn_implementation": "flex_attention", "debug": False, "ep_size": 1, "fuse_cross_entropy": True,
+        "micro_forward": False, "skip_checkpoint": False, "sliding_window": None, "use_cache": False,
+        "use_deepep": False, "use_sliding_window": False,
+    },
+    decoder_names={
+        "block_size": "block_length",
+        "num_steps": "denoising_steps",
+        "sampling_rule": "remasking_strategy",
+        "threshold": "confidence_threshold",
+    },
+    decoder_values={
+        "sampling_rule": {
+            "threshold": "low_confidence_dynamic",
+            "sequential": "sequential",
+            "entropy_bounded": "entropy_bounded",
+        }
+    },
+    engines=(
+        Engine(
+            name="LMDeploy",
+            command="lmdeploy serve api_server {model} --backend pytorch --dllm-block-length {block_size} "
+            "--dllm-unmasking-strategy low_confidence_dynamic",
+            mask_token_id=151669,
+        ),
+        Engine(
+            name="SGLang",
+            command="python -m sglang.launch_server --model-path {model} --trust-remote-code "
+            "--dllm-algorithm LowConfidence",
+            block_size=4,
+            mask_token_id=151669,
+        ),
+    ),
+)  # fmt: skip
+_SDAR_MOE_LAYOUT = replace(
+    _SDAR_LAYOUT,
+    repository="JetLM/SDAR-30B-A3B-Chat",
+    classes={
+        "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
+        "AutoModel": "modeling_sdar_moe.SDARMoeModel",
+        "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
+    },
+    architecture="SDARMoeForCausalLM",
+    options=(
+        *_SDAR_LAYOUT.options, "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
+        "num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
+    ),
+    constants={name: value for name, value in _SDAR_LAYOUT.constants.items() if name != "attn_implementation"},
+)  # fmt: skip
+register(replace(_SDAR, layout=_SDAR_LAYOUT))
 register(
-    CheckpointFormat(
+    replace(
+        _SDAR,
         name="sdar_moe",
         family="SDAR-30B-A3B (mixture of experts)",
         model_type="sdar_moe",
@@ -121,31 +123,6 @@ register(
             "debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "sliding_window", "use_cache",
             "use_deepep",
         ),
-        attention="block_causal",
-        predictions=("mask",),
-        block_size=4,
-        block_size_option="block_size",
-        mask_tokens=("<|MASK|>",),
-        end_tokens=("<|im_end|>",),
-        slow_tokenizer="Qwen2Tokenizer",
-        decoder="BlockDiffusion",
-        decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
-        layout=ExportLayout(
-            repository="JetLM/SDAR-30B-A3B-Chat",
-            classes={
-                "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
-                "AutoModel": "modeling_sdar_moe.SDARMoeModel",
-                "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
-            },
-            architecture="SDARMoeForCausalLM",
-            options=(
-                *_SDAR_OPTIONS, "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
-                "num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
-            ),
-            constants=_SDAR_CONSTANTS,
-            decoder_names=_SDAR_NAMES,
-            decoder_values=_SDAR_VALUES,
-            engines=_SDAR_ENGINES,
-        ),
+        layout=_SDAR_MOE_LAYOUT,
     )
 )  # fmt: skip

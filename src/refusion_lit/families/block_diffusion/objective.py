@@ -62,8 +62,7 @@ class BlockMasked(Objective):
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens
     >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8])])
     >>> noise = KeyedNoise(batch.sample_keys)
     >>> corrupted = BlockMasked(block_size=2).corrupt(batch, noise, special, mask_ratio=torch.ones(1))
     >>> corrupted.input_ids, corrupted.position_ids

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from refusion_lit.engine.branches import text_branch
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain, warn_of_low_temperature
-from refusion_lit.engine.drafting import text_branch
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens

@@ -40,8 +40,7 @@ class Masked(Objective):
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens
     >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
-    >>> lengths = {"prompt_lengths": torch.tensor([1]), "response_lengths": torch.tensor([3])}
-    >>> batch = ResponseBatch(input_ids=torch.tensor([[5, 6, 7, 8]]), sample_keys=torch.tensor([0]), **lengths)
+    >>> batch = ResponseBatch.from_pairs([([5], [6, 7, 8])])
     >>> corrupted = Masked().corrupt(batch, KeyedNoise(batch.sample_keys), special, mask_ratio=torch.ones(1))
     >>> corrupted.input_ids, corrupted.labels
     (tensor([[5, 2, 2, 2]]), tensor([[-100,    6,    7,    8]]))

@@ -115,7 +115,7 @@ class _Decoding:
         while len(self.text) - length < self.limit:
             room = self.limit - (len(self.text) - length) - 1
             drafts = drafts[:room]
-            exact, found = self.forward(drafts, num_masks=0 if drafts else min(len(self.drafter.masks), room))
+            exact, drafted = self.forward(drafts, num_masks=0 if drafts else min(len(self.drafter.masks), room))
             accepted = next((i for i, token in enumerate(drafts) if token != exact[i]), len(drafts))
             final = exact[: accepted + 1]
             end = next((i for i, token in enumerate(final) if token in self.eos), None)
@@ -128,7 +128,7 @@ class _Decoding:
             num_wrong = self.cache.get_seq_length() - (len(self.text) - 1)
             if num_wrong:
                 self.cache.crop(-num_wrong)
-            drafts = found
+            drafts = drafted
         return self.text[length:]
 
     def forward(self, drafts: list[int], num_masks: int) -> tuple[list[int], list[int]]:

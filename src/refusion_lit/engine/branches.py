@@ -78,7 +78,7 @@ def masked_in(state: RowState, start: int, stop: int) -> list[int]:
     return [p for p in range(max(start, state.prompt_length), stop) if state.is_masked[p - state.prompt_length]]
 
 
-def uncached(state: RowState) -> list[tuple[int, int]]:
+def list_uncached(state: RowState) -> list[tuple[int, int]]:
     """Return tokens and positions to feed next: known tokens at first, later the newly committed tokens."""
     if state.num_forwards == 0:
         return state.known[state.num_cached :]

@@ -11,8 +11,8 @@ import torch
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.step import OptimizerStep, group_into_steps
 from refusion_lit.objectives import Hybrid
-from refusion_lit.training import progress as training
-from refusion_lit.training.progress import TrainingProgress
+from refusion_lit.training import figures as training
+from refusion_lit.training.figures import TrainingFigures
 from refusion_lit.training.validation import Validation
 
 LOSS = LossOutput(sums=torch.tensor([6.0, 1.0]), counts=torch.tensor([9.0, 9.0]), terms={"ar": 1.0, "mdm": 0.5})
@@ -31,11 +31,11 @@ def _corrupted(key: int = 0) -> CorruptedBatch:
     )
 
 
-def _one_step(progress: TrainingProgress) -> None:
+def _one_step(training_figures: TrainingFigures) -> None:
     step = OptimizerStep([_clean("a", "b")])
     step.begin([_corrupted()])
-    progress.begin_step(step)
-    progress.add(replace(LOSS, counts=step.take(0).counts))
+    training_figures.begin_step(step)
+    training_figures.add(replace(LOSS, counts=step.take(0).counts))
 
 
 def _clean(*ids: str) -> ResponseBatch:
@@ -48,41 +48,41 @@ def _clean(*ids: str) -> ResponseBatch:
 def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(training.time, "perf_counter", lambda: now)
-    progress = TrainingProgress()
-    progress.num_positions += 40  # of a run that is resumed
-    progress.start(torch.device("cpu"))
-    _one_step(progress)
-    figures = progress.figures()
+    training_figures = TrainingFigures()
+    training_figures.num_positions += 40  # of a run that is resumed
+    training_figures.start(torch.device("cpu"))
+    _one_step(training_figures)
+    figures = training_figures.compute()
     assert "positions_per_second" not in figures  # nothing to measure from yet
     assert float(figures["num_positions"]) == 50
     assert float(figures["padding"]) == pytest.approx(0.2)
     assert (float(figures["ar"]), float(figures["mdm"])) == (2.0, 0.5)
     assert float(figures["loss"]) == pytest.approx(2.25)
     now += 2
-    validation = Validation(Hybrid(), progress)
+    validation = Validation(Hybrid(), training_figures)
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     validation.on_validation_start(trainer, L.LightningModule())
     now += 1000
     validation.on_validation_end(trainer, L.LightningModule())
-    _one_step(progress)
+    _one_step(training_figures)
     now += 3
-    _one_step(progress)
-    assert float(progress.figures()["positions_per_second"]) == pytest.approx(20 / 5)
+    _one_step(training_figures)
+    assert float(training_figures.compute()["positions_per_second"]) == pytest.approx(20 / 5)
 
 
 def test_each_micro_batch_of_a_step_has_the_counts_of_the_step() -> None:
-    progress = TrainingProgress()
+    training_figures = TrainingFigures()
     step = OptimizerStep([_clean("a"), _clean("b"), _clean("c")])
     step.begin([_corrupted(1), _corrupted(2), _corrupted(3)])
-    progress.begin_step(step)
+    training_figures.begin_step(step)
     for number in (1, 2, 3):
         corrupted = step.take(number - 1)
         assert corrupted.input_ids.unique().tolist() == [number]
         assert corrupted.counts.tolist() == [9.0, 6.0]
-        assert float(progress.num_positions) == 30.0
-        progress.add(replace(LOSS, counts=corrupted.counts))
-    assert progress.sample_ids == ["a", "b", "c"]
-    figures = progress.figures()
+        assert float(training_figures.num_positions) == 30.0
+        training_figures.add(replace(LOSS, counts=corrupted.counts))
+    assert training_figures.sample_ids == ["a", "b", "c"]
+    figures = training_figures.compute()
     assert (float(figures["ar"]), float(figures["mdm"])) == (18 / 9, 3 / 6)
 
 

@@ -20,7 +20,7 @@ from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import COMMANDS, main
 from refusion_lit.cli.lightning import parse_only
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = str(ROOT / "tests" / "goldens" / "models" / "additions-clean")
 PAGES = [
     ROOT / "README.md",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "tour.ipynb"
+NOTEBOOK = Path(__file__).parents[3] / "docs" / "notebooks" / "tour.ipynb"
 
 
 def _printed(notebook: Any) -> dict[str, float]:

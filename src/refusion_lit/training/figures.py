@@ -12,7 +12,7 @@ from refusion_lit.learning.batch import LossOutput
 from refusion_lit.learning.step import OptimizerStep, all_reduce
 
 
-class TrainingProgress:
+class TrainingFigures:
     """Counts computed positions, sums losses, and makes the figures that training logs.
 
     Attributes:
@@ -58,7 +58,7 @@ class TrainingProgress:
         assert self._loss is not None
         return self._loss.total
 
-    def figures(self) -> dict[str, Tensor]:
+    def compute(self) -> dict[str, Tensor]:
         """Return a step's figures by name; measures the speed since the last call."""
         assert self._loss is not None
         loss = replace(self._loss, sums=all_reduce(self._loss.sums))

@@ -1,0 +1,134 @@
+"""The adapter gives the numbers and texts of the harness's own model class, HFLM, for next-token decoding.
+
+Both work in double precision. HFLM scores a second BOS token in rolling texts, so it is compared with
+``add_bos_token=False`` there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from refusion_lit import load
+from refusion_lit.decoding import Autoregressive
+from refusion_lit.modeling.vocabulary import prompt_prefix
+from support.tokenizer_zoo import KINDS, LEGACY, TEXT, ZEPHYR, make_model
+
+pytest.importorskip("lm_eval", reason="needs lm-eval (pip install lm-eval)")
+pytest.importorskip("accelerate", reason="the harness needs it for --model hf")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+
+from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
+
+PAIRS = [
+    ("The capital of France", " is Paris."),
+    ("The capital of France ", "is Paris."),
+    ("The capital of France\n", "Paris is in France."),
+    ("Question: Where is Paris?\nAnswer:", " Paris is in France."),
+    ("The capit", "al of Italy is Rome."),  # a token may reach over the border
+    ("def add(a, b):\n", "    return a + b\n"),
+    ("A 世", "界 é"),
+    ("", "The capital of France is Paris."),
+    ("", " is"),
+]
+
+
+def ask(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, args, i, metadata=("task", i, 1)) for i, args in enumerate(arguments)]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=[*KINDS, *LEGACY, "mistral-v1", "mistral-v3", "deepseek"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that writes no single bytes: HFLM shows a run of them as several broken characters, we as one."""
+    folder = make_model(request.param, tmp_path_factory.mktemp("model"))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    names = AutoTokenizer.from_pretrained(folder).get_vocab()
+    with torch.no_grad():
+        model.lm_head.weight[[token for name, token in names.items() if name.startswith("<0x")]] = 0
+    model.save_pretrained(folder)
+    return folder
+
+
+def ours(folder: Path, **options: Any) -> RefusionLitModel:
+    return RefusionLitModel(load(folder, device="cpu", dtype="float64", **options), decoder=Autoregressive())
+
+
+def theirs(folder: Path, **options: Any) -> HFLM:
+    return HFLM(pretrained=str(folder), device="cpu", dtype="float64", batch_size=1, **options)
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_log_likelihoods(folder: Path, add_bos: bool | None) -> None:
+    if add_bos is True and AutoTokenizer.from_pretrained(folder).bos_token_id is None:
+        return
+    library = theirs(folder, add_bos_token=add_bos)
+    pairs = [pair for pair in PAIRS if not pair[0] or library._encode_pair(*pair)[1]]  # else HFLM has nothing to score
+    requests = ask("loglikelihood", *pairs)
+    # One by one: HFLM takes pairs that are the same tokens, split at different places, for each other.
+    expected = [library.loglikelihood([request], disable_tqdm=True)[0] for request in requests]
+    actual = ours(folder, **({} if add_bos is None else {"add_bos": add_bos})).loglikelihood(requests)
+    assert [value for value, _ in actual] == pytest.approx([value for value, _ in expected], rel=1e-10)
+    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+
+
+def test_rolling_log_likelihoods_of_short_and_long_texts(folder: Path) -> None:
+    requests = ask("loglikelihood_rolling", ("The capital of France",), (TEXT * 3,), (TEXT * 5,))
+    model = ours(folder)
+    assert len(model._windows(model.model.tokenizer(TEXT * 5)["input_ids"])) > 1  # type: ignore[arg-type]
+    actual = model.loglikelihood_rolling(requests)
+    expected = theirs(folder, add_bos_token=False).loglikelihood_rolling(requests, disable_tqdm=True)
+    assert actual == pytest.approx(expected, rel=1e-10)
+
+
+def test_generated_texts(folder: Path) -> None:
+    model, library = ours(folder), theirs(folder)
+    base = {"max_gen_toks": 12, "do_sample": False}
+    contexts = [context for context, _ in PAIRS if context]
+    requests = ask("generate_until", *((context, {**base, "until": []}) for context in contexts))
+    free = library.generate_until(requests, disable_tqdm=True)
+    # Stop strings within the texts, at their beginning, and names of special tokens.
+    names = [str(name) for name in AutoTokenizer.from_pretrained(folder).all_special_tokens]
+    stops = [["\n\n"], [free[0][2:4] or "x"], [free[1][:1] or "x", free[1][3:6] or "y"], names]
+    for until in ([], *stops):
+        requests = ask("generate_until", *((context, {**base, "until": until}) for context in contexts))
+        assert model.generate_until(requests) == library.generate_until(requests, disable_tqdm=True), until
+
+
+def test_names_of_special_tokens_in_documents_stay_text(folder: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = ZEPHYR
+    tokenizer.save_pretrained(folder)
+    try:
+        model = ours(folder)
+        name = str(tokenizer.eos_token)
+        query = f"What does {name} mean, and {model.model.tokenizer.mask_token}?"
+        plain = model._encode(query)
+        assert tokenizer.eos_token_id not in plain[1:]
+        assert model.model.tokenizer.mask_token_id not in plain
+        context = model.apply_chat_template([{"role": "user", "content": query}])
+        assert query in context
+        expected = model.model.encode(query)
+        # The harness adds BOS where a template writes none, which chats elsewhere do not.
+        assert model._encode(context) == [*prompt_prefix(model.model.tokenizer), *expected]
+        known, scored = model._split(context, f"It ends {name}.")
+        assert scored.count(tokenizer.eos_token_id) == 0
+        assert known.count(tokenizer.eos_token_id) == expected.count(tokenizer.eos_token_id)
+        # Without such names, chats have the tokens that the harness gives.
+        library = theirs(folder)
+        turns = [{"role": "user", "content": "Where is Paris?"}]
+        for opened in (True, False):
+            context = library.apply_chat_template(turns, add_generation_prompt=opened)
+            assert model.apply_chat_template(turns, add_generation_prompt=opened) == context
+            assert model._encode(context) == library.tok_encode(context)
+            assert model._split(context, "In France.") == library._encode_pair(context, "In France.")
+    finally:
+        tokenizer.chat_template = None
+        tokenizer.save_pretrained(folder)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)

@@ -1,0 +1,262 @@
+"""Prompts, answers and training data of every door have the tokens of transformers, for tokenizers of seven kinds.
+
+The reference of a prompt is ``tokenizer(text)`` or ``tokenizer.apply_chat_template``, of an answer greedy ``generate``,
+of training data the rendered conversation. `nox -s parity` runs all; two tokenizers run with the other tests
+(``tests/contract``).
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from refusion_lit import SlotDiffusionModule, load
+from refusion_lit.cli import main
+from refusion_lit.contrib.rl import GroupPolicy, Reward
+from refusion_lit.data.detokenizer import Detokenizer
+from refusion_lit.data.examples import encode_example
+from refusion_lit.data.module import InstructionDataModule
+from refusion_lit.data.tokenizers import PretrainedTokenizer
+from refusion_lit.decoding import Autoregressive
+from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.modeling.saving import prompt_code
+from refusion_lit.tasks import Example, InstructionFiles
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import Prompt, SamplingParams
+from support.servers import address, serving
+from support.tokenizer_zoo import KINDS, LEGACY, REAL, ZEPHYR, make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+QUERY = "The capital of France"
+NUM_TOKENS = 8
+CONVERSATION = [
+    {"role": "user", "content": "Where is Paris?"},
+    {"role": "assistant", "content": "In France."},
+    {"role": "user", "content": "And  Rome?\n"},
+    {"role": "assistant", "content": "It is in Italy,\n    é 世."},
+]
+FORMS = ("plain", "family", "zephyr")
+"""Without chat template, with the family's, and with a template that writes no BOS."""
+
+
+@dataclass
+class Reference:
+    """What transformers gives for a model's directory."""
+
+    folder: Path
+    prompt: list[int]
+    answer: list[int]
+    has_template: bool
+
+    @property
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    @property
+    def text(self) -> str:
+        """The text that continues the prompt."""
+        whole = str(self.tokenizer.decode([*self.prompt, *self.answer], skip_special_tokens=True))
+        return whole[len(str(self.tokenizer.decode(self.prompt, skip_special_tokens=True))) :]
+
+
+@pytest.fixture(scope="module", params=product((*KINDS, *LEGACY, *REAL), FORMS), ids="-".join)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    kind, form = request.param
+    names = {"chat_template": ZEPHYR} if form == "zephyr" and kind not in REAL else {}
+    folder = make_model(kind, tmp_path_factory.mktemp("model"), chat=form != "plain", **names)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    if form == "zephyr" and kind in REAL:
+        tokenizer.chat_template = ZEPHYR
+        tokenizer.save_pretrained(folder)
+    prompt = tokenizer(QUERY)["input_ids"]
+    if form != "plain":
+        turns = [{"role": "user", "content": QUERY}]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return Reference(folder, prompt, library_answer(folder, prompt), form != "plain")
+
+
+def library_answer(folder: Path, prompt: list[int]) -> list[int]:
+    """Return the tokens of transformers' greedy ``generate``."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([prompt])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "pad_token_id": 0}
+    # Without a mask, generate takes tokens with the padding's id for padding.
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def model(reference: Reference) -> TextModel:
+    return load(reference.folder, device="cpu")
+
+
+def test_python_and_commands_answer_as_transformers(
+    reference: Reference, model: TextModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert model.encode(QUERY) == reference.prompt
+    [row] = model.generate([QUERY], decoder=Autoregressive(), max_new_tokens=NUM_TOKENS)
+    assert row.token_ids == reference.answer
+    text = row.text
+    # A character of which bytes are missing is the only difference to the decode of the whole.
+    if "\N{REPLACEMENT CHARACTER}" not in reference.text + text:
+        assert text == reference.text
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": QUERY}) + "\n")
+    options = [f"--ckpt_path={reference.folder}", "--decoder=Autoregressive", f"--max_new_tokens={NUM_TOKENS}"]
+    assert main(["generate", *options, f"--prompts={prompts}"]) == 0
+    assert json.loads(capsys.readouterr().out)["response"] == text
+    assert main(["generate", *options, f"--prompt={QUERY}"]) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_the_server_answers_as_transformers(reference: Reference, model: TextModel) -> None:
+    pytest.importorskip("fastapi")
+    text = Detokenizer(model.tokenizer)(reference.answer, reference.prompt)
+    door, fields = "completions", {"prompt": QUERY}
+    if reference.has_template:
+        door, fields = "chat/completions", {"messages": [{"role": "user", "content": QUERY}]}  # type: ignore[dict-item]
+    with serving(model, Autoregressive()) as server:
+        for stream in (False, True):
+            body = {"model": "additions", "max_tokens": NUM_TOKENS, "stream": stream, **fields}
+            head = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{address(server)}/v1/{door}", json.dumps(body).encode(), head)
+            with urllib.request.urlopen(request, timeout=60) as response:
+                got = response.read().decode()
+            events = [json.loads(line[6:]) for line in got.splitlines() if line.startswith("data: {")]
+            choices = [event["choices"][0] for event in (events if stream else [json.loads(got)]) if event["choices"]]
+            parts = [choice.get("delta" if stream else "message", choice) for choice in choices]
+            assert "".join(part.get("content", part.get("text")) or "" for part in parts) == text
+            if not stream:
+                assert json.loads(got)["usage"]["prompt_tokens"] == len(reference.prompt)
+
+
+def test_the_harness_asks_as_transformers(reference: Reference, model: TextModel) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval (pip install lm-eval)")
+    from lm_eval.api.instance import Instance
+
+    from refusion_lit.evaluation.lm_eval import RefusionLitModel
+
+    adapter = RefusionLitModel(model, decoder=Autoregressive())
+    prompts: list[list[int]] = []
+    generate = model.generate_ids
+
+    def recorded(asked: Any, **options: Any) -> Any:
+        prompts.extend(asked)
+        rows = generate(asked, **options)
+        assert [row.token_ids for row in rows] == [answer]
+        return rows
+
+    context, expected, answer = QUERY, reference.prompt, reference.answer
+    if reference.has_template:
+        context = adapter.apply_chat_template([{"role": "user", "content": QUERY}])
+        if expected[0] != model.tokenizer.bos_token_id:  # the harness adds BOS where a template writes none
+            expected = reference.tokenizer(context)["input_ids"]
+            answer = library_answer(reference.folder, expected)
+    adapter.model.generate_ids = recorded  # type: ignore[method-assign]
+    try:
+        options = {"until": [], "max_gen_toks": NUM_TOKENS, "do_sample": False}
+        adapter.generate_until([Instance("generate_until", {}, (context, options), 0, metadata=("task", 0, 1))])
+    finally:
+        del adapter.model.generate_ids
+    assert prompts == [expected]
+
+
+class Nothing(Reward):
+    def rewards(self, examples: Any, responses: Any) -> list[float]:
+        return [float(len(response)) for response in responses]
+
+
+def test_data_of_training_and_rollouts_has_the_prompts_of_transformers(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"query": QUERY, "response": f"Paris {i}"}) + "\n" for i in range(2)))
+    task = InstructionFiles(train=str(path), validation=str(path), test=str(path))
+    data = InstructionDataModule(task, PretrainedTokenizer(source=str(reference.folder)), batch_size=1)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        batch: Any = next(iter(loader))
+        batch = getattr(batch, "batch", batch)
+        assert batch.input_ids[0, : batch.prompt_lengths[0]].tolist() == reference.prompt
+    assert [*data.training_prompt().token_ids] == reference.prompt
+    assert [[*prompt.token_ids] for prompt, _ in data.test_prompts()] == [reference.prompt] * 2
+
+    asked: list[Prompt] = []
+    decode = TextModel.decode
+
+    def recorded(self: TextModel, prompts: Any, *args: Any, **options: Any) -> Any:
+        asked.extend(prompts)
+        return decode(self, prompts, *args, **options)
+
+    monkeypatch.setattr(TextModel, "decode", recorded)
+    objective = GroupPolicy(group_size=2, max_new_tokens=4, rewards=[Nothing()])
+    module = SlotDiffusionModule(
+        backbone=BackboneConfig(source=str(reference.folder)), objective=objective,
+        decoders={"a": Autoregressive()}, sampling=SamplingParams(max_new_tokens=4),
+    )  # fmt: skip
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, limit_val_batches=0, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, InstructionDataModule(task, PretrainedTokenizer(source=str(reference.folder)), batch_size=1))
+    assert asked
+    assert all([*prompt.token_ids] == reference.prompt for prompt in asked)
+
+
+def test_an_export_asks_and_answers_as_transformers(reference: Reference, tmp_path: Path) -> None:
+    assert main(["export", f"--ckpt_path={reference.folder}", f"--output={tmp_path / 'out'}"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    scope: dict[str, Any] = {"tokenizer": tokenizer}
+    exec(prompt_code(tokenizer, "{query}").replace('"..."', json.dumps(QUERY)), scope)
+    assert scope["input_ids"].tolist() == [reference.prompt]
+    assert library_answer(tmp_path / "out", reference.prompt) == reference.answer
+    assert load(tmp_path / "out", device="cpu").encode(QUERY) == reference.prompt
+
+
+def test_every_assistant_turn_is_trained_as_the_template_renders_it(reference: Reference, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tokenizer = reference.tokenizer
+    data = [{"messages": CONVERSATION}] if reference.has_template else [{"query": QUERY, "response": " is\n  Paris é"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    task = InstructionFiles(train=str(path), validation=str(path))
+    encoder = PretrainedTokenizer(source=str(reference.folder))
+    module = InstructionDataModule(task, encoder, batch_size=1, max_length=512)
+    rows = []
+    for loaded in module.train_dataloader():
+        batch = loaded.batch
+        length = int(batch.prompt_lengths[0] + batch.response_lengths[0])
+        rows.append((batch.input_ids[0, :length].tolist(), int(batch.prompt_lengths[0])))
+    if not reference.has_template:
+        [(ids, length)] = rows
+        assert ids == [*tokenizer(QUERY + " is\n  Paris é")["input_ids"], tokenizer.eos_token_id]
+        assert ids[:length] == reference.prompt
+        return
+    whole = tokenizer.apply_chat_template(CONVERSATION, return_dict=True)["input_ids"]
+    ends = []
+    for ids, length in sorted(rows, key=lambda row: len(row[0])):
+        assert ids == whole[: len(ids)]
+        assert ids[-1] in tokenizer.all_special_ids or ids[-1] in tokenizer.added_tokens_decoder
+        ends.append(len(ids))
+        turns = CONVERSATION[: 2 * len(ends) - 1]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert ids[:length] == prompt
+    assert len(ends) == 2
+
+
+def test_names_of_special_tokens_in_a_query_are_text(reference: Reference) -> None:
+    tokenizer = load(reference.folder, device="cpu").tokenizer
+    name = str(tokenizer.eos_token)
+    named, plain = (
+        [*encode_example(tokenizer, Example(id="0", query=f"What is {word} here?", response="A token.")).prompt_ids]
+        for word in (name, "it")
+    )
+    assert named.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id)
+    assert str(tokenizer.decode(named)) == str(tokenizer.decode(plain)).replace("is it here", f"is {name} here")
