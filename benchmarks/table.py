@@ -304,6 +304,18 @@ def llama_cpp(result: Result) -> str:
     return table(["program", "tokens/s", "tokens per forward pass", f"equal texts, of {num_texts}"], rows)
 
 
+def weight_only(result: Result) -> str:
+    """Return how fast products with rounded weights are, by number of positions."""
+    kinds = dict.fromkeys(row["weights"] for row in result["times"])
+    numbers = dict.fromkeys(row["positions"] for row in result["times"])
+    times = {(row["weights"], row["positions"]): row for row in result["times"]}
+    rows = [
+        [kind, *(f"{times[kind, n]['milliseconds']:.1f} ({times[kind, n]['speed_over_float32']:.1f})" for n in numbers)]
+        for kind in kinds
+    ]
+    return table(["weights", *(f"{n} position{'s' * (n > 1)}, ms (times float32)" for n in numbers)], rows)
+
+
 def projection(result: Result) -> str:
     """Return measured beside predicted speeds, and the fitted constants."""
     rows = [
@@ -334,7 +346,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
     "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,
-    "projection": projection, "llama_cpp": llama_cpp,
+    "projection": projection, "llama_cpp": llama_cpp, "weight_only": weight_only,
 }  # fmt: skip
 """How a result is shown, by its name or the beginning of it, in the order of the page."""
 
@@ -381,6 +393,7 @@ COMPARED = {
         "Equal: weights before rounding to 8 and 4 bits, prompts, length limit, thread. Not equal: the type of the "
         "weights, and so the text; texts are compared with llama.cpp's in float32."
     ),
+    "weight_only": "Equal: shapes of the matrices, thread. Not equal: the type of the weights, and so the products.",
     "policy_memory": "Equal in a row: model, answers. Not equal: measured, and planned from their lengths.",
     "load_memory": "Equal: size of the weights, shards, type. Not equal: the format.",
     "training_memory": (

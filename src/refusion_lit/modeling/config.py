@@ -36,7 +36,7 @@ _SUPPORTED = "use a model such as Llama, Qwen2 or Qwen3"
 
 
 def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build a model type's config; vocabulary size and special ids default to the tokenizer's.
+    """Build a model type's config; vocabulary size and special ids default to the tokenizer's, also in a ``text_config``.
 
     Args:
         options: The config's options, ``model_type`` among them.
@@ -52,8 +52,11 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
+    values = defaults | dict(options)
+    if isinstance(values.get("text_config"), Mapping):  # a config of several models, such as DiffusionGemma's
+        values["text_config"] = defaults | dict(values["text_config"])
     try:
-        config = AutoConfig.for_model(**(defaults | dict(options)))
+        config = AutoConfig.for_model(**values)
     except Exception as error:  # transformers' checks raise errors of their own
         got = _last_line(error)
         raise ValueError(f"backbone.config: expected options that fit together, got {got}; drop one.") from error

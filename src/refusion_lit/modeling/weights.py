@@ -32,6 +32,9 @@ from refusion_lit.modeling.source import ModelSource
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
+_DRAFT_ADAPTER = "linear_spec_lora"
+"""Directory of the adapter that Nemotron-Labs-Diffusion drafts with in linear self-speculation."""
+
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 disable_progress_bar()  # otherwise a bar for every load interrupts a program's output
@@ -94,6 +97,12 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             f"backbone.source: the weights of {source.name!r} cannot be loaded ({error_reason(error)}). They may be "
             "truncated or of another architecture than config.json says; fetch them again."
         ) from error
+    if (Path(source.name) / _DRAFT_ADAPTER).is_dir():
+        warnings.warn(
+            f"{source.name}: the adapter {_DRAFT_ADAPTER}, which only drafts, is not loaded; LinearSpeculation drafts "
+            "with the model itself and writes the same text, perhaps in more forward passes.",
+            stacklevel=2,
+        )
     model, report = loaded
     if loader is DiffusionGemmaForBlockDiffusion and (not shapes or any(name.startswith(VISION) for name in shapes)):
         warnings.warn(f"{source.name}: the vision tower is not loaded; the model reads text only.", stacklevel=2)
