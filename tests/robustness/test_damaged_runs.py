@@ -165,7 +165,7 @@ def test_a_damaged_environment_changes_no_result(run: Path, damage: str, capfd: 
 
 @pytest.fixture
 def read_only() -> Iterator[Callable[[Path], Path]]:
-    """Return a function that makes a directory read-only, with everything in it, for processes without root's rights."""
+    """Return a function that makes a directory read-only, with its contents, for processes without root's rights."""
     changed: list[Path] = []
 
     def change(directory: Path) -> Path:

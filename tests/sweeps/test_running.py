@@ -165,7 +165,8 @@ from sweeps.conftest import resolve
 from refusion_lit.sweeps.launchers import Local
 from refusion_lit.sweeps.points import Sweep
 from refusion_lit.sweeps.running import run
-sweep = Sweep(options={{"journal": {journal!r}, "waits_for": {gate!r}}}, grid={{"x": [1, 2]}}, launcher=Local(num_workers=2))
+options = {{"journal": {journal!r}, "waits_for": {gate!r}}}
+sweep = Sweep(options=options, grid={{"x": [1, 2]}}, launcher=Local(num_workers=2))
 run(sweep, directory={directory!r}, resolve=resolve, command={command!r})
 """
 

@@ -36,7 +36,7 @@ _SUPPORTED = "use a model such as Llama, Qwen2 or Qwen3"
 
 
 def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build a model type's config; vocabulary size and special ids default to the tokenizer's, also in a ``text_config``.
+    """Build a model type's config, whose vocabulary size and special ids default to the tokenizer's.
 
     Args:
         options: The config's options, ``model_type`` among them.
