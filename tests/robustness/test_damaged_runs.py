@@ -219,3 +219,31 @@ def test_something_else_in_the_place_of_a_run_s_file_is_refused_before_work_star
     assert "runs_dir: expected " in line
     assert str(path) in line
     assert path.exists()
+
+
+@pytest.mark.parametrize("content", ['{"results": 5}', '{"results": {"refusion": 5}}'])
+def test_results_of_another_form_are_written_again_by_a_resumed_test(
+    finished_test: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str
+) -> None:
+    copy = Path(shutil.copytree(finished_test, tmp_path / "runs" / "n" / "t"))
+    path = copy / "results.json"
+    before = json.loads(path.read_text())["results"]
+    path.write_text(content)
+    assert str(path) in _fails(["report", str(copy)], capfd)
+    assert main(["test", f"--resume={copy}"]) == 0
+    assert json.loads(path.read_text())["results"] == before
+
+
+@pytest.mark.parametrize("state", [5, "x", [1], {"totals": "x"}, {"totals": [1.0]}, {"call_shapes": [[]]}])
+def test_damaged_counts_of_an_interrupted_test_are_refused(
+    finished_test: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], state: object
+) -> None:
+    copy = Path(shutil.copytree(finished_test, tmp_path / "runs" / "n" / "t"))
+    (copy / "results.json").unlink()
+    meta = next(copy.glob("predictions_*.meta.json"))
+    values = json.loads(meta.read_text())
+    values["progress"]["state"] = state
+    meta.write_text(json.dumps(values))
+    line = _fails(["test", f"--resume={copy}"], capfd)
+    assert "resume: " in line
+    assert str(meta) in line
