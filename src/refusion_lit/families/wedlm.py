@@ -229,7 +229,6 @@ class DualStream(Objective):
         block_size: Tokens per block, at least 1; decoders need not know it.
         ar_weight: Weight of the next-token term, relative to the masked term (``ar_loss_weight``), at least 0.
 
-    >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens
