@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -428,6 +429,10 @@ def test_a_run_that_fails_keeps_its_losses(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "quickstart" / "version_0" / "metrics.csv").is_file()
 
 
+RUN_OPTIONS: dict[str, Any] = {"trainer": {}, "model": {}, "data": {}, "ckpt_path": None}
+"""Options in the config of every run."""
+
+
 @pytest.mark.parametrize(
     ("inside", "named"),
     [("quickstart/version_0", "."), ("quickstart", "version_0"), ("quickstart/version_0", "../version_0")],
@@ -437,7 +442,7 @@ def test_a_run_is_named_from_inside_its_directory(
 ) -> None:
     run = tmp_path / "quickstart" / "version_0"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text("verbose: true\n")
+    (run / "config.yaml").write_text(yaml.safe_dump({**RUN_OPTIONS, "verbose": True}))
     monkeypatch.chdir(tmp_path / inside)
     args = expand_resume("test", [], named)
     assert args[1:4] == [f"--runs_dir={tmp_path}", "--run_name=quickstart", "--run_version=version_0"]
@@ -447,7 +452,7 @@ def test_a_folder_of_runs_is_refused_with_its_newest_run(tmp_path: Path) -> None
     for age, (version, option) in enumerate([("first", "fit"), ("second", "fit"), ("tested", "verbose")]):
         run = tmp_path / "quickstart" / version
         run.mkdir(parents=True)
-        (run / "config.yaml").write_text(f"{option}: true")
+        (run / "config.yaml").write_text(yaml.safe_dump({**RUN_OPTIONS, option: True}))
         os.utime(run, (1000 + age, 1000 + age))
     newest = tmp_path / "quickstart" / "second"
     with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give the newest run, {newest}"):
