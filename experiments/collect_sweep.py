@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from experiments.common import read_environment
+
 LOCAL = {"folder", "error", "point", "point_seconds", "seconds"}
 
 
@@ -33,8 +37,7 @@ def main(directory: Path, output: Path) -> None:
         raise SystemExit(f"{len(unfinished)} rows of {directory} are not finished; run the sweep with --resume first")
     environments = sorted((directory / "points").glob("*/test/environment.json"))
     environments += sorted((directory / "points").glob("*/*/test/environment.json"))
-    described = json.loads(environments[0].read_text(encoding="utf-8"))
-    described.pop("command", None)
+    described = read_environment(environments[0].parent)
     text = json.dumps({"rows": rows, "environment": described}, indent=1)
     output.write_text(text + "\n", encoding="utf-8")
 

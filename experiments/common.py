@@ -100,6 +100,16 @@ def precision() -> list[str]:
     return ["--trainer.precision", "bf16-mixed" if fast_dtype() == "bfloat16" else "32-true"]
 
 
+PLACES = ("command", "working_directory", "resumed")
+"""Entries of a run's ``environment.json`` that name places on the machine; committed results leave them out."""
+
+
+def read_environment(run: Path) -> dict[str, Any]:
+    """Return the environment that a run has recorded, without the places on its machine."""
+    recorded = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    return {name: value for name, value in recorded.items() if name not in PLACES}
+
+
 def write_json(path: Path, values: Any) -> None:
     """Write a whole JSON file or nothing, in a new folder if need be."""
     write_atomically(path, json.dumps(values, indent=1) + "\n")

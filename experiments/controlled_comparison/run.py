@@ -30,12 +30,14 @@ from refusion_lit.types import SamplingParams
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import (
+    PLACES,
     argument_parser,
     command,
     configs,
     decode_examples,
     kept,
     places,
+    read_environment,
     seeds,
     step_positions,
     write_json,
@@ -127,7 +129,7 @@ def one_run(task: str, objective: str, seed: int, work: Path, factor: float) -> 
         "task": task, "objective": objective, "seed": seed, "budget_factor": factor, **figures,
         "test_seconds": time.perf_counter() - start, "decoders": results["decoders"], "results": results["results"],
         "validation": validation,
-        "environment": json.loads((checkpoint.parents[1] / "environment.json").read_text()),
+        "environment": read_environment(checkpoint.parents[1]),
     }  # fmt: skip
 
 
@@ -150,8 +152,8 @@ def main() -> None:
     finished = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
     finished += [json.loads(path.read_text()) for path in args.work_dir.glob("*_seed*.json")]
     named = {run_name(run["task"], run["objective"], run["seed"], run["budget_factor"]): run for run in finished}
-    for run in named.values():
-        run["environment"].pop("command", None)  # it says where things lay on that machine
+    for run in named.values():  # parts of earlier versions of this program name places, too
+        run["environment"] = {name: value for name, value in run["environment"].items() if name not in PLACES}
     write_json(args.output, {"budgets": BUDGETS, "runs": [named[name] for name in sorted(named)]})
 
 

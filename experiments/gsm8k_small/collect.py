@@ -10,6 +10,10 @@ from pathlib import Path
 
 from refusion_lit.evaluation.predictions import read_json_lines
 
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.common import read_environment
+
 
 def validation_losses(run: Path) -> list[dict[str, float]]:
     with (run / "metrics.csv").open() as file:
@@ -28,7 +32,7 @@ def main(untrained: Path, fit: Path, predict: Path) -> None:
         "exact_match": sum(line["score"] for line in lines) / len(lines),
         "tokens_per_forward": sum(line["num_tokens"] for line in lines) / sum(line["num_forwards"] for line in lines),
         "samples": [{name: line[name] for name in shown} for line in lines[:10]],
-        "environment": json.loads((fit / "environment.json").read_text()),
+        "environment": read_environment(fit),
     }
     target = Path(__file__).parent / "results.json"
     target.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

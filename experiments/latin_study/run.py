@@ -22,7 +22,7 @@ from refusion_lit.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from experiments.common import argument_parser, configs, decode_examples, kept, train, write_json
+from experiments.common import argument_parser, configs, decode_examples, kept, read_environment, train, write_json
 from experiments.controlled_comparison.run import positions_a_step
 from experiments.tasks import Latin
 
@@ -128,8 +128,7 @@ def measure(variant: Variant, checkpoint: Path, num_prompts: int) -> dict[str, A
 def entry(name: str, work: Path, scale: float, num_prompts: int) -> dict[str, Any]:
     """Train a variant and decode with it; return its figures by decoder, and the environments of both."""
     checkpoint = trained(name, work, scale)
-    training = json.loads((checkpoint.parents[1] / "environment.json").read_text(encoding="utf-8"))
-    training.pop("command", None)  # it says where things lay on that machine
+    training = read_environment(checkpoint.parents[1])
     # Each variant has its own: they are trained on different days, by different commits.
     decoding = environment(0, ["python", "experiments/latin_study/run.py"])
     figures = measure(VARIANTS[name], checkpoint, num_prompts)

@@ -6,6 +6,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -182,3 +183,31 @@ def test_the_table_reads_entries_with_and_without_environment(latin: tuple[Modul
     table = plot.table(committed)
     assert table.count("\n") == len(committed["results"]) + 1
     assert table in (EXPERIMENTS / "latin_study" / "table.md").read_text()
+
+
+def places(values: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value that are absolute paths."""
+    if isinstance(values, str) and re.fullmatch(r"/([\w.+-]+/)+[\w.+-]+", values):
+        yield values
+    for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
+        yield from places(value)
+
+
+def test_committed_results_name_no_places_of_the_machine() -> None:
+    results = [*EXPERIMENTS.glob("*/*.json"), *(ROOT / "benchmarks" / "results").glob("*.json")]
+    assert len(results) > 20
+    assert list(places({"working_directory": "/home/me/project", "text": "3/4"})) == ["/home/me/project"]
+    assert {path.name: paths for path in results if (paths := [*places(json.loads(path.read_text()))])} == {}
+
+
+def test_a_run_s_environment_is_read_without_places(tmp_path: Path) -> None:
+    from experiments.common import read_environment
+
+    recorded = {
+        "python": "3.11",
+        "command": ["/home/me"],
+        "working_directory": "/home/me",
+        "resumed": [{"command": []}],
+    }
+    (tmp_path / "environment.json").write_text(json.dumps(recorded))
+    assert read_environment(tmp_path) == {"python": "3.11"}
