@@ -53,7 +53,7 @@ def trained(sweep: Path) -> dict[str, refusion_lit.TextModel]:
 
 def score(text_model: refusion_lit.TextModel, decoder: Decoder, examples: Sequence[Example]) -> dict[str, float]:
     """Return the mean score of a decoder's answers to the task's prompts, and their length in tokens."""
-    prompts = prompts_of(text_model, examples, len(examples))
+    prompts = make_prompts(text_model, examples, len(examples))
     rows = decoded(text_model.backbone, decoder, prompts, NUM_TOKENS, batch_size=50).rows
     texts = [text_model.detokenize(row.token_ids) for row in rows]
     scores = [TASK.score(example, text) for example, text in zip(examples, texts, strict=True)]
@@ -61,19 +61,19 @@ def score(text_model: refusion_lit.TextModel, decoder: Decoder, examples: Sequen
     return {"score": statistics.fmean(scores), "tokens_per_prompt": statistics.fmean(lengths)}
 
 
-def prompts_of(model: refusion_lit.TextModel, examples: Sequence[Example], number: int) -> list[Prompt]:
+def make_prompts(model: refusion_lit.TextModel, examples: Sequence[Example], number: int) -> list[Prompt]:
     """Return the examples' prompts, repeated under names of their own."""
     encoded = [tuple(model.encode(example.query)) for example in examples]
     return [Prompt(token_ids=encoded[i % len(encoded)], id=str(i)) for i in range(number)]
 
 
-def works_of(
+def make_works(
     models: dict[str, refusion_lit.TextModel], examples: Sequence[Example], batch_size: int
 ) -> dict[str, Work]:  # fmt: skip
     """Return what is timed at a batch size, by name; works with the same model get the same prompts."""
     number = max(2 * batch_size, 16)
     hybrid, other = models.values()
-    prompts, others = (prompts_of(model, examples, number) for model in (hybrid, other))
+    prompts, others = (make_prompts(model, examples, number) for model in (hybrid, other))
     body: Backbone = hybrid.backbone
     decoder = ReFusion(slot_size=8)
     return {
@@ -95,9 +95,9 @@ def rates(results: dict[str, Any]) -> dict[str, dict[int, float]]:
     }
 
 
-def plot(found: dict[str, dict[int, float]], path: Path) -> None:
+def plot(rates: dict[str, dict[int, float]], path: Path) -> None:
     """Draw prompts per second over the batch size."""
-    draw(found, path, "prompts at a time", "prompts per second")
+    draw(rates, path, "prompts at a time", "prompts per second")
 
 
 def main(
@@ -127,7 +127,7 @@ def main(
     print(quality, flush=True)
     cases: dict[str, dict[str, Any]] = {}
     for batch_size in batch_sizes:
-        works = works_of(models, examples, batch_size)
+        works = make_works(models, examples, batch_size)
         interleaved(works, repeats, clock=time.process_time if threads == 1 else None)
         check_same_text({name: work for name, work in works.items() if name.startswith("refusion")})
         cases[str(batch_size)] = {name: work.summary() for name, work in works.items()}

@@ -182,11 +182,11 @@ def main(
     summary: list[dict[str, Any]] = []
     for part in parts:
         if part == "golden":
-            found = golden(variants, repeats, num_prompts)
+            figures = golden(variants, repeats, num_prompts)
         else:
-            found = heavy(variants, max(repeats - 2, 1), scale)
-        cases += found[0]
-        summary += found[1]
+            figures = heavy(variants, max(repeats - 2, 1), scale)
+        cases += figures[0]
+        summary += figures[1]
     seconds = time.perf_counter() - started
     write("decode", config, {"summary": summary, "cases": cases}, output=output, seconds=seconds, seed=0)
 

@@ -71,7 +71,7 @@ def compared(
 ) -> dict[str, Any]:
     """Return the time without each fast path over the time with all of them."""
 
-    def work_of(replacing: Callable[[], AbstractContextManager[Any]]) -> Work:
+    def make_work(replacing: Callable[[], AbstractContextManager[Any]]) -> Work:
         def run() -> dict[str, Any]:
             with replacing():
                 output = decoded(model, decoder, random_prompts(batch_size, 64), 32, batch_size)
@@ -79,7 +79,7 @@ def compared(
 
         return Work(run)
 
-    works = {name: work_of(way) for name, way in {"as it is": nullcontext, "nothing": nullcontext, **ways}.items()}
+    works = {name: make_work(way) for name, way in {"as it is": nullcontext, "nothing": nullcontext, **ways}.items()}
     interleaved(works, repeats, clock=time.process_time)
     ratios = {name: round(time_ratio(works[name], works["as it is"]), 3) for name in ("nothing", *ways)}
     return {"without / with": ratios, "runs": {name: work.summary() for name, work in works.items()}}

@@ -87,7 +87,7 @@ def profiled(work: Work) -> dict[str, Any]:
     }
 
 
-def works_of(
+def make_works(
     model: Backbone, replay: Replay, size: int, prompt_length: int, num_tokens: int
 ) -> tuple[dict[str, Work], dict[str, Work]]:
     """Return the works of a batch size that must give the same text, and the others."""
@@ -106,18 +106,18 @@ def works_of(
 
 def summarize(model: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the figures of batch 1."""
-    found = []
+    rows = []
     for case in (case for case in cases if case["batch"] == 1):
         run = case["runs"]["refusion"]
         speed = case["ratios"]["refusion / generate"] / run["tokens_per_forward"]
         share = run["share_of_bandwidth_limit"]
         text = f"{case['case']}: tokens/s over generate's, divided by tokens per forward"
-        found.append(summary_line(text, speed))
-        found.append(summary_line(f"{case['case']}: share of the bandwidth limit", share))
+        rows.append(summary_line(text, speed))
+        rows.append(summary_line(f"{case['case']}: share of the bandwidth limit", share))
         if model == "qwen3-8b":
             idle = run["share_of_time_without_kernel"]
-            found.append(summary_line(f"{case['case']}: share of the time without a kernel", idle))
-    return found
+            rows.append(summary_line(f"{case['case']}: share of the time without a kernel", idle))
+    return rows
 
 
 def main(
@@ -155,7 +155,7 @@ def main(
                 left_out.append(name)
                 continue
             replay = Replay(schedule, prompt_length, SHAPES[model]["vocab_size"] - 1)
-            same, others = works_of(backbone, replay, size, prompt_length, num_tokens)
+            same, others = make_works(backbone, replay, size, prompt_length, num_tokens)
             works = {**same, **others}
             interleaved(works, repeats)
             check_same_text(same)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from benchmarks.common import Work, interleaved, now, random_model, summary_line, time_ratio, write
 from benchmarks.gpu import SHAPES, Shape, check_device
-from benchmarks.training import OBJECTIVES, batch_of, step_of
+from benchmarks.training import OBJECTIVES, draw_batch, make_step
 from jsonargparse import auto_cli
 
 
@@ -53,12 +53,12 @@ def main(
     started = time.perf_counter()
     rate = operations_per_second(device, 8192 if device == "cuda" else 512)
     backbone = random_model(SHAPES[model], device=device).train()
-    batch = batch_of(rows, tokens // 2, tokens - tokens // 2, SHAPES[model]["vocab_size"]).to(device)
+    batch = draw_batch(rows, tokens // 2, tokens - tokens // 2, SHAPES[model]["vocab_size"]).to(device)
     works: dict[str, Work] = {}
     for name in ("autoregressive", "hybrid", "block", "block, flex_attention"):
         implementation = "flex_attention" if "flex" in name else "sdpa"
         if implementation == "sdpa" or device == "cuda":  # flex attention has no gradients on CPUs
-            step = step_of(backbone, OBJECTIVES[name.split(",")[0]], batch)
+            step = make_step(backbone, OBJECTIVES[name.split(",")[0]], batch)
             works[name] = Work(_run(backbone, step, implementation, device))
     interleaved(works, repeats)
     num_weights = sum(parameter.numel() for parameter in backbone.parameters())

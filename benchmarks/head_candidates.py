@@ -27,7 +27,7 @@ NUM_CANDIDATES = (16, 64, 256, 1024, 4096)
 NUM_POSITIONS = (1, 4, 16)
 
 
-def states_of(directory: str, text: str) -> tuple[Tensor, Tensor]:
+def compute_states(directory: str, text: str) -> tuple[Tensor, Tensor]:
     """Return a model's head and its hidden states of a text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,15 +44,15 @@ def bounds(weight: Tensor, hidden: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     scale = weight.abs().amax(1, keepdim=True) / 127
     rounded = (weight / scale).round() * scale
     error = (weight - rounded).norm(dim=1)
-    found = {"int8": (hidden @ rounded.T, hidden.norm(dim=1)[:, None] * error)}
+    bounds = {"int8": (hidden @ rounded.T, hidden.norm(dim=1)[:, None] * error)}
     # The best basis of each rank; a residual is orthogonal to it, and meets only what it misses of the hidden state.
     basis = torch.linalg.eigh(weight.T @ weight).eigenvectors.flip(1)
     for rank in RANKS:
         some = basis[:, :rank]
         inside = hidden @ some @ some.T
         error = (weight - weight @ some @ some.T).norm(dim=1)
-        found[f"rank {rank}"] = (inside @ weight.T, (hidden - inside).norm(dim=1)[:, None] * error)
-    return found
+        bounds[f"rank {rank}"] = (inside @ weight.T, (hidden - inside).norm(dim=1)[:, None] * error)
+    return bounds
 
 
 def certificates(weight: Tensor, hidden: Tensor) -> list[dict[str, Any]]:
@@ -118,11 +118,11 @@ def main(model: str, text: str, repeats: int = 7, output: str | None = None) -> 
     torch.manual_seed(0)
     started = time.perf_counter()
     with torch.no_grad():
-        weight, hidden = states_of(model, Path(text).read_text(encoding="utf-8"))
-        found = {"certificates": certificates(weight, hidden), "times": times(repeats)}
+        weight, hidden = compute_states(model, Path(text).read_text(encoding="utf-8"))
+        figures = {"certificates": certificates(weight, hidden), "times": times(repeats)}
     config = {"head": list(weight.shape), "text": Path(text).name, "timed_head": [VOCAB, HIDDEN],
               "candidates": 256, "repeats": repeats}  # fmt: skip
-    write("head_candidates", config, found, output=output, seconds=time.perf_counter() - started, seed=0)
+    write("head_candidates", config, figures, output=output, seconds=time.perf_counter() - started, seed=0)
 
 
 if __name__ == "__main__":

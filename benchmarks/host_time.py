@@ -103,9 +103,9 @@ def main(
     worst = 0.0
     for name, decoder in DECODERS.items():
         for batch_size in batch_sizes:
-            found = {str(n): milliseconds_a_call(decoder, n, batch_size, num_tokens) for n in lengths}
-            values = [one["milliseconds"] for one in found.values()]
-            cases[f"{name}, batch {batch_size}"] = {"lengths": found, "growth": round(values[-1] / values[0], 2)}
+            milliseconds = {str(n): milliseconds_a_call(decoder, n, batch_size, num_tokens) for n in lengths}
+            values = [one["milliseconds"] for one in milliseconds.values()]
+            cases[f"{name}, batch {batch_size}"] = {"lengths": milliseconds, "growth": round(values[-1] / values[0], 2)}
             worst = max(worst, values[-1] / values[0])
             print(f"{name}, batch {batch_size}", values, flush=True)
     text = f"host time of a call with {lengths[-1]} cached entries over that with {lengths[0]}, at most"

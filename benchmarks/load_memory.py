@@ -1,7 +1,8 @@
-"""Measures the peak memory of loading random models of two sizes, up to about 1 GB, in the published layouts.
+"""Measures memory and time of loading random models of three sizes, up to about 1 GB, in the published layouts.
 
 Each model, in bfloat16, is stored in four shards and loaded in a process of its own. The figures are that process's
-resident memory at its peak, less what it had before loading, over the size of the weights.
+resident memory at its peak, less what it had before loading, over the size of the weights, and the seconds until all
+weights have been read. The files were just written, so they are in the page cache.
 
 usage: python -m benchmarks.load_memory
 """
@@ -40,12 +41,12 @@ _SIZES = {
 _EXPERTS = {"moe_intermediate_size": 1024, "num_experts_per_tok": 2}
 _NUM_EXPERTS = 6
 _NUM_SHARDS = 4
-_NUM_LAYERS = {"small": 3, "large": 9}
+_NUM_LAYERS = {"small": 3, "medium": 6, "large": 9}
 MEASURED = {name: layout for name, layout in FORMATS.items() if layout.base in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """Formats of causal language models. DiffusionGemma is not one of them: its sizes have other names."""
 
 
-def weights_of(layout: CheckpointFormat, num_layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def make_weights(layout: CheckpointFormat, num_layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the published config and random weights of a model of a layout."""
     config = AutoConfig.for_model(layout.base, **_SIZES, num_hidden_layers=num_layers)
     if hasattr(config, "num_local_experts"):
@@ -65,7 +66,7 @@ def weights_of(layout: CheckpointFormat, num_layers: int) -> tuple[dict[str, Any
 
 def save(layout: CheckpointFormat, directory: Path, num_layers: int) -> int:
     """Write a model in a layout; return the size of its weights in bytes."""
-    config, weights = weights_of(layout, num_layers)
+    config, weights = make_weights(layout, num_layers)
     words = ["<|endoftext|>", "<|im_end|>", *(layout.mask_tokens[:1] or ("<|mask|>",)), "a"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
@@ -81,15 +82,16 @@ def save(layout: CheckpointFormat, directory: Path, num_layers: int) -> int:
     return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
-def load(directory: str, layout: str) -> dict[str, int]:
-    """Load a model; return the resident memory before, at the peak, and after using all weights, in bytes."""
-    before = status_bytes("VmRSS")
+def load(directory: str, layout: str) -> dict[str, float]:
+    """Load a model and use all weights; return seconds, and resident memory before, at the peak and after, in bytes."""
+    before, started = status_bytes("VmRSS"), time.perf_counter()
     overrides = BackboneConfig(source="x", checkpoint_format=layout)
     model = refusion_lit.load(directory, dtype="bfloat16", overrides=overrides)
     with torch.no_grad():
         total = sum(float(weight.sum()) for weight in model.backbone.parameters())  # reads every page
     assert total == total
-    return {"before": before, "peak": status_bytes("VmHWM"), "after": status_bytes("VmRSS")}
+    seconds = time.perf_counter() - started
+    return {"before": before, "peak": status_bytes("VmHWM"), "after": status_bytes("VmRSS"), "seconds": seconds}
 
 
 def main(output: str | None = None) -> None:
@@ -106,8 +108,11 @@ def main(output: str | None = None) -> None:
                 num_bytes = save(layout, Path(folder), num_layers)
                 memory = alone("load_memory", "load", directory=folder, layout=name)
             ratio = (memory["peak"] - memory["before"]) / num_bytes
-            layouts[name][size] = {"gigabytes": round(num_bytes / 1e9, 3), "peak_over_weights": round(ratio, 3)}
-            print(f"{name}: {num_bytes / 1e9:.2f} GB of weights, peak {ratio:.2f} times", flush=True)
+            seconds = round(memory["seconds"], 3)
+            layouts[name][size] = {
+                "gigabytes": round(num_bytes / 1e9, 3), "peak_over_weights": round(ratio, 3), "seconds": seconds,
+            }  # fmt: skip
+            print(f"{name}: {num_bytes / 1e9:.2f} GB of weights, peak {ratio:.2f} times, {seconds} s", flush=True)
     config = {"sizes": _SIZES, "num_layers": _NUM_LAYERS, "num_shards": _NUM_SHARDS, "dtype": "bfloat16"}
     write("load_memory", config, {"layouts": layouts}, output=output, seconds=time.perf_counter() - started, seed=0)
 

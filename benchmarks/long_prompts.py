@@ -56,7 +56,7 @@ def library_prefill(model: Backbone, length: int) -> Work:
     return Work(run)
 
 
-def works_of(model: Backbone, length: int) -> dict[str, Work]:
+def make_works(model: Backbone, length: int) -> dict[str, Work]:
     """Return what is compared at a length."""
     prompts = random_prompts(1, length)
     replay = Replay(ALL_ACCEPTED, length, SMALL["vocab_size"] - 1)
@@ -101,7 +101,7 @@ def main(
     model = model_for(lengths)
     cases: dict[str, Any] = {}
     for length in lengths:
-        works = works_of(model, length)
+        works = make_works(model, length)
         interleaved(works, repeats, clock=time.process_time)
         cases[str(length)] = {
             "runs": {name: work.summary() for name, work in works.items()},

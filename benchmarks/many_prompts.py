@@ -94,8 +94,8 @@ def main(num_prompts: int = 10_000, output: str | None = None) -> None:
     limit = round((cases["bounded"]["extra_megabytes"] + cases["unbounded"]["extra_megabytes"]) / 2)
     for name in ("bounded", "unbounded"):
         cases[f"{name}, {limit} MB at most"] = case(bounded=name == "bounded", megabytes=limit)
-    for name, found in cases.items():
-        print(name, found, flush=True)
+    for name, figures in cases.items():
+        print(name, figures, flush=True)
     answered = cases[f"bounded, {limit} MB at most"].get("num_answers", 0)
     same = cases["bounded"]["text"] == cases["unbounded"]["text"]
     config = {

@@ -114,12 +114,12 @@ def library(
             width = max(map(len, rows))
             ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=model.device)
             seen = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-            found = model.model.generate(
+            output = model.model.generate(
                 input_ids=ids, attention_mask=seen, max_new_tokens=num_tokens, do_sample=False, pad_token_id=pad
             )[:, width:]
-            ended = torch.isin(found, torch.tensor(eos or [-1], device=found.device)).int()
+            ended = torch.isin(output, torch.tensor(eos or [-1], device=output.device)).int()
             count += int((ended.cumsum(-1) - ended == 0).sum())
-            num_forwards += found.numel()
+            num_forwards += output.numel()
         return {
             "num_prompts": len(prompts),
             "batch_size": batch_size,

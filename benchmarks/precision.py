@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import VOCABULARY_HEAVY, Work, decoded, interleaved, random_model, time_ratio, write
-from benchmarks.training import batch_of, step_of
+from benchmarks.training import draw_batch, make_step
 from jsonargparse import auto_cli
 
 from refusion_lit.decoding import Autoregressive
@@ -29,7 +29,7 @@ BATCH_SIZES = (1, 16)
 
 def mixed_step(model: Backbone, *, is_mixed: bool) -> Work:
     """Return the work of a training step, with products in bfloat16 if ``is_mixed``."""
-    step = step_of(model, Hybrid(), batch_of(*SHAPE, MODEL["vocab_size"]))
+    step = make_step(model, Hybrid(), draw_batch(*SHAPE, MODEL["vocab_size"]))
 
     def run() -> dict[str, Any]:
         with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
@@ -69,11 +69,11 @@ def main(repeats: int = 5, threads: int = 1, output: str | None = None) -> None:
     }
     for size in BATCH_SIZES:
         cases[f"decoding, batches of {size}"] = {dtype: decode_work(model, size) for dtype, model in models.items()}
-    found = {}
+    figures = {}
     for name, works in cases.items():
         interleaved(works, repeats, clock=time.process_time)
         ratio = round(time_ratio(works["bfloat16"], works["float32"]), 3)
-        found[name] = {"runs": {dtype: work.summary() for dtype, work in works.items()}, "over_float32": ratio}
+        figures[name] = {"runs": {dtype: work.summary() for dtype, work in works.items()}, "over_float32": ratio}
         print(name, ratio, flush=True)
     config = {
         "repeats": repeats,
@@ -82,7 +82,7 @@ def main(repeats: int = 5, threads: int = 1, output: str | None = None) -> None:
         "num_tokens": NUM_TOKENS,
         "model": MODEL,
     }
-    results = {"has_instructions": decoding_dtype({"dtype": "bfloat16"}, "cpu") == "bfloat16", "cases": found}
+    results = {"has_instructions": decoding_dtype({"dtype": "bfloat16"}, "cpu") == "bfloat16", "cases": figures}
     write("precision", config, results, output=output, seconds=time.perf_counter() - started, seed=0)
 
 

@@ -76,15 +76,15 @@ def replayed_decoders(model: Backbone, num_tokens: int) -> dict[str, tuple[Backb
 def settings(size: ModelSize, num_tokens: int) -> list[Setting]:
     """Return all settings."""
     model = random_model(config(size))
-    found = []
+    entries = []
     for name, (body, schedule, decoder) in replayed_decoders(model, num_tokens).items():
         for batch_size in SIZES:
             is_long = name == "Autoregressive" and batch_size in LONG_SIZES  # prefill shows the operations per second
             for length in (PROMPT_LENGTH, LONG_PROMPT) if is_long else (PROMPT_LENGTH,):
                 prompts = random_prompts(batch_size, length)
                 answer = num_tokens if length == PROMPT_LENGTH else 8
-                found.append(setting(name, body, schedule, decoder, prompts, answer))
-    return found
+                entries.append(setting(name, body, schedule, decoder, prompts, answer))
+    return entries
 
 
 def setting(
@@ -148,15 +148,17 @@ def fit(measured: Sequence[tuple[CallShapes, float]], size: ModelSize) -> Device
     )
 
 
-def compare(found: Sequence[Setting], size: ModelSize) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def compare(entries: Sequence[Setting], size: ModelSize) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the fitted constants, and measured beside predicted speeds."""
-    seconds = [statistics.median(entry.work.seconds) for entry in found]
-    own = [
-        (entry.shapes, each) for entry, each in zip(found, seconds, strict=True) if entry.decoder == "Autoregressive"
+    seconds = [statistics.median(entry.work.seconds) for entry in entries]
+    sequential = [
+        (entry.shapes, measured)
+        for entry, measured in zip(entries, seconds, strict=True)
+        if entry.decoder == "Autoregressive"
     ]
-    device = fit(own, size)
+    device = fit(sequential, size)
     rows = []
-    for entry, measured in zip(found, seconds, strict=True):
+    for entry, measured in zip(entries, seconds, strict=True):
         predicted = project(entry.shapes, size, device)
         num_tokens = entry.work.outcome["num_tokens"]
         rows.append({
@@ -207,14 +209,14 @@ def paper_shapes() -> dict[str, tuple[int, CallShapes]]:
         "LLaDA-8B": (ModelTraits(attention="bidirectional"), LLaDA(steps=ANSWER_LENGTH)),
         "ReFusion": (model.traits, ReFusion(slot_size=32, num_serial_blocks=4, fused=False, infill_layout="reference")),
     }
-    found = {}
+    ratios = {}
     for name, (traits, decoder) in schedules.items():
         body = Backbone(model.model, traits, model.special_tokens)
         schedule = Schedule(slot_size=32, slots_a_round=2, prefixes=(8, 16)) if name == "ReFusion" else ALL_ACCEPTED
         counted = setting(name, body, schedule, decoder, prompts, ANSWER_LENGTH)
         counted.work.run()
-        found[name] = (ANSWER_LENGTH, counted.shapes)
-    return found
+        ratios[name] = (ANSWER_LENGTH, counted.shapes)
+    return ratios
 
 
 def geometric_mean_ratio(fast: str, slow: Sequence[str]) -> float:
@@ -277,10 +279,10 @@ def main(repeats: int = 3, threads: int = 1, num_tokens: int = 32, note: str = "
     torch.set_num_threads(threads)
     started = time.perf_counter()
     size = MODELS[MODEL]
-    found = settings(size, num_tokens)
-    works = {str(number): entry.work for number, entry in enumerate(found)}
+    entries = settings(size, num_tokens)
+    works = {str(number): entry.work for number, entry in enumerate(entries)}
     interleaved(works, repeats, clock=time.process_time if threads == 1 else None)
-    constants, rows = compare(found, size)
+    constants, rows = compare(entries, size)
     for row in rows:
         print(*(row[name] for name in ("decoder", "batch_size", "prompt_length", "measured", "predicted", "ratio")))
     others = [abs(row["predicted"] / row["measured"] - 1) for row in rows if not row["is_fitted"]]

@@ -63,20 +63,20 @@ class Running:
 
     def processor_seconds(self) -> Any:
         """Return the processor time that each of its threads has taken so far."""
-        found: Any = Counter()  # its type knows counts of whole numbers only
+        counts: Any = Counter()  # its type knows counts of whole numbers only
         for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
             with contextlib.suppress(OSError):  # it has just ended
                 fields = (thread / "stat").read_text(encoding="ascii").rpartition(")")[2].split()
-                found[thread.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return found
+                counts[thread.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return counts
 
 
 def servers(model: Path) -> dict[str, list[str]]:
     """Return the commands of the servers, without their ports."""
-    own = [*OURS, str(model)]
+    command = [*OURS, str(model)]
     return {
-        "Autoregressive": own,
-        "SelfSpeculative": [*own, "--draft", str(DRAFTER)],
+        "Autoregressive": command,
+        "SelfSpeculative": [*command, "--draft", str(DRAFTER)],
         THEIR_NAME: [*THEIRS, str(model)],
         f"{THEIR_NAME}, continuous batching": [*THEIRS, *CONTINUOUS, str(model)],
     }
@@ -176,24 +176,24 @@ def measure(options: argparse.Namespace, prompts: Mapping[int, Sequence[str]]) -
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     parts = {(part["server"], part["clients"]): part for part in map(json.loads, lines)}
 
-    def keep(name: str, num_clients: int, found: Mapping[str, Any]) -> None:
-        parts[name, num_clients] = {"server": name, "clients": num_clients, **found}
+    def keep(name: str, num_clients: int, figures: Mapping[str, Any]) -> None:
+        parts[name, num_clients] = {"server": name, "clients": num_clients, **figures}
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(parts[name, num_clients]) + "\n")
-        print(name, num_clients, found.get("failed") or round(found["seconds"], 1), flush=True)
+        print(name, num_clients, figures.get("failed") or round(figures["seconds"], 1), flush=True)
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = options.model.resolve()
         started: dict[str, Running] = {}
         for name, command in servers(model).items():
-            own = "model" if THEIR_NAME not in name else str(model)
+            model_name = "model" if THEIR_NAME not in name else str(model)
             if (name, 0) in parts:
                 continue  # it did not start, or did not answer
             with contextlib.ExitStack() as one:
                 try:
                     server = one.enter_context(running(command, folder / f"{name}.log"))
-                    asyncio.run(asyncio.wait_for(asked(server.url, own, ["Hello"], 1, 4), 120))  # warms up
+                    asyncio.run(asyncio.wait_for(asked(server.url, model_name, ["Hello"], 1, 4), 120))  # warms up
                     print(name, "is ready", flush=True)
                     started[name] = server
                     stack.push(one.pop_all())
@@ -201,32 +201,32 @@ def measure(options: argparse.Namespace, prompts: Mapping[int, Sequence[str]]) -
                     keep(name, 0, {"failed": f"{type(error).__name__}: {error}".replace(str(model), model.name)[:300]})
         for num_clients in options.clients:
             for name, server in started.items():
-                own = "model" if THEIR_NAME not in name else str(model)
+                model_name = "model" if THEIR_NAME not in name else str(model)
                 if (name, num_clients) in parts:
                     continue
                 try:
-                    found = measured(server, own, prompts[num_clients], num_clients, options.max_tokens)
+                    figures = measured(server, model_name, prompts[num_clients], num_clients, options.max_tokens)
                 except (TimeoutError, openai.APIError) as error:
-                    found = {"failed": f"{num_clients} clients: {type(error).__name__}: {error}"[:300]}
-                keep(name, num_clients, found)
+                    figures = {"failed": f"{num_clients} clients: {type(error).__name__}: {error}"[:300]}
+                keep(name, num_clients, figures)
     return {f"{name}, {num} clients": part for (name, num), part in parts.items()}
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return speeds as times the other server's, and the share of the other threads."""
     row = {(row["server"], row["clients"]): row for row in rows}
-    found = []
+    measurements = []
     for num in (1, 16):
         for name in ("Autoregressive", "SelfSpeculative"):
             if (name, num) in row and (THEIR_NAME, num) in row:
                 for speed in ("tokens_per_second", "tokens_per_processor_second"):
                     ratio = row[name, num][speed] / row[THEIR_NAME, num][speed]
                     text = f"{name}: {speed}, times {THEIR_NAME}, clients: {num}"
-                    found.append(summary_line(text, ratio))
+                    measurements.append(summary_line(text, ratio))
     if ("Autoregressive", 16) in row:
         share = row["Autoregressive", 16]["share_of_other_threads"]
-        found.append(summary_line("processor time of threads other than the engine's, 16 clients", share))
-    return found
+        measurements.append(summary_line("processor time of threads other than the engine's, 16 clients", share))
+    return measurements
 
 
 def main() -> None:
@@ -261,7 +261,7 @@ def main() -> None:
         if "failed" not in part
     ]
     failed = {part["server"]: part["failed"] for part in parts.values() if "failed" in part}
-    sizes = {num: len(own) for num, own in prompts.items()}
+    sizes = {num: len(texts) for num, texts in prompts.items()}
     config = {"model": "SmolLM2-135M-Instruct, float32", "num_prompts": sizes, "max_tokens": options.max_tokens,
               "threads_per_server": 1, "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
     results = {"rows": rows, "failed": failed, "summary": summarize(rows)}

@@ -125,6 +125,10 @@ def make_cases(model: TextModel, decoder: Decoder) -> list[Case]:
             body = {**options, "messages": messages, "max_tokens": length}
             with_logprobs = {"logprobs": True, "top_logprobs": NUM_TOP}
             cases.append(Case("chat", body | with_logprobs, decode(chat)))
+            body = {"temperature": temperature, "input": query, "max_output_tokens": length,
+                    "include": ["message.output_text.logprobs"], "top_logprobs": NUM_TOP,
+                    "extra_body": {"seed": seed}}  # fmt: skip
+            cases.append(Case("responses", body, cases[-1].expected))
             if length < 200:
                 continue
             tools = Prompt(token_ids=tuple(model.encode(query, messages, TOOLS)), id="0")
@@ -154,6 +158,8 @@ def read_chunk(answer: Answer, kind: str, chunk: Any) -> bool:
     if kind == "responses":
         if chunk.type == "response.output_text.delta":
             answer.text += chunk.delta
+            answer.tokens += [entry.token for entry in chunk.logprobs]
+            answer.logprobs += [entry.logprob for entry in chunk.logprobs]
         elif chunk.type == "response.output_item.added" and chunk.item.type == "function_call":
             _add_call(answer, chunk.item.name, "")
         elif chunk.type == "response.function_call_arguments.delta":

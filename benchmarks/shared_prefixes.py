@@ -32,13 +32,13 @@ from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import Prompt
 
 
-def prompts_of(number: int, common: int, own: int) -> list[Prompt]:
+def make_prompts(number: int, common: int, num_own: int) -> list[Prompt]:
     """Return prompts that have their first tokens in common."""
     beginning = random_prompts(1, common, seed=1)[0].token_ids
-    return [Prompt(token_ids=(*beginning, *p.token_ids), id=p.id) for p in random_prompts(number, own)]
+    return [Prompt(token_ids=(*beginning, *p.token_ids), id=p.id) for p in random_prompts(number, num_own)]
 
 
-def work_of(
+def make_work(
     model: LanguageModel, decoder: Decoder, prompts: list[Prompt], batch_size: int, num_tokens: int, *, share: bool
 ) -> Work:
     """Return the work of decoding the prompts."""
@@ -74,7 +74,7 @@ def main(
     """
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    model, prompts = random_model(SMALL), prompts_of(num_prompts, common, 16)
+    model, prompts = random_model(SMALL), make_prompts(num_prompts, common, 16)
     replay = ReplayedModel(model, Replay(ALL_ACCEPTED, len(prompts[0].token_ids), SMALL["vocab_size"] - 1))
     variants: dict[str, tuple[LanguageModel, Decoder]] = {
         "refusion": (replay, ReFusion(num_serial_blocks=1)),
@@ -84,7 +84,7 @@ def main(
     for batch_size in batch_sizes:
         for name, (acting, decoder) in variants.items():
             works = {
-                label: work_of(acting, decoder, prompts, batch_size, num_tokens, share=share)
+                label: make_work(acting, decoder, prompts, batch_size, num_tokens, share=share)
                 for label, share in (("shared", True), ("alone", False))
             }
             interleaved(works, repeats, clock=time.process_time)

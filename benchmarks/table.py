@@ -156,11 +156,11 @@ def shared_heads(result: Result) -> str:
 
 
 def fast_paths(result: Result) -> str:
-    found = [
+    figures = [
         (name, way, ratio) for name, case in result["cases"].items() for way, ratio in case["without / with"].items()
     ]
-    ways = list(dict.fromkeys(way for _, way, _ in found))
-    cells = {(name, way): ratio for name, way, ratio in found}
+    ways = list(dict.fromkeys(way for _, way, _ in figures))
+    cells = {(name, way): ratio for name, way, ratio in figures}
     rows = [[name, *(cells.get((name, way), "") for way in ways)] for name in result["cases"]]
     note = (
         "Time without the fast path, over the time with it: above 1 it pays. `nothing` is the noise. The greedy choice "
@@ -170,9 +170,11 @@ def fast_paths(result: Result) -> str:
 
 
 def head_candidates(result: Result) -> str:
-    found = table(["head", "candidates", "certified", "recall"], [list(row.values()) for row in result["certificates"]])
+    candidates = table(
+        ["head", "candidates", "certified", "recall"], [list(row.values()) for row in result["certificates"]]
+    )
     head = ["positions", "head", "ms, the fastest", "over the exact head"]
-    return found + "\n" + table(head, [list(row.values()) for row in result["times"]])
+    return candidates + "\n" + table(head, [list(row.values()) for row in result["times"]])
 
 
 def training(result: Result) -> str:
@@ -204,10 +206,10 @@ def precision(result: Result) -> str:
 
 def training_memory(result: Result) -> str:
     rows = [
-        [name, way, *(f"{found[n]['extra_megabytes']:.0f}" if n in found else "" for n in case["ways"]["ranges"]),
+        [name, way, *(f"{figures[n]['extra_megabytes']:.0f}" if n in figures else "" for n in case["ways"]["ranges"]),
          case["bytes_a_token"] if way == "ranges" else ""]
         for name, case in result["cases"].items()
-        for way, found in case["ways"].items()
+        for way, figures in case["ways"].items()
     ]  # fmt: skip
     lengths = [f"{n} tokens" for n in next(iter(result["cases"].values()))["ways"]["ranges"]]
     return "Megabytes of a step.\n\n" + table(["objective", "what tokens see as", *lengths, "bytes per token"], rows)
@@ -302,6 +304,18 @@ def llama_cpp(result: Result) -> str:
     return table(["program", "tokens/s", "tokens per forward pass", f"equal texts, of {num_texts}"], rows)
 
 
+def weight_only(result: Result) -> str:
+    """Return how fast products with rounded weights are, by number of positions."""
+    kinds = dict.fromkeys(row["weights"] for row in result["times"])
+    numbers = dict.fromkeys(row["positions"] for row in result["times"])
+    times = {(row["weights"], row["positions"]): row for row in result["times"]}
+    rows = [
+        [kind, *(f"{times[kind, n]['milliseconds']:.1f} ({times[kind, n]['speed_over_float32']:.1f})" for n in numbers)]
+        for kind in kinds
+    ]
+    return table(["weights", *(f"{n} position{'s' * (n > 1)}, ms (times float32)" for n in numbers)], rows)
+
+
 def projection(result: Result) -> str:
     """Return measured beside predicted speeds, and the fitted constants."""
     rows = [
@@ -332,7 +346,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "training_memory": training_memory,
     "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
     "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,
-    "projection": projection, "llama_cpp": llama_cpp,
+    "projection": projection, "llama_cpp": llama_cpp, "weight_only": weight_only,
 }  # fmt: skip
 """How a result is shown, by its name or the beginning of it, in the order of the page."""
 
@@ -379,6 +393,7 @@ COMPARED = {
         "Equal: weights before rounding to 8 and 4 bits, prompts, length limit, thread. Not equal: the type of the "
         "weights, and so the text; texts are compared with llama.cpp's in float32."
     ),
+    "weight_only": "Equal: shapes of the matrices, thread. Not equal: the type of the weights, and so the products.",
     "policy_memory": "Equal in a row: model, answers. Not equal: measured, and planned from their lengths.",
     "load_memory": "Equal: size of the weights, shards, type. Not equal: the format.",
     "training_memory": (

@@ -49,7 +49,7 @@ OBJECTIVES: dict[str, Objective] = {
 PACK_LENGTH, NUM_ROWS = 512, 4
 
 
-def batch_of(rows: int, prompt: int, response: int, vocab: int, seed: int = 0) -> ResponseBatch:
+def draw_batch(rows: int, prompt: int, response: int, vocab: int, seed: int = 0) -> ResponseBatch:
     """Draw a batch of equally long samples: both objectives then see the same number of positions."""
     generator = torch.Generator().manual_seed(seed)
     return ResponseBatch(
@@ -60,7 +60,7 @@ def batch_of(rows: int, prompt: int, response: int, vocab: int, seed: int = 0) -
     )
 
 
-def step_of(model: Backbone, objective: Objective, batch: ResponseBatch) -> Work:
+def make_step(model: Backbone, objective: Objective, batch: ResponseBatch) -> Work:
     """Return the work of one training step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     epochs = iter(range(1_000_000))
@@ -101,7 +101,7 @@ def packing(repeats: int) -> dict[str, Any]:
     options = MODELS["small"]
     backbone = random_model(options)
     padded, packed = ragged_batches(options["vocab_size"])
-    works = {name: step_of(backbone, OBJECTIVES["hybrid"], batch) for name, batch in
+    works = {name: make_step(backbone, OBJECTIVES["hybrid"], batch) for name, batch in
              (("padded", padded), ("packed", packed))}  # fmt: skip
     interleaved(works, repeats)
     return {
@@ -117,9 +117,9 @@ def extra_megabytes(model: str, objective: str, shape: tuple[int, int, int], thr
     torch.set_num_threads(threads)
     options = MODELS[model]
     backbone = random_model(options)
-    small = batch_of(1, 4, 4, options["vocab_size"])
-    step = step_of(backbone, OBJECTIVES[objective], batch_of(*shape, options["vocab_size"]))
-    step_of(backbone, OBJECTIVES[objective], small).run()  # loads kernels
+    small = draw_batch(1, 4, 4, options["vocab_size"])
+    step = make_step(backbone, OBJECTIVES[objective], draw_batch(*shape, options["vocab_size"]))
+    make_step(backbone, OBJECTIVES[objective], small).run()  # loads kernels
     before = resident_bytes()
     step.run()
     step.run()
@@ -149,8 +149,8 @@ def main(
     for name in [model] if model else list(MODELS):
         options = MODELS[name]
         backbone = random_model(options)
-        batch = batch_of(*shapes[name], options["vocab_size"])
-        works = {label: step_of(backbone, objective, batch) for label, objective in OBJECTIVES.items()}
+        batch = draw_batch(*shapes[name], options["vocab_size"])
+        works = {label: make_step(backbone, objective, batch) for label, objective in OBJECTIVES.items()}
         interleaved(works, repeats)
         ratios = {label: round(time_ratio(work, works["autoregressive"]), 3) for label, work in works.items()}
         memory = partial(alone, "training", "extra_megabytes", model=name, shape=shapes[name], threads=threads)

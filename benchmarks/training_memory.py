@@ -52,7 +52,7 @@ SAMPLE = 256
 """Tokens of a packed sample."""
 
 
-def corrupted_of(name: str, length: int, model: Backbone) -> CorruptedBatch:
+def make_corrupted(name: str, length: int, model: Backbone) -> CorruptedBatch:
     """Return a row of a length, packed if the name says so."""
     count = length // SAMPLE if "packed" in name else 1
     size = length // count
@@ -79,8 +79,8 @@ def measure(name: str, length: int, way: Way) -> dict[str, float]:
         hidden = model(corrupted.input_ids, corrupted.position_ids, seen)
         OBJECTIVES[name].loss(hidden, model.head, corrupted).total.backward()
 
-    step(corrupted_of(name, 4 * SAMPLE, model))  # loads kernels and makes gradients
-    corrupted = corrupted_of(name, length, model)
+    step(make_corrupted(name, 4 * SAMPLE, model))  # loads kernels and makes gradients
+    corrupted = make_corrupted(name, length, model)
     reset_peak()
     before, started = resident_bytes(), time.process_time()
     step(corrupted)
@@ -88,9 +88,9 @@ def measure(name: str, length: int, way: Way) -> dict[str, float]:
     return {"extra_megabytes": round((peak_resident_bytes() - before) / 2**20, 1), "seconds": round(seconds, 3)}
 
 
-def growth(found: dict[str, dict[str, float]]) -> float:
+def growth(figures: dict[str, dict[str, float]]) -> float:
     """Return what a token takes between the two longest rows over what it takes between the two shortest ones."""
-    points = [(int(length), one["extra_megabytes"]) for length, one in found.items()]
+    points = [(int(length), one["extra_megabytes"]) for length, one in figures.items()]
     slopes = [(after - before) / (longer - shorter) for (shorter, before), (longer, after) in pairwise(points)]
     return slopes[-1] / slopes[0]
 
@@ -156,7 +156,7 @@ def compared_steps(lengths: tuple[int, ...], longest_matrix: int) -> dict[str, A
             for way in ("ranges", "matrix"):
                 if way == "ranges" or length <= longest_matrix:
                     ways[way][str(length)] = alone("training_memory", "measure", name=name, length=length, way=way)
-        memory = [found["extra_megabytes"] for found in ways["ranges"].values()]
+        memory = [figures["extra_megabytes"] for figures in ways["ranges"].values()]
         slope = (memory[-1] - memory[0]) * 2**20 / max(lengths[-1] - lengths[0], 1)
         cases[name] = {"ways": ways, "bytes_a_token": round(slope)}
         print(name, cases[name], flush=True)

@@ -25,8 +25,8 @@ def ours(directory: str) -> Decode:
     import refusion_lit
     from refusion_lit.decoding import ReFusion
 
-    found = str(refusion_lit.__file__)
-    assert found.startswith(os.environ["PYTHONPATH"]), f"another checkout is imported: {found}"
+    imported = str(refusion_lit.__file__)
+    assert imported.startswith(os.environ["PYTHONPATH"]), f"another checkout is imported: {imported}"
     model = refusion_lit.load(directory)
 
     def decode(request: dict[str, Any]) -> tuple[Responses, int]:
@@ -66,12 +66,12 @@ def released(directory: str) -> Decode:
     def decode(request: dict[str, Any]) -> tuple[Responses, int]:
         nonlocal num_forwards
         num_forwards = 0
-        found = []
+        figures = []
         for prompt in request["prompts"]:
             text, _ = generate_refusion(model, tokenizer, torch.tensor([prompt]), mask_id=mask, **request["setting"])
             response = text[0, len(prompt) :].tolist()
-            found.append(response[: response.index(eos) + 1] if eos in response else response)
-        return found, num_forwards
+            figures.append(response[: response.index(eos) + 1] if eos in response else response)
+        return figures, num_forwards
 
     return decode
 

@@ -76,7 +76,7 @@ class Contestant:
         self._process.communicate()
 
 
-def commit_of(directory: Path) -> str | None:
+def read_commit(directory: Path) -> str | None:
     """Return the commit of a checkout, ``None`` if it is none."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=directory, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
@@ -120,11 +120,11 @@ def measured(
     }
 
 
-def ratio(found: dict[str, Any], fast: str, slow: str, size: int) -> float:
+def ratio(figures: dict[str, Any], fast: str, slow: str, size: int) -> float:
     """Return how many times as fast one contestant is as another; the released program has one batch size only."""
 
     def seconds(name: str) -> list[float]:
-        sizes = found[name]
+        sizes = figures[name]
         return sizes.get(str(size), next(iter(sizes.values())))["seconds"]
 
     return statistics.median(s / f for f, s in zip(seconds(fast), seconds(slow), strict=True))
@@ -140,14 +140,14 @@ def compared(
         runs = list(islice(cycle(run for run in reference["runs"] if run["setting"] == number), num_prompts))
         prompts = [run["prompt"] for run in runs]
         requests = {size: {"setting": setting, "prompts": prompts, "batch_size": size} for size in batch_sizes}
-        found = measured(contestants, runs, requests, rounds)
+        figures = measured(contestants, runs, requests, rounds)
         ratios = {
-            f"{fast} / {slow}, batch {size}": round(ratio(found, fast, slow, size), 3)
+            f"{fast} / {slow}, batch {size}": round(ratio(figures, fast, slow, size), 3)
             for size in batch_sizes
             for fast, slow in combinations(contestants, 2)
         }
-        cases[f"setting {number + 1}"] = {"contestants": found, "ratios": ratios}
-        same = all(one["reference_text"] for sizes in found.values() for one in sizes.values())
+        cases[f"setting {number + 1}"] = {"contestants": figures, "ratios": ratios}
+        same = all(one["reference_text"] for sizes in figures.values() for one in sizes.values())
         print(number + 1, ratios, "same text" if same else "TEXTS DIFFER", flush=True)
     return cases
 
@@ -181,7 +181,7 @@ def main(
     if released and released_python:
         contestants[RELEASED] = Contestant("released", released_python, Path(released).resolve())
     try:
-        about = {name: {"commit": commit_of(one.path), **one.answer()} for name, one in contestants.items()}
+        about = {name: {"commit": read_commit(one.path), **one.answer()} for name, one in contestants.items()}
         cases = compared(contestants, rounds, batch_sizes, num_prompts)
     finally:
         for contestant in contestants.values():

@@ -16,6 +16,7 @@ import torch
 
 from refusion_lit import TextModel
 from refusion_lit.decoding import Decoder, GenerationCallback
+from refusion_lit.modeling.diffusion_gemma import DiffusionGemmaBody
 from refusion_lit.modeling.load import DType, decoding_dtype
 from refusion_lit.tasks import Example
 from refusion_lit.types import Prompt, SamplingParams
@@ -74,7 +75,9 @@ def step_positions(options: Sequence[str], num_steps: int | None = None) -> list
     cli = built(options)
     cli.model.configure_model()
     batches = islice(cli.datamodule.train_dataloader(), num_steps)
-    return [cli.model.corrupt(each.batch).input_ids.numel() for each in batches]
+    corrupted = [cli.model.corrupt(micro_batch.batch) for micro_batch in batches]
+    conditions = isinstance(cli.model.backbone.body, DiffusionGemmaBody)  # a canvas is computed twice
+    return [rows.input_ids.numel() + conditions * rows.num_canvas * len(rows.input_ids) for rows in corrupted]
 
 
 def train(run: Path, *options: str, **environment: str) -> Path:

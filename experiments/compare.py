@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 
-def found(values: Any, path: list[str]) -> Iterator[tuple[str, Any]]:
+def find_values(values: Any, path: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield every place that a path names, with what stands there."""
     if not path:
         yield "", values
@@ -25,7 +25,7 @@ def found(values: Any, path: list[str]) -> Iterator[tuple[str, Any]]:
     items = values.items() if isinstance(values, Mapping) else enumerate(values) if isinstance(values, list) else ()
     for key, value in items:
         if path[0] in ("*", str(key)):
-            for rest, leaf in found(value, path[1:]):
+            for rest, leaf in find_values(value, path[1:]):
                 yield f"{key}.{rest}" if rest else str(key), leaf
 
 
@@ -39,7 +39,7 @@ def differences(committed: Any, fresh: Any, compare: Mapping[str, Mapping[str, f
     for pattern, tolerance in compare.items():
         if not tolerance or not set(tolerance) <= {"absolute", "relative"}:
             raise ValueError(f"compare.{pattern}: expected absolute and/or relative, got {dict(tolerance)}.")
-        old, new = (dict(found(values, pattern.split("."))) for values in (committed, fresh))
+        old, new = (dict(find_values(values, pattern.split("."))) for values in (committed, fresh))
         if not old:
             raise ValueError(f"compare.{pattern}: names nothing in the committed result; mend the path.")
         problems += [f"{place}: in one of the two results only" for place in sorted(old.keys() ^ new.keys())]

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.batches import plot as draw_batches
 from benchmarks.batches import rates
 from benchmarks.growth import plot as draw_growth
-from benchmarks.table import batches, llama_cpp, load_memory, projection, serve, serve_soak
+from benchmarks.table import batches, llama_cpp, load_memory, projection, serve, serve_soak, weight_only
 from benchmarks.table import table as markdown_table
 from docs.figures.registry import PLOTS, Plot, table
 
@@ -212,6 +212,7 @@ PLOTS[_path("batches").replace(".json", ".png")] = Plot(rates, draw_batches, (_p
 
 
 table("llama_cpp", _path("llama_cpp"))(llama_cpp)
+table("weight_only", _path("weight_only"))(weight_only)
 
 
 @table("random_decodes", "experiments/hard_tests/random_decodes.json")

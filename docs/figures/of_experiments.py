@@ -273,6 +273,19 @@ def _successors(results: Result) -> str:
     return controlled.best(first, controlled.SUCCESSORS, ("sheet", "walk"))
 
 
+_SPEEDS = _path("controlled_comparison", "speeds.json")
+
+
+@table("controlled_comparison noises on sheet", _CONTROLLED, _SPEEDS)
+def _noises_on_sheet(results: Result, speeds: Result) -> str:
+    return controlled.noises(results["runs"], speeds, "sheet")
+
+
+@table("controlled_comparison noises on walk", _CONTROLLED, _SPEEDS)
+def _noises_on_walk(results: Result, speeds: Result) -> str:
+    return controlled.noises(results["runs"], speeds, "walk")
+
+
 @table("controlled_comparison untrained", _MORE)
 def _untrained(more: Result) -> str:
     return controlled.untrained(more)
@@ -661,6 +674,11 @@ PLOTS[_path("refusion_pays", "curve.svg")] = Plot(
     (_path("refusion_pays", "training.json"), _path("refusion_pays", "convert.json")),
 )
 _plot("dependency_study", "dependency.png", lambda results: results["curves"], dependency.plot)
+PLOTS[_path("controlled_comparison", "noise.png")] = Plot(
+    lambda results, speeds: {task: controlled.noise_rows(results["runs"], speeds, task) for task in ("sheet", "walk")},
+    controlled.draw_noises,
+    (_CONTROLLED, _SPEEDS),
+)
 _plot(
     "controlled_comparison",
     "score_vs_tokens_per_forward.png",

@@ -15,7 +15,7 @@ _RESULTS = ROOT / "benchmarks" / "results"
 
 def pages() -> list[Path]:
     """Return the Markdown pages whose markers are filled."""
-    patterns = ("README.md", "docs/**/*.md", "experiments/*/README.md", "experiments/*/details.md")
+    patterns = ("README.md", "docs/**/*.md", "experiments/*/*.md")
     return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
 
 

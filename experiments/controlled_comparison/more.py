@@ -29,7 +29,7 @@ NUM_STEPS = 500
 """Steps of R2FT."""
 
 
-def decoders_of(objective: str, length: int) -> dict[str, Decoder]:
+def make_decoders(objective: str, length: int) -> dict[str, Decoder]:
     """Return the decoders of a model; the first one of the hybrid and the masked model is to compare with."""
     if objective == "hybrid":
         slots: dict[str, Any] = {"slot_size": 8, "num_serial_blocks": 1}
@@ -73,7 +73,7 @@ def main() -> None:
     results: dict[str, dict[str, dict[str, float]]] = {}
     for objective in ("hybrid", "masked", "r2ft"):
         model = refusion_lit.load(trained[objective], verifier=trained["autoregressive"])
-        decoders = decoders_of(objective, run.LENGTHS[args.task])
+        decoders = make_decoders(objective, run.LENGTHS[args.task])
         results[objective] = {
             name: run.measured(model, args.task, "test", decoder) for name, decoder in decoders.items()
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -11,6 +11,8 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+
+from refusion_lit.reports.intervals import wilson
 
 TASKS = ("sheet", "walk", "latin")
 STYLES = {
@@ -25,6 +27,8 @@ STYLES = {
     "editable": ("#a16207", ">"),
     "sdar": ("#0f172a", "d"),
     "zarya": ("#ea580c", "*"),
+    "uniform": ("#e11d48", "p"),
+    "diffusion_gemma": ("#fb7185", "h"),
 }
 
 Run = dict[str, Any]
@@ -36,11 +40,10 @@ def points(runs: list[Run], task: str, objective: str, split: str = "results") -
 
     The split is ``results`` for the test prompts or ``validation``.
     """
-    same = [run for run in runs if run["budget_factor"] == 1]
-    found = [run for run in same if (run["task"], run["objective"]) == (task, objective)]
-    if not found or any(split not in run for run in found):
+    matching = [run for run in runs if _is_of(run, task, objective)]
+    if not matching or any(split not in run for run in matching):
         return {}
-    chosen = [run[split] for run in found]
+    chosen = [run[split] for run in matching]
     return {
         name: (
             mean(results[name]["tokens_per_forward"] for results in chosen),
@@ -50,6 +53,10 @@ def points(runs: list[Run], task: str, objective: str, split: str = "results") -
         )
         for name in chosen[0]
     }
+
+
+def _is_of(run: Run, task: str, objective: str) -> bool:
+    return (run["task"], run["objective"], run["budget_factor"]) == (task, objective, 1)
 
 
 def table(runs: list[Run], more: dict[str, Any]) -> str:
@@ -66,13 +73,13 @@ def table(runs: list[Run], more: dict[str, Any]) -> str:
             if run["task"] == task and run["budget_factor"] != 1:
                 objective = f"{run['objective']}, {run['budget_factor']:g} times the budget"
                 lines += _single(task, objective, run["results"])
-    for objective, found in more["results"].items():
-        lines += _single(more["task"], f"{objective}, more.py", found)
+    for objective, figures in more["results"].items():
+        lines += _single(more["task"], f"{objective}, more.py", figures)
     return "\n".join(lines)
 
 
-def _single(task: str, objective: str, found: dict[str, Any]) -> Iterator[str]:
-    for name, values in found.items():
+def _single(task: str, objective: str, figures: dict[str, Any]) -> Iterator[str]:
+    for name, values in figures.items():
         cells = tuple(values[key] for key in ("score", "tokens_per_forward", "positions_per_token"))
         yield _line(task, objective, name, cells, cells[:1])
 
@@ -104,25 +111,144 @@ SUCCESSORS = (
 """One setting each, that of ``configs``: these runs have no validation figures to choose by."""
 
 
-def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:
-    """Return each family's setting: score by seed, tokens per forward, positions per token.
+NEXT_TOKEN = "none, next token"
+EDITING = ("editing_t30_50", "editing_t50_50", "editing_t70_50", "editing_t95_90")
+"""Settings that edit; the other settings of the model fill masks alone."""
+NOISES = (
+    (NEXT_TOKEN, "autoregressive", ""),
+    ("masked slots, ReFusion", "hybrid", "refusion"),
+    ("masks over the response, Fast-dLLM", "masked", "fast_dllm"),
+    ("masks over the response, LLaDA", "masked", "llada"),
+    ("masks in blocks, block diffusion", "block", "block"),
+    ("masks and wrong tokens in blocks, token editing", "editable", EDITING),
+    ("random tokens in canvases", "uniform", "uniform"),
+    ("random tokens in canvases, self-conditioning", "diffusion_gemma", "diffusion_gemma"),
+)
+"""Rows of the tables of noises, as those of families."""
 
-    Of several settings the one with the highest mean score on validation prompts is shown, and of equal ones the one
-    with the most tokens per forward there. The test prompts choose nothing.
+
+def choose_setting(runs: list[Run], task: str, objective: str, settings: str | tuple[str, ...]) -> str | None:
+    """Return the setting of an objective that is shown; ``None`` if the objective has no run.
+
+    Of several settings the setting with the highest mean score on validation prompts is chosen, and of equal ones the
+    setting with the most tokens per forward there. The test prompts choose nothing. Next-token decoding is no setting
+    of a model that has other decoders.
+
+    Args:
+        runs: All runs.
+        task: The task.
+        objective: The objective.
+        settings: A setting, or how the names of the settings to choose from begin; may have several beginnings.
 
     Raises:
         KeyError: If there are several settings, and no validation figures.
+    """
+    tested = points(runs, task, objective)
+    decoders = {name: options["class"] for run in runs for name, options in run["decoders"].items()}
+    begins = [name for name in tested if name.startswith(settings)]
+    parallel = [name for name in begins if decoders[name] != "Autoregressive"]
+    names = [name for name in begins if name == settings] or parallel or begins
+    if len(names) > 1:
+        validated = points(runs, task, objective, "validation")
+        names = [max(names, key=lambda name: (round(validated[name][2], 6), validated[name][0]))]
+    return names[0] if names else None
+
+
+def noise_rows(runs: list[Run], speeds: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
+    """Return a task's rows of noises.
+
+    Each row has its label, the scores by seed, their mean with Wilson's interval over all answers, tokens per forward
+    pass, positions per token, tokens per second alone, and by batch size the speed as times next-token decoding with
+    its interval.
+
+    Args:
+        runs: All runs.
+        speeds: The content of speeds.json.
+        task: The task.
+    """
+    rows = []
+    for label, objective, settings in NOISES:
+        name = choose_setting(runs, task, objective, settings)
+        if name is None:
+            continue
+        tokens, positions, score, scores = points(runs, task, objective)[name]
+        num_prompts = sum(run["results"][name]["num_prompts"] for run in runs if _is_of(run, task, objective))
+        interval = wilson(round(score * num_prompts), num_prompts)
+        measured = speeds["tasks"][task][label]
+        rows.append({
+            "label": label, "scores": scores, "score": [score, interval.low, interval.high],
+            "tokens_per_forward": tokens, "positions_per_token": positions,
+            "tokens_per_second": measured["1"]["tokens_per_second"],
+            "times": {size: measured[size]["times_baseline"] for size in ("1", "16", "64")},
+        })  # fmt: skip
+    return rows
+
+
+def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
+    """Return :func:`noise_rows` as a Markdown table."""
+    lines = [
+        "| noise, decoder | score | seeds | tokens/forward | positions/token | tokens/s | times: alone | 16 | 64 |",
+        "| --- | --- | --- | --: | --: | --: | --- | --- | --- |",
+    ]
+    for row in noise_rows(runs, speeds, task):
+        score, low, high = row["score"]
+        cells = [
+            row["label"], f"{score:.2f} ({low:.2f} to {high:.2f})", ", ".join(f"{seed:.2f}" for seed in row["scores"]),
+            f"{row['tokens_per_forward']:.1f}", f"{row['positions_per_token']:.1f}", f"{row['tokens_per_second']:.0f}",
+            *map(_ratio, row["times"].values()),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ratio(values: Sequence[float]) -> str:
+    estimate, low, high = values
+    if low == high == 1:
+        return "1"
+    return "{} ({} to {})".format(
+        *(f"{value:.1f}" if value >= 1 else f"{value:.2g}" for value in (estimate, low, high))
+    )
+
+
+def draw_noises(rows: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw score over speed alone, one panel per task and one point per noise, with both intervals."""
+    figure, axes = plt.subplots(1, len(rows), figsize=(12, 4.6), sharey=True)
+    colours = {label: STYLES[objective] for label, objective, _ in NOISES}
+    for axis, (task, values) in zip(axes, rows.items(), strict=True):
+        for row in values:
+            colour, marker = colours[row["label"]]
+            (speed, *ends), (score, *limits) = row["times"]["1"], row["score"]
+            axis.errorbar(
+                speed, score, color=colour, marker=marker, markersize=7, capsize=2, linestyle="none",
+                label=row["label"],
+                xerr=[[speed - ends[0]], [ends[1] - speed]], yerr=[[score - limits[0]], [limits[1] - score]],
+                markerfacecolor="none" if row["label"].endswith("LLaDA") else colour,
+            )  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
+        axis.set_xlabel("tokens/s of one prompt, times next-token decoding")
+        axis.set_title(task)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("score, mean of three seeds")
+    axes[0].set_ylim(-0.03, 1.03)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:
+    """Return each family's setting: score by seed, tokens per forward, positions per token.
+
+    :func:`choose_setting` chooses the settings.
     """
     lines = [f"| | {' | '.join(tasks)} |", "| --- |" + " --- |" * len(tasks)]
     for label, objective, setting in rows:
         cells = []
         for task in tasks:
-            found = points(runs, task, objective)
-            names = [setting] if setting in found else [name for name in found if name.startswith(setting)]
-            if len(names) > 1:
-                judge = points(runs, task, objective, "validation")
-                names = [max(names, key=lambda name: (round(judge[name][2], 6), judge[name][0]))]
-            speed, positions, score, scores = found[names[0]]
+            name = choose_setting(runs, task, objective, setting)
+            assert name is not None
+            speed, positions, score, scores = points(runs, task, objective)[name]
             seeds = f" ({', '.join(f'{value:.2f}' for value in scores)})" if len(scores) > 1 else ""
             cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}")
         lines.append(f"| {label} | {' | '.join(cells)} |")
@@ -158,8 +284,8 @@ def untrained(more: dict[str, Any]) -> str:
     lines = ["| model | decoder | |", "| --- | --- | --- |"]
     for model, decoder, key, names in UNTRAINED:
         cells = [
-            f"{found['score']:.3f}, {found['tokens_per_forward']:.1f}, {found['positions_per_token']:.1f}"
-            for found in (more["results"][key][name] for name in names)
+            f"{figures['score']:.3f}, {figures['tokens_per_forward']:.1f}, {figures['positions_per_token']:.1f}"
+            for figures in (more["results"][key][name] for name in names)
         ]
         lines.append(f"| {model} | {decoder} | {'; '.join(cells)} |")
     return "\n".join(lines)
@@ -169,10 +295,10 @@ def drawn(runs: list[Run]) -> dict[str, Any]:
     """Return what the plot shows: by task its seeds, and each objective's tokens per forward and scores."""
     shown: dict[str, Any] = {}
     for task in TASKS:
-        found = {objective: points(runs, task, objective) for objective in STYLES}
+        curves = {objective: points(runs, task, objective) for objective in STYLES}
         shown[task] = {
             "seeds": sorted({run["seed"] for run in runs if run["task"] == task}),
-            "points": {name: [point[::2][:2] for point in value.values()] for name, value in found.items() if value},
+            "points": {name: [point[::2][:2] for point in value.values()] for name, value in curves.items() if value},
         }
     return shown
 
@@ -181,9 +307,9 @@ def draw(shown: dict[str, Any], path: Path) -> None:
     """Draw what :func:`drawn` returns, one panel per task and one colour per objective."""
     figure, axes = plt.subplots(1, len(shown), figsize=(13, 4.2), sharey=True)
     for axis, (task, values) in zip(axes, shown.items(), strict=True):
-        for objective, found in values["points"].items():
+        for objective, curve in values["points"].items():
             colour, marker = STYLES[objective]
-            speeds, scores = zip(*found, strict=True)
+            speeds, scores = zip(*curve, strict=True)
             axis.scatter(speeds, scores, c=colour, marker=marker, s=42, alpha=0.75, label=objective)
         seeds = values["seeds"]
         axis.set_title(f"{task} (one to {len(seeds)} seeds per model)" if len(seeds) > 1 else f"{task} (one seed)")

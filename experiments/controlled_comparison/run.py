@@ -1,6 +1,7 @@
 """Train and decode every run of the comparison, one at a time; finished runs are skipped, so it can be killed.
 
 usage: python experiments/controlled_comparison/run.py [--work_dir DIR] [--output FILE] [--only NAME ...]
+           [--tasks NAME ...] [--seeds SEED ...]
 
 All objectives of a task compute the same number of token positions in training (``BUDGETS``): run.py builds training
 batches of each objective, counts the positions that the model computes for it, and sets the number of steps from that.
@@ -45,10 +46,12 @@ HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
 TASKS = {"walk": Walk, "latin": Latin, "sheet": Sheet}
 SEEDS = (0, 1, 2)
-LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "editable", "sdar", "zarya")
+LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "sdar", "zarya")
 """Objectives that run on ``walk`` and ``sheet`` with one seed; they came after the others."""
 EXTRA = (("sheet", "block", 0, 2.0), *((task, name, 0, 1.0) for name in LATER for task in ("walk", "sheet")))
 """Single runs, with the factor of their budget: block diffusion with as many samples as the others, not positions."""
+NOISES = ("uniform", "editable", "diffusion_gemma")
+"""Objectives with noise other than masks, on ``walk`` and ``sheet`` with all seeds."""
 BUDGETS = {"sheet": 6_000_000, "walk": 8_000_000, "latin": 8_000_000}
 """Token positions computed in each training; a doubled sequence costs double."""
 LENGTHS = {task: yaml.safe_load((HERE / f"task_{task}.yaml").read_text())["model"]["sampling"]["max_new_tokens"]
@@ -76,6 +79,12 @@ def positions_a_step(args: list[str]) -> int:
 def run_name(task: str, objective: str, seed: int, factor: float) -> str:
     """Return the name of a run, of its directory and of its result."""
     return f"{task}_{objective}_seed{seed}" + (f"_times{factor:g}" if factor != 1 else "")
+
+
+def is_run(values: dict[str, Any], task: str, objective: str, seed: int) -> bool:
+    """Return whether a result is that of the run with this task, objective and seed and the whole budget."""
+    names = ("task", "objective", "seed", "budget_factor")
+    return tuple(values[name] for name in names) == (task, objective, seed, 1.0)
 
 
 def train(task: str, objective: str, seed: int, work: Path, factor: float = 1.0) -> tuple[Path, dict[str, float]]:
@@ -126,17 +135,21 @@ def main() -> None:
     """Run what is missing, and gather everything into results.json."""
     parser = argument_parser(__doc__, "runs/controlled_comparison", HERE / "results.json")
     parser.add_argument("--only", nargs="*", help="objectives to run; all by default")
+    parser.add_argument("--tasks", nargs="*", default=TASKS, help="tasks to run; all by default")
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="seeds to run; all by default")
     args = parser.parse_args()
     runs = [(task, objective, seed, 1.0) for task in TASKS for seed in SEEDS for objective in OBJECTIVES]
     runs += EXTRA
+    runs += [(task, objective, seed, 1.0) for objective in NOISES for seed in SEEDS for task in ("walk", "sheet")]
+    runs = [run for run in runs if run[0] in args.tasks and run[2] in args.seeds]
     if args.only is not None:
         runs = [run for run in runs if run[1] in args.only]
     for task, objective, seed, factor in runs:
         part = args.work_dir / f"{run_name(task, objective, seed, factor)}.json"
         kept(part, one_run, task, objective, seed, args.work_dir, factor)
-    found = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
-    found += [json.loads(path.read_text()) for path in args.work_dir.glob("*_seed*.json")]
-    named = {run_name(run["task"], run["objective"], run["seed"], run["budget_factor"]): run for run in found}
+    finished = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
+    finished += [json.loads(path.read_text()) for path in args.work_dir.glob("*_seed*.json")]
+    named = {run_name(run["task"], run["objective"], run["seed"], run["budget_factor"]): run for run in finished}
     for run in named.values():
         run["environment"].pop("command", None)  # it says where things lay on that machine
     write_json(args.output, {"budgets": BUDGETS, "runs": [named[name] for name in sorted(named)]})

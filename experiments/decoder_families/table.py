@@ -12,7 +12,7 @@ TRAINED_FOR = {
 }
 
 
-def batch_size_of(row: dict[str, Any]) -> int:
+def read_batch_size(row: dict[str, Any]) -> int:
     """Return a point's batch size; in the committed results it has its former name."""
     former = "model.decoding.max_batch_size"
     return row[former] if former in row else row["model.decoding.batch_size"]
@@ -28,13 +28,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| model | decoder | score | tokens/forward | positions/token | tokens/s, batch 1 | batch 4 | batch 16 |",
         "| --- | --- | --: | --: | --: | --: | --: | --: |",
     ]
-    for model, own in TRAINED_FOR.items():
+    for model, decoders in TRAINED_FOR.items():
         of_model = [row for row in rows if f"_{model}_" in row["ckpt_path"]]
         for decoder in dict.fromkeys(row["decoder"] for row in of_model):
-            by_size = {batch_size_of(row): row for row in of_model if row["decoder"] == decoder}
+            by_size = {read_batch_size(row): row for row in of_model if row["decoder"] == decoder}
             first = by_size[1]
             speeds = " | ".join(f"{by_size[size]['tokens_per_second']:.0f}" for size in (1, 4, 16))
-            mark = "" if decoder in own else " *"
+            mark = "" if decoder in decoders else " *"
             lines.append(
                 f"| {model} | `{decoder}`{mark} | {first['score']:.3f} | {first['tokens_per_forward']:.2f} | "
                 f"{first['positions_per_token']:.1f} | {speeds} |"

@@ -43,7 +43,7 @@ def samples(model: refusion_lit.TextModel, source: str, count: int) -> list[tupl
         validation = kinds[source](num_validation=count).examples("validation")
         examples = [validation[i] for i in range(count)]
     encoded = [encode_example(model.tokenizer, example, model.prompt_template) for example in examples]
-    return [(list(each.prompt_ids), list(each.response_ids)) for each in encoded]
+    return [(list(example.prompt_ids), list(example.response_ids)) for example in encoded]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ PACKAGES = ("engine", "families", "learning", "refusion")
 
 def statement(source: str, line: int) -> tuple[range, bool]:
     """Return the lines of the innermost statement (of a compound one: its head), and whether a function runs it."""
-    found, in_function = range(line, line + 1), False
+    lines, in_function = range(line, line + 1), False
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.stmt) or node.end_lineno is None or not node.lineno <= line <= node.end_lineno:
             continue
@@ -22,8 +22,8 @@ def statement(source: str, line: int) -> tuple[range, bool]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and line >= stop:
             in_function = True
         if line < stop:
-            found = range(node.lineno, stop)
-    return found, in_function
+            lines = range(node.lineno, stop)
+    return lines, in_function
 
 
 def sites(tree: Path) -> dict[tuple[str, int, int, str], list[tuple[str, int]]]:
@@ -31,7 +31,7 @@ def sites(tree: Path) -> dict[tuple[str, int, int, str], list[tuple[str, int]]]:
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
-    found: dict[tuple[str, int, int, str], list[tuple[str, int]]] = defaultdict(list)
+    mutants: dict[tuple[str, int, int, str], list[tuple[str, int]]] = defaultdict(list)
     for path in sorted(path for name in PACKAGES for path in (tree / "src/refusion_lit" / name).rglob("*.py")):
         nodes = list(ast_nodes(get_ast(path.read_text())))
         for name in operator_names():
@@ -42,8 +42,8 @@ def sites(tree: Path) -> dict[tuple[str, int, int, str], list[tuple[str, int]]]:
             family = name.partition("/")[2].partition("_")[0]
             for occurrence, place in enumerate(places):
                 start = place[0] if isinstance(place[0], tuple) else place
-                found[str(path.relative_to(tree)), start[0], start[1], family].append((name, occurrence))
-    return found
+                mutants[str(path.relative_to(tree)), start[0], start[1], family].append((name, occurrence))
+    return mutants
 
 
 def essence(source: str) -> str | None:

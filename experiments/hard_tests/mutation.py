@@ -179,13 +179,13 @@ def measure(tree: Path, target: Path) -> dict[str, Any]:
     lines = {
         str((tree / name).resolve().relative_to(tree.resolve())): {
             line: sorted({test.rpartition("|")[0] for test in tests} - {""})
-            for line, tests in found["contexts"].items()
+            for line, tests in coverage["contexts"].items()
         }
-        for name, found in files.items()
+        for name, coverage in files.items()
     }
-    branches = [found["summary"] for found in files.values()]
+    branches = [coverage["summary"] for coverage in files.values()]
     kinds = ("num_branches", "covered_branches", "num_statements", "covered_lines")
-    total = {kind: sum(found[kind] for found in branches) for kind in kinds}
+    total = {kind: sum(summary[kind] for summary in branches) for kind in kinds}
     measured = {"seconds": json.loads((tree / "seconds.json").read_text()), "lines": lines, "coverage": total}
     target.write_text(json.dumps(measured))
     return measured
@@ -413,8 +413,8 @@ def write_result(
     """
     from refusion_lit.reports.results import environment
 
-    last, first = ([found[number] for number in numbers] for found in (latest(results), of_first_pass(results)))
-    found = {
+    last, first = ([outcomes[number] for number in numbers] for outcomes in (latest(results), of_first_pass(results)))
+    record = {
         "source_commit": commit,
         "seed": args.seed,
         "num_sites": num_sites,
@@ -427,7 +427,7 @@ def write_result(
         "environment": environment(args.seed, ["mutation.py", *sys.argv[1:]]),
         "mutants": last,
     }
-    result_path(args.seed).write_text(json.dumps(found, indent=1) + "\n")
+    result_path(args.seed).write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(summary(last)))
 
 

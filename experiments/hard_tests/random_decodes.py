@@ -47,7 +47,7 @@ def main() -> None:
             failures[cls.__name__] = traceback.format_exc()
             print(failures[cls.__name__], file=sys.stderr)
         print(cls.__name__, decoders.get(cls.__name__, "failed"), flush=True)
-        found = {
+        record = {
             "seed": args.seed,
             "num_decodes": sum(counts["decodes"] for counts in decoders.values()),
             "num_prompts": sum(counts["prompts"] for counts in decoders.values()),
@@ -58,7 +58,7 @@ def main() -> None:
             "versions": {name: version(name) for name in ("hypothesis", "torch", "numpy")},
             "environment": described,
         }
-        RESULT.write_text(json.dumps(found, indent=2) + "\n")
+        RESULT.write_text(json.dumps(record, indent=2) + "\n")
     sys.exit(bool(failures))
 
 

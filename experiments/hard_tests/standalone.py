@@ -54,23 +54,23 @@ def decode(directory: Path) -> None:
     """Decode with transformers alone and compare; exit with 1 if a token differs."""
     if importlib.util.find_spec("refusion_lit") is not None:
         sys.exit("expected an environment without refusion-lit, got one with it; use `nox -s hard -- standalone`")
-    found = compared(directory)
+    counts = compared(directory)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     result = {
-        "equal": {name: f"{equal} of {count}" for name, (equal, count) in found.items()},
+        "equal": {name: f"{equal} of {count}" for name, (equal, count) in counts.items()},
         "versions": versions,
         "environment": json.loads((directory / STAMP).read_text(encoding="utf-8")),
     }
     print(json.dumps(result))
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    raise SystemExit(int(any(equal < count for equal, count in found.values())))
+    raise SystemExit(int(any(equal < count for equal, count in counts.values())))
 
 
 def compared(directory: Path, stride: int = 1) -> dict[str, tuple[int, int]]:
     """Return how many texts are equal, and how many there are; one text in ``stride`` is decoded."""
     torch.set_num_threads(1)
-    found = {f"goldens {name}": goldens(directory / name, name, stride) for name in NAMES}
-    return found | {"drafter": drafted(directory / NAMES[0], directory / "draft", NUM_PROMPTS // stride)}
+    counts = {f"goldens {name}": goldens(directory / name, name, stride) for name in NAMES}
+    return counts | {"drafter": drafted(directory / NAMES[0], directory / "draft", NUM_PROMPTS // stride)}
 
 
 def goldens(directory: Path, name: str, stride: int) -> tuple[int, int]:
@@ -100,9 +100,9 @@ def drafted(base: Path, draft: Path, num_prompts: int) -> tuple[int, int]:
     for _ in range(num_prompts):
         prompt = torch.tensor([[rng.randrange(4, 17) for _ in range(rng.randint(1, 12))]])
         options = {"max_new_tokens": rng.randint(1, 40), "attention_mask": torch.ones_like(prompt), "do_sample": False}
-        own = model.generate(prompt, bad_words_ids=banned, **options)
+        expected = model.generate(prompt, bad_words_ids=banned, **options)
         options |= {"custom_generate": str(draft), "trust_remote_code": True, "draft": str(draft)}
-        equal += torch.equal(own, model.generate(prompt, **options))
+        equal += torch.equal(expected, model.generate(prompt, **options))
     return equal, num_prompts
 
 

@@ -62,17 +62,20 @@ def answered(
     rows = []
     refused = {}
     started = time.process_time()
-    prompts = [f"{each['prompt']} Answer only with JSON of this schema: {json.dumps(each['schema'])}" for each in asked]
+    prompts = [
+        f"{question['prompt']} Answer only with JSON of this schema: {json.dumps(question['schema'])}"
+        for question in asked
+    ]
     if not kept:
-        found = model.generate(prompts, decoder=decoder, sampling=sampling, batch_size=16)
-        rows = list(zip(asked, found, strict=True))
-    for prompt, each in zip(prompts, asked, strict=True) if kept else ():
+        generations = model.generate(prompts, decoder=decoder, sampling=sampling, batch_size=16)
+        rows = list(zip(asked, generations, strict=True))
+    for prompt, question in zip(prompts, asked, strict=True) if kept else ():
         try:
-            [row] = model.generate([prompt], decoder=decoder, sampling=sampling, json_schema=each["schema"])
-            rows.append((each, row))
+            [row] = model.generate([prompt], decoder=decoder, sampling=sampling, json_schema=question["schema"])
+            rows.append((question, row))
         except ValueError as error:
-            refused[each["name"]] = str(error)
-    judged = [is_kept(row.text, each["schema"]) for each, row in rows]
+            refused[question["name"]] = str(error)
+    judged = [is_kept(row.text, question["schema"]) for question, row in rows]
     num_tokens = sum(row.num_tokens for _, row in rows)
     num_forwards = sum(row.num_forwards for _, row in rows)
     return {
@@ -85,7 +88,7 @@ def answered(
         "forwards": num_forwards,
         "tokens_per_forward": round(num_tokens / num_forwards, 3),
         "cpu_ms_per_forward": round(1e3 * (time.process_time() - started) / num_forwards, 1),
-        "answers": {each["name"]: row.text for each, row in rows},
+        "answers": {question["name"]: row.text for question, row in rows},
     }
 
 

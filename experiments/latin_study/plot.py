@@ -31,25 +31,25 @@ def table(results: dict[str, Any]) -> str:
         f"| training | {' | '.join(DECODERS)} | tokens/forward, almost sure |",
         "| --- |" + " --: |" * (len(DECODERS) + 1),
     ]
-    for name, found in results["results"].items():
-        scores = [f"{found[decoder]['score']:.2f}" if decoder in found else "" for decoder in DECODERS]
-        lines.append(f"| {name} | {' | '.join(scores)} | {found['almost sure']['tokens_per_forward']:.2f} |")
+    for name, figures in results["results"].items():
+        scores = [f"{figures[decoder]['score']:.2f}" if decoder in figures else "" for decoder in DECODERS]
+        lines.append(f"| {name} | {' | '.join(scores)} | {figures['almost sure']['tokens_per_forward']:.2f} |")
     return "\n".join(lines)
 
 
 def points(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the scores of each variant by the name of the decoding."""
     return {
-        name: {decoder: found[decoder]["score"] for decoder in DECODERS if decoder in found}
-        for name, found in results["results"].items()
+        name: {decoder: figures[decoder]["score"] for decoder in DECODERS if decoder in figures}
+        for name, figures in results["results"].items()
     }
 
 
 def draw(scores: dict[str, dict[str, float]], path: Path) -> None:
     """Draw what :func:`points` returns, a row a variant and a colour a decoding."""
     figure, axis = plt.subplots(figsize=(9, 0.42 * len(scores) + 1.2))
-    for row, found in enumerate(scores.values()):
-        for decoder, score in found.items():
+    for row, figures in enumerate(scores.values()):
+        for decoder, score in figures.items():
             axis.plot(score, row, "o", color=DECODERS[decoder])
     axis.set_yticks(range(len(scores)), list(scores))
     axis.invert_yaxis()

@@ -70,7 +70,7 @@ VARIANTS = {
 }
 
 
-def options_of(variant: Variant) -> list[str]:
+def list_options(variant: Variant) -> list[str]:
     """Return what fit and the count of positions share."""
     result = configs(COMPARISON / "common.yaml", COMPARISON / "task_latin.yaml")
     result += ["--model.objective", variant.objective]
@@ -83,13 +83,13 @@ def trained(name: str, work: Path, scale: float) -> Path:
     """Train unless that is done; return the checkpoint."""
     variant = VARIANTS[name]
     run = work / "".join(c if c.isalnum() else "_" for c in name) / "fit"
-    options = options_of(variant)
+    options = list_options(variant)
     steps = max(1, round(scale * variant.budget * BUDGET / positions_a_step(options)))
     paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # for objectives.py
     return train(run, *options, "--trainer.max_steps", str(steps), PYTHONPATH=paths)
 
 
-def decoders_of(variant: Variant) -> dict[str, Decoder]:
+def make_decoders(variant: Variant) -> dict[str, Decoder]:
     """Return the decoders that fit a variant: one token or slot at a time, and all above 0.9 or 0.99."""
     if variant.objective == "Masked":
         return {
@@ -117,12 +117,12 @@ def measure(variant: Variant, checkpoint: Path, num_prompts: int) -> dict[str, A
     model = refusion_lit.load(checkpoint)
     task = Latin(num_train=400_000, num_validation=256, num_test=200)
     examples = list(task.examples("test"))[:num_prompts]
-    sampling, found = SamplingParams(max_new_tokens=LENGTH), {}
-    for name, decoder in decoders_of(variant).items():
+    sampling, by_decoder = SamplingParams(max_new_tokens=LENGTH), {}
+    for name, decoder in make_decoders(variant).items():
         _, figures = decode_examples(model, examples, task.score, decoder, sampling)
-        found[name] = {"score": figures["score"], "tokens_per_forward": round(figures["tokens_per_forward"], 3)}
-        print(name, found[name], flush=True)
-    return found
+        by_decoder[name] = {"score": figures["score"], "tokens_per_forward": round(figures["tokens_per_forward"], 3)}
+        print(name, by_decoder[name], flush=True)
+    return by_decoder
 
 
 def entry(name: str, work: Path, scale: float, num_prompts: int) -> dict[str, Any]:

@@ -98,10 +98,10 @@ def markdown(temperatures: dict[str, dict[str, Any]]) -> str:
         "| temperature | drafts | by Gumbel coupling | by rejection sampling | tokens/forward | by rejection |",
         "| --: | --: | --: | --: | --: | --: |",
     ]
-    for temperature, found in temperatures.items():
-        shares = (f"{100 * found[key]:.1f} %" for key in ("shared_noise", "rejection_sampling"))
-        speeds = (f"{value:.2f}" for value in found["tokens_per_forward"].values())
-        cells = (temperature, str(found["num_drafts"]), *shares, *speeds)
+    for temperature, figures in temperatures.items():
+        shares = (f"{100 * figures[key]:.1f} %" for key in ("shared_noise", "rejection_sampling"))
+        speeds = (f"{value:.2f}" for value in figures["tokens_per_forward"].values())
+        cells = (temperature, str(figures["num_drafts"]), *shares, *speeds)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -121,14 +121,14 @@ def main() -> None:
     model = refusion_lit.load(BASE, dtype="float32", draft=args.draft)
     file, _, count = args.prompts.rpartition("@")
     prompts = read_prompts(model, file, count)
-    found = {}
+    figures = {}
     for temperature in args.temperatures:
         sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=temperature)
-        found[str(temperature)] = coupling(model.backbone, prompts, sampling)
-        print(temperature, found[str(temperature)], flush=True)
+        figures[str(temperature)] = coupling(model.backbone, prompts, sampling)
+        print(temperature, figures[str(temperature)], flush=True)
     recorded = environment(None, [Path(sys.argv[0]).name, *sys.argv[1:]])
-    print(markdown(found))
-    result = {"prompts": f"{Path(file).name}@{count}", "dtype": "float32", "temperatures": found}
+    print(markdown(figures))
+    result = {"prompts": f"{Path(file).name}@{count}", "dtype": "float32", "temperatures": figures}
     args.output.write_text(json.dumps({**result, "environment": recorded}, indent=1) + "\n", encoding="utf-8")
 
 

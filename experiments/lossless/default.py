@@ -50,7 +50,7 @@ def compared(
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     groups = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
     best = {name: [float("inf")] * len(groups) for name in DECODERS}
-    found: dict[str, list[Any]] = {name: [[]] * len(groups) for name in DECODERS}
+    measured: dict[str, list[Any]] = {name: [[]] * len(groups) for name in DECODERS}
     for turn in range(rounds):
         for number, group in enumerate(groups):
             names = list(DECODERS)
@@ -59,21 +59,21 @@ def compared(
                 decoder = DECODERS[name]
                 model.decode(group[:1], decoder, SamplingParams(max_new_tokens=4))  # warms up
                 started = time.process_time()
-                found[name][number] = model.decode(group, decoder, sampling, batch_size=batch_size).rows
+                measured[name][number] = model.decode(group, decoder, sampling, batch_size=batch_size).rows
                 best[name][number] = min(best[name][number], time.process_time() - started)
-    rows = {name: [row for group in groups for row in group] for name, groups in found.items()}
-    counts = {name: [sum(row.num_tokens for row in group) for group in groups] for name, groups in found.items()}
+    rows = {name: [row for group in groups for row in group] for name, groups in measured.items()}
+    counts = {name: [sum(row.num_tokens for row in group) for group in groups] for name, groups in measured.items()}
     tokens = {name: sum(values) for name, values in counts.items()}
     drafts, none = ((counts[name], best[name]) for name in ("SelfSpeculative", "Autoregressive"))
-    own, drafted = rows["Autoregressive"], rows["SelfSpeculative"]
+    exact, drafted = rows["Autoregressive"], rows["SelfSpeculative"]
     speed = {name: tokens[name] / sum(best[name]) for name in DECODERS}
     return {
         "batch_size": batch_size,
         "max_new_tokens": max_new_tokens,
         "rounds": rounds,
-        "same_forwards": [row.forward_shapes for row in own] == [row.forward_shapes for row in drafted],
-        "identical": sum(a.token_ids == b.token_ids for a, b in zip(own, drafted, strict=True)),
-        "num_decodes": len(own),
+        "same_forwards": [row.forward_shapes for row in exact] == [row.forward_shapes for row in drafted],
+        "identical": sum(a.token_ids == b.token_ids for a, b in zip(exact, drafted, strict=True)),
+        "num_decodes": len(exact),
         "tokens_per_forward": round(tokens["SelfSpeculative"] / sum(row.num_forwards for row in drafted), 3),
         "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
         **speed_over("autoregressive", *drafts, *none),
@@ -135,10 +135,10 @@ def main() -> None:
         values = result["types"].setdefault(dtype, {"batches": []})
         values["forward_cost"] = forward_cost(model)
         for size in options.batch_sizes:
-            found = compared(model, prompts, size, options.max_new_tokens, options.rounds)
+            figures = compared(model, prompts, size, options.max_new_tokens, options.rounds)
             kept = [row for row in values["batches"] if row["batch_size"] != size]
-            values["batches"] = sorted([*kept, found], key=lambda row: row["batch_size"])
-            print(dtype, found, flush=True)
+            values["batches"] = sorted([*kept, figures], key=lambda row: row["batch_size"])
+            print(dtype, figures, flush=True)
             write_json(options.output, result)
 
 

@@ -175,8 +175,8 @@ def train(wide: LeverModel, texts: list[tuple[list[int], list[int]]], num_steps:
         is_labelled = batch.labels != IGNORE_INDEX
         with torch.autocast("cpu", torch.bfloat16, enabled=fast_dtype() == "bfloat16"):
             logits = wide.mask_logits(batch)
-        each = F.cross_entropy(logits.float(), batch.labels[is_labelled], reduction="none")
-        loss = (each * batch.weights[is_labelled]).sum() / batch.counts.sum()
+        token_losses = F.cross_entropy(logits.float(), batch.labels[is_labelled], reduction="none")
+        loss = (token_losses * batch.weights[is_labelled]).sum() / batch.counts.sum()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(wide.parameters(), 1.0)
@@ -200,9 +200,9 @@ def accepted_after(wide: LeverModel, prompt: Prompt, answer: list[int]) -> tuple
     size = wide.lever.num_masks
     labels = batch.labels[0, -batch.num_drafts :]
     is_labelled = labels != IGNORE_INDEX
-    found = wide.mask_logits(batch).float()
-    found[:, list(wide.backbone.special_tokens.banned_token_ids)] = -torch.inf
-    choices = found.topk(2).indices
+    logits = wide.mask_logits(batch).float()
+    logits[:, list(wide.backbone.special_tokens.banned_token_ids)] = -torch.inf
+    choices = logits.topk(2).indices
     is_right = torch.zeros(len(labels), 2, dtype=torch.bool)
     is_right[is_labelled] = choices == labels[is_labelled, None]
     first, second = is_right.reshape(len(answer), size, 2).long().unbind(-1)
@@ -213,14 +213,14 @@ def accepted_after(wide: LeverModel, prompt: Prompt, answer: list[int]) -> tuple
 def figures(texts: list[list[int]], others: list[list[int]], num_masks: int) -> dict[str, Any]:
     """Return the share of accepted drafts, and tokens per forward and speed of the replayed decoders."""
     counts = [count for text in texts for count in text]
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         f"accepted_{k}": round(sum(count >= k for count in counts) / len(counts), 4) for k in range(1, num_masks + 1)
     }
     both = [[max(pair) for pair in zip(*pairs, strict=True)] for pairs in zip(texts, others, strict=True)]
-    found["single_forward"] = round(len(counts) / sum(num_forwards(text, 1, num_masks) for text in texts), 3)
-    found["two_forwards"] = max(replayed(texts, num, 1) for num in range(1, num_masks + 1))
-    found["tree"] = max(replayed(both, num, 2) for num in range(1, num_masks + 1))
-    return found
+    figures["single_forward"] = round(len(counts) / sum(num_forwards(text, 1, num_masks) for text in texts), 3)
+    figures["two_forwards"] = max(replayed(texts, num, 1) for num in range(1, num_masks + 1))
+    figures["tree"] = max(replayed(both, num, 2) for num in range(1, num_masks + 1))
+    return figures
 
 
 def num_forwards(accepted: list[int], extra: int, num_drafts: int) -> int:
@@ -245,17 +245,17 @@ def replayed(texts: list[list[int]], num_drafts: int, num_branches: int) -> tupl
 
 def measured(wide: LeverModel, sets: dict[str, tuple[list[Prompt], list[list[int]]]]) -> dict[str, Any]:
     """Return the figures of a drafter for each set of prompts."""
-    found: dict[str, Any] = {}
+    levers: dict[str, Any] = {}
     for name, (prompts, answers) in sets.items():
         pairs = [accepted_after(wide, *pair) for pair in zip(prompts, answers, strict=True)]
         texts, others = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         counts = {
             key: ["".join(map(str, text)) for text in rows] for key, rows in (("first", texts), ("second", others))
         }
-        found[name] = {"num_prompts": len(prompts), **figures(texts, others, wide.lever.num_masks), "accepted": counts}
-        shown = {key: value for key, value in found[name].items() if key != "accepted"}
+        levers[name] = {"num_prompts": len(prompts), **figures(texts, others, wide.lever.num_masks), "accepted": counts}
+        shown = {key: value for key, value in levers[name].items() if key != "accepted"}
         print(f"  {name}: {shown}", flush=True)
-    return found
+    return levers
 
 
 def sampled(wide: LeverModel, prompts: list[Prompt]) -> float:
@@ -293,8 +293,8 @@ def main() -> None:
     for entry in [f"own={HERE / 'own.jsonl'}@12", *options.prompts]:
         name, _, source = entry.partition("=")
         prompts = read_prompts(base, *source.split("@"))
-        found = base.decode(prompts, Autoregressive(), SamplingParams(max_new_tokens=128), batch_size=16).rows
-        sets[name] = prompts, [row.token_ids for row in found]
+        generations = base.decode(prompts, Autoregressive(), SamplingParams(max_new_tokens=128), batch_size=16).rows
+        sets[name] = prompts, [row.token_ids for row in generations]
     for name in ("start", *options.levers):
         if name in result["levers"]:
             continue
@@ -304,10 +304,10 @@ def main() -> None:
         started = time.perf_counter()
         losses = [] if name == "start" else train(wide, rows[wide.lever.answers], options.steps)
         minutes = round((time.perf_counter() - started) / 60, 1)
-        found = measured(wide, sets)
+        generations = measured(wide, sets)
         some = [prompt for prompts, _ in sets.values() for prompt in prompts[:8]]
         rate = None if wide.lever.reads is not None else sampled(wide, some)
-        kept = {"losses": losses, "minutes": minutes, "prompts": found, "sampled_tokens_per_forward": rate}
+        kept = {"losses": losses, "minutes": minutes, "prompts": generations, "sampled_tokens_per_forward": rate}
         result["levers"][name] = kept | {"environment": environment(0, sys.argv)}
         write_json(options.output, result)
 

@@ -68,7 +68,7 @@ def attach_drafter(backbone: Backbone, num_masks: int) -> None:
     backbone.eval()
 
 
-def text_of(token_ids: Sequence[int], **_: object) -> str:
+def join_tokens(token_ids: Sequence[int], **_: object) -> str:
     """Return one character per token."""
     return "".join(chr(ord("a") + token) for token in token_ids)
 
@@ -96,8 +96,8 @@ def hybrid_group(seed: int, vocab_size: int) -> dict[str, int]:
     prompts, length, slot_size = random_prompts(rng, vocab_size), rng.randint(1, 40), rng.randint(1, 5)
     decoder = SelfSpeculative(slot_size=slot_size, layout=rng.choice(LAYOUTS), forward_cost=rng.choice([0, 4, 32]))
     sampling, size = SamplingParams(max_new_tokens=length), rng.choice(SIZES)
-    own = [slot_by_slot(model, prompt, slot_size, length) for prompt in prompts]
-    return counted(own, decode(model, decoder, prompts, sampling, batch_size=size).rows) | {
+    texts = [slot_by_slot(model, prompt, slot_size, length) for prompt in prompts]
+    return counted(texts, decode(model, decoder, prompts, sampling, batch_size=size).rows) | {
         "num_greedy": GROUP, "num_hybrid": GROUP
     }  # fmt: skip
 
@@ -117,16 +117,16 @@ def group(seed: int, vocab_size: int) -> dict[str, int]:
     )
 
     def rows(way: Decoder, size: int) -> list[Any]:
-        return decode(model, way, prompts, sampling, batch_size=size, detokenize=text_of).rows
+        return decode(model, way, prompts, sampling, batch_size=size, detokenize=join_tokens).rows
 
     if rng.random() < 0.5:  # stop strings of one and two tokens that do occur
-        text = text_of(rows(Autoregressive(), GROUP)[0].token_ids)
+        text = join_tokens(rows(Autoregressive(), GROUP)[0].token_ids)
         stop = {text[len(text) // 3 :][:1], text[len(text) // 2 :][:2]} - {""}
         sampling = replace(sampling, stop=tuple(sorted(stop)))
 
-    own = [(row.token_ids, row.finish_reason) for row in rows(Autoregressive(), GROUP)]
-    found = counted(own, rows(decoder, rng.choice(SIZES)))
-    return found | {"num_greedy": GROUP * (sampling.temperature == 0), "num_hybrid": 0}
+    exact = [(row.token_ids, row.finish_reason) for row in rows(Autoregressive(), GROUP)]
+    counts = counted(exact, rows(decoder, rng.choice(SIZES)))
+    return counts | {"num_greedy": GROUP * (sampling.temperature == 0), "num_hybrid": 0}
 
 
 def random_prompts(rng: random.Random, vocab_size: int) -> list[Prompt]:
@@ -137,14 +137,14 @@ def random_prompts(rng: random.Random, vocab_size: int) -> list[Prompt]:
     ]
 
 
-def counted(own: list[tuple[list[int], str]], drafted: list[Any]) -> dict[str, int]:
+def counted(exact: list[tuple[list[int], str]], drafted: list[Any]) -> dict[str, int]:
     """Return how many texts end alike and are equal, and counts."""
     return {
-        "num_equal": sum(a == (b.token_ids, b.finish_reason) for a, b in zip(own, drafted, strict=True)),
+        "num_equal": sum(a == (b.token_ids, b.finish_reason) for a, b in zip(exact, drafted, strict=True)),
         "num_tokens": sum(row.num_tokens for row in drafted),
         "num_forwards": sum(row.num_forwards for row in drafted),
-        "num_ended": sum(reason == "eos" for _, reason in own),
-        "num_stopped": sum(reason == "stop" for _, reason in own),
+        "num_ended": sum(reason == "eos" for _, reason in exact),
+        "num_stopped": sum(reason == "stop" for _, reason in exact),
     }
 
 
@@ -158,8 +158,8 @@ def run(vocab_size: int, num_prompts: int) -> dict[str, Any]:
             counts[name] = counts.get(name, 0) + value
     tokens_per_forward = round(counts["num_tokens"] / counts["num_forwards"], 3)
     seconds = round(time.perf_counter() - started, 1)
-    print(found := {"vocab_size": vocab_size, **counts, "tokens_per_forward": tokens_per_forward, "seconds": seconds})
-    return found
+    print(record := {"vocab_size": vocab_size, **counts, "tokens_per_forward": tokens_per_forward, "seconds": seconds})
+    return record
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def main() -> None:
     torch.set_num_threads(1)
     runs = [run(vocab_size, args.num_prompts) for vocab_size in args.vocab_sizes]
     write_json(args.output, {"runs": runs, "environment": environment(0, sys.argv)})
-    sys.exit(int(any(found["num_equal"] != found["num_prompts"] for found in runs)))
+    sys.exit(int(any(run["num_equal"] != run["num_prompts"] for run in runs)))
 
 
 if __name__ == "__main__":

@@ -78,13 +78,13 @@ def replayed(decoder: Decoder, accepted: list[int], cost: float) -> tuple[int, f
     def answers(request: Request) -> list[Reading]:
         assert forward is not None
         offsets = request.draft_at if isinstance(request, MoreDrafts) else [b.draft_at for b in forward.branches]
-        found = []
+        rows = []
         for branch, at in zip(forward.branches, offsets, strict=True):
             num_right = len(branch.tokens)
             if branch.tokens[0] in MASKS:
                 num_right = accepted[branch.positions[0] - 1]
-            found.append(Reading(tokens=[RIGHT if offset < num_right else WRONG for offset in at]))
-        return found
+            rows.append(Reading(tokens=[RIGHT if offset < num_right else WRONG for offset in at]))
+        return rows
 
     while not state.finished and state.num_committed < len(accepted):
         steps = decoder.step(state)
@@ -105,22 +105,22 @@ def replayed(decoder: Decoder, accepted: list[int], cost: float) -> tuple[int, f
 def figures(texts: list[list[int]]) -> dict[str, Any]:
     """Return tokens per forward, and the speed over a decoder without drafts, by cost and decoder."""
     num_tokens = sum(map(len, texts))
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for cost in COSTS:
         plain = sum(replayed(Autoregressive(), text, cost)[1] for text in texts)
         for name, decoder in DECODERS.items():
             runs = [replayed(decoder, text, cost) for text in texts]
-            found.setdefault(name, {})[f"{cost:g}"] = {
+            figures.setdefault(name, {})[f"{cost:g}"] = {
                 "tokens_per_forward": round(num_tokens / sum(run[0] for run in runs), 3),
                 "speed": round(plain / sum(run[1] for run in runs), 3),
             }
-    return found
+    return figures
 
 
 def main() -> None:
     """Record, replay and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    own = [f"{name}={HERE / file}" for name, file in (("chat", "chat.jsonl@20"), ("own", "own.jsonl@12"))]
+    files = [f"{name}={HERE / file}" for name, file in (("chat", "chat.jsonl@20"), ("own", "own.jsonl@12"))]
     parser.add_argument("--prompts", nargs="*", default=[])
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--recorded", action="store_true", help="replay the counts in the output")
@@ -130,13 +130,13 @@ def main() -> None:
     described = environment(0, sys.argv)
     if options.recorded:
         result = json.loads(options.output.read_text(encoding="utf-8")) | {"environment": described}
-        for found in result["prompts"].values():
-            found["decoders"] = figures([[int(count) for count in text] for text in found["accepted"]])
+        for prompts in result["prompts"].values():
+            prompts["decoders"] = figures([[int(count) for count in text] for text in prompts["accepted"]])
         write_json(options.output, result)
         return
     model = refusion_lit.load(BASE, dtype="float32", draft=HERE / "drafter")
     result: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "prompts": {}, "environment": described}
-    for entry in [*own, *options.prompts]:
+    for entry in [*files, *options.prompts]:
         name, _, source = entry.partition("=")
         prompts = read_prompts(model, *source.split("@"))
         sampling = SamplingParams(max_new_tokens=options.max_new_tokens)

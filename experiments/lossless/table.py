@@ -107,8 +107,8 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
         for title, other in (("autoregressive", REFERENCE), ("generate", LIBRARY)):
             data = (tokens[name], seconds[name], tokens[other], seconds[other])
             result[name] |= speed_over(title, *data)
-    for name, found in texts.items():
-        result[name]["identical"] = sum(a == b for a, b in zip(found, texts[REFERENCE], strict=True))
+    for name, figures in texts.items():
+        result[name]["identical"] = sum(a == b for a, b in zip(figures, texts[REFERENCE], strict=True))
     return result
 
 
@@ -119,13 +119,13 @@ def speed_over(title: str, *data: Sequence[float]) -> dict[str, Any]:
         title: Name of the other decoder in the result.
         data: Tokens and seconds of each prompt, then those of the other decoder.
     """
-    found: dict[str, Any] = {f"speed_over_{title}": round(_ratio(*data), 3)}
+    figures: dict[str, Any] = {f"speed_over_{title}": round(_ratio(*data), 3)}
     if len(data[0]) > 7:  # fewer prompts say nothing of the spread
         resampled = bootstrap(
             data, _ratio, paired=True, vectorized=False, n_resamples=2000, rng=0, method="percentile"
         ).confidence_interval
-        found[f"speed_over_{title}_95"] = [round(float(resampled.low), 3), round(float(resampled.high), 3)]
-    return found
+        figures[f"speed_over_{title}_95"] = [round(float(resampled.low), 3), round(float(resampled.high), 3)]
+    return figures
 
 
 def _ratio(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any) -> float:
@@ -159,8 +159,8 @@ def mask_cost(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_toke
         name: {"median_ms": round(statistics.median(values), 1), "best_ms": round(min(values), 1), "count": len(values)}
         for name, values in milliseconds.items()
     }
-    for name, found in result.items():
-        print(f"{name}: median {found['median_ms']} ms, best {found['best_ms']} ms", flush=True)
+    for name, figures in result.items():
+        print(f"{name}: median {figures['median_ms']} ms, best {figures['best_ms']} ms", flush=True)
     return result
 
 
@@ -210,9 +210,9 @@ def main() -> None:
                 some = prompts if part == "text" else prompts[: args.num_timed]
                 print(f"{dtype}, {name}, {part}: {len(some)} prompts", flush=True)
                 load_before = os.getloadavg()
-                found = PARTS[part](model, some, args.max_new_tokens)
+                figures = PARTS[part](model, some, args.max_new_tokens)
                 key = "forwards" if part == "masks" else "decoders"
-                run = {"dtype": dtype, "prompts": name, "part": part, "num_prompts": len(some), key: found}
+                run = {"dtype": dtype, "prompts": name, "part": part, "num_prompts": len(some), key: figures}
                 run |= {"load_before": load_before, "load_after": os.getloadavg()}
                 run |= {"environment": environment(None, sys.argv)}
                 result["runs"].append(run)
@@ -258,9 +258,9 @@ def _with_interval(figures: dict[str, Any], key: str) -> str:
 
 def _cells(run: dict[str, Any], name: str, keys: Sequence[str]) -> list[str]:
     """Return how many texts of a decoder are the same, and some of its figures with their intervals."""
-    found = run["decoders"][name]
-    same = "the reference" if name == REFERENCE else f"{found['identical']} of {run['num_prompts']}"
-    return [same, *(_with_interval(found, key) for key in keys)]
+    figures = run["decoders"][name]
+    same = "the reference" if name == REFERENCE else f"{figures['identical']} of {run['num_prompts']}"
+    return [same, *(_with_interval(figures, key) for key in keys)]
 
 
 def _dtype(name: str) -> DType:

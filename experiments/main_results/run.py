@@ -35,11 +35,11 @@ def by_harness(values: Mapping[str, Any], common: Mapping[str, Any], checkpoint:
     settings = {**common, "tasks": values["tasks"], "ckpt_path": checkpoint, "output": str(target)}
     decoder = ["--decoder=ReFusion", *options({f"decoder.{k}": v for k, v in values["decoder"].items()})]
     subprocess.run([*CLI, "evaluate", *options(settings), *decoder], check=True)
-    found = json.loads(target.read_text(encoding="utf-8"))
+    record = json.loads(target.read_text(encoding="utf-8"))
     (task,) = values["tasks"]
-    metrics = {k: v for k, v in found["results"][task].items() if "," in k and "stderr" not in k}
+    metrics = {k: v for k, v in record["results"][task].items() if "," in k and "stderr" not in k}
     metric, score = next(iter(metrics.items()))
-    throughput = found["throughput"]
+    throughput = record["throughput"]
     # A group of tasks (MATH, MMLU-Pro) has a figure a member.
     tokens, seconds = (sum(member[name] for member in throughput.values()) for name in ("num_tokens", "seconds"))
     forwards = sum(member["num_forwards"] for member in throughput.values())
@@ -58,28 +58,28 @@ def by_test(values: Mapping[str, Any], checkpoint: str, output: Path, name: str)
     base = [f"--config={HERE.parent / 'base_full.yaml'}", "--model.decoders.refusion=ReFusion"]
     native = {**values["native"], "data.task.allow_code_execution": True}
     subprocess.run([*CLI, "test", *base, *options({**settings, **native, **decoder})], check=True)
-    found = json.loads((output / name / "test" / "results.json").read_text(encoding="utf-8"))["results"]["refusion"]
+    figures = json.loads((output / name / "test" / "results.json").read_text(encoding="utf-8"))["results"]["refusion"]
     kept = ("score", "tokens_per_second", "tokens_per_forward")
-    return {"metric": f"{values['native']['data.task']}: pass@1", **{key: found[key] for key in kept}}
+    return {"metric": f"{values['native']['data.task']}: pass@1", **{key: figures[key] for key in kept}}
 
 
-def table(found: Mapping[str, Mapping[str, Any]], published: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Mapping[str, Any]], published: Mapping[str, Any]) -> str:
     """Return a Markdown table of published models and this run by benchmark, and one of this run's other tasks."""
     names = published["benchmarks"]
-    own = {name: _cell(result) for name, result in found.items() if name not in names}
+    cells = {name: _cell(result) for name, result in results.items() if name not in names}
     rows = [["model", *names], ["---"] * (1 + len(names))]
     rows += [
         [f"{model} (published)", *(f"{accuracy:.2f} / {speed:.2f}" for accuracy, speed in pairs)]
         for model, pairs in published["models"].items()
     ]
-    if len(own) < len(found):
-        rows.append(["this run", *(_cell(found.get(name)) for name in names)])
+    if len(cells) < len(results):
+        rows.append(["this run", *(_cell(results.get(name)) for name in names)])
     note = "Score in percent / tokens per second. The published rows are the paper's, at batch size 1.\n"
     lines = [*map(_line, rows), "", note]
-    if own:
+    if cells:
         about = "This run: a model of 308 thousand parameters on 200 prompts of additions, on a CPU, by these settings."
         lines.append(f"{about}\n")
-        lines += map(_line, [list(own), ["---"] * len(own), list(own.values())])
+        lines += map(_line, [list(cells), ["---"] * len(cells), list(cells.values())])
     return "\n".join(lines) + "\n"
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     if args.include_path is not None:
         settings["common"]["include_path"] = args.include_path
     args.output.mkdir(parents=True, exist_ok=True)
-    found = {}
+    results = {}
     for name, values in settings["benchmarks"].items():
         plain = name.replace(" ", "_")
         done = args.output / f"{plain}.done.json"
@@ -114,11 +114,11 @@ def main() -> None:
             else:
                 result = by_harness(values, settings["common"], args.ckpt_path, args.output / f"{plain}.json")
             done.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        found[name] = json.loads(done.read_text(encoding="utf-8"))
-    summary = {"settings": settings, "results": found, "environment": environment(0, sys.argv)}
+        results[name] = json.loads(done.read_text(encoding="utf-8"))
+    summary = {"settings": settings, "results": results, "environment": environment(0, sys.argv)}
     (args.output / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     published = json.loads((HERE / "published.json").read_text(encoding="utf-8"))
-    (args.output / "table.md").write_text(table(found, published), encoding="utf-8")
+    (args.output / "table.md").write_text(table(results, published), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ Curves = dict[str, list[tuple[int, float]]]
 
 def rows(before: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return a row for the start and for each training: scores in percent and tokens per forward of both decoders."""
-    found = [["start", *(cell for figures in before.values() for cell in _cells(figures)), ""]]
+    rows = [["start", *(cell for figures in before.values() for cell in _cells(figures)), ""]]
     for name, run in runs.items():
         cells = [cell for figures in run["after"].values() for cell in _cells(figures)]
-        found.append([name, *cells, f"{run['seconds'] / 60:.1f}" if "seconds" in run else ""])
-    return found
+        rows.append([name, *cells, f"{run['seconds'] / 60:.1f}" if "seconds" in run else ""])
+    return rows
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
@@ -42,17 +42,17 @@ def curves(runs: Mapping[str, Mapping[str, Any]]) -> Curves:
 
 def mean_curves(results: Mapping[str, Mapping[str, Any]]) -> Curves:
     """Return the rewards of roll-outs by number of updates, means over the seeds of each setting."""
-    found = {}
+    means = {}
     for name, runs in results.items():
         by_point = zip(*curves(runs).values(), strict=True)
-        found[name] = [(points[0][0], sum(reward for _, reward in points) / len(points)) for points in by_point]
-    return found
+        means[name] = [(points[0][0], sum(reward for _, reward in points) / len(points)) for points in by_point]
+    return means
 
 
-def draw(found: Curves, path: Path) -> None:
+def draw(curves: Curves, path: Path) -> None:
     """Draw what :func:`curves` returns."""
     figure, axis = plt.subplots(figsize=(7, 3.2))
-    for (name, points), colour in zip(found.items(), _COLOURS, strict=False):
+    for (name, points), colour in zip(curves.items(), _COLOURS, strict=False):
         axis.plot(*zip(*points, strict=True), label=name, color=colour, linewidth=2)
     axis.set_xlabel("updates")
     axis.set_ylabel("mean reward of roll-outs")

@@ -75,12 +75,12 @@ def measured(
     """Decode test prompts greedily, with at most ``length`` new tokens."""
     loaded = refusion_lit.load(str(model))
     examples = list(task.examples("test"))[:num_prompts]
-    found = {}
+    by_decoder = {}
     for name, decoder in decoders.items():
         scores, figures = decode_examples(loaded, examples, task.reward, decoder, SamplingParams(max_new_tokens=length))
-        found[name] = {**{key: round(value, 4) for key, value in figures.items()}, "scores": scores}
-        print(model, name, {key: value for key, value in found[name].items() if key != "scores"}, flush=True)
-    return found
+        by_decoder[name] = {**{key: round(value, 4) for key, value in figures.items()}, "scores": scores}
+        print(model, name, {key: value for key, value in by_decoder[name].items() if key != "scores"}, flush=True)
+    return by_decoder
 
 
 def trained(run: Path, start: Path, seed: int, *options: str) -> tuple[Path, float]:
@@ -107,28 +107,28 @@ def curve(run: Path, names: Sequence[str], every: int = 10) -> list[dict[str, fl
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Return each decoder's figures, and the difference in points with its paired 95 % interval over prompts."""
-    found = {}
+    differences = {}
     for name, figures in after.items():
-        percent = ([100 * score for score in each[name]["scores"]] for each in (after, before))
+        percent = ([100 * score for score in figures[name]["scores"]] for figures in (after, before))
         interval = score_difference(*percent)
         bounds = (interval.estimate, interval.low, interval.high)
-        found[name] = {
+        differences[name] = {
             **{key: value for key, value in figures.items() if key != "scores"},
             "difference_in_points": [round(bound, 1) for bound in bounds],
         }
-    return found
+    return differences
 
 
-def mean_of(measurements: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def average(measurements: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the means over seeds of figures and of each prompt's scores."""
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for name, first in measurements[0].items():
-        rows = [each[name] for each in measurements]
-        found[name] = {key: round(sum(row[key] for row in rows) / len(rows), 4) for key in first if key != "scores"}
-        found[name]["scores"] = [
+        rows = [figures[name] for figures in measurements]
+        means[name] = {key: round(sum(row[key] for row in rows) / len(rows), 4) for key in first if key != "scores"}
+        means[name]["scores"] = [
             sum(scores) / len(rows) for scores in zip(*[row["scores"] for row in rows], strict=True)
         ]
-    return found
+    return means
 
 
 LOGGED = ("reward", "length", "distinct_answers", "equal_groups", "entropy", "engine_kl", "tokens_per_forward",
@@ -154,8 +154,8 @@ def main() -> None:
         config = {"start_step": START_STEP, "num_prompts": args.num_prompts, "seeds": list(results)}
         about = environment(0, ["python", "experiments/policy_additions/run.py"])
         measurements.append(after)
-        found = {"before": written, "results": results, "mean": compared(before, mean_of(measurements))}
-        write_json(args.output, {"config": config, **found, "environment": about})
+        record = {"before": written, "results": results, "mean": compared(before, average(measurements))}
+        write_json(args.output, {"config": config, **record, "environment": about})
 
 
 if __name__ == "__main__":

@@ -53,9 +53,9 @@ class Gradients(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Keep the gradient of an update, before it is clipped."""
-        found = {name: p.grad.flatten() for name, p in pl_module.named_parameters() if p.grad is not None}
-        self._names = list(found)
-        self._gradients.append(torch.cat(list(found.values())))
+        gradients = {name: p.grad.flatten() for name, p in pl_module.named_parameters() if p.grad is not None}
+        self._names = list(gradients)
+        self._gradients.append(torch.cat(list(gradients.values())))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Write names of parameters, the mean gradient, and the squared norms of the mean and of each gradient."""
@@ -101,15 +101,15 @@ def shifted(start: Path, gradients: dict[str, Any], size: float) -> TextModel:
 
 def steps(start: Path, gradients: dict[str, Any], decoder: Decoder, sizes: Sequence[float], num_prompts: int) -> Any:
     """Return rewards after steps along the gradient, with the change per distance and its standard error."""
-    found = {}
+    steps = {}
     for size in sizes:
         ahead, back = (sampled_reward(shifted(start, gradients, s), decoder, num_prompts, 4) for s in (size, -size))
         slopes = [(a - b) / (2 * size) for a, b in zip(ahead, back, strict=True)]
         mean = sum(slopes) / len(slopes)
         error = math.sqrt(sum((slope - mean) ** 2 for slope in slopes) / (len(slopes) - 1) / len(slopes))
-        rewards = [sum(each) / len(each) for each in (back, ahead)]
-        found[str(size)] = {"back": rewards[0], "ahead": rewards[1], "slope": mean, "standard_error": error}
-    return found
+        rewards = [sum(values) / len(values) for values in (back, ahead)]
+        steps[str(size)] = {"back": rewards[0], "ahead": rewards[1], "slope": mean, "standard_error": error}
+    return steps
 
 
 def main() -> None:

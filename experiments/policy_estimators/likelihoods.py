@@ -296,7 +296,7 @@ class Rounds(LeftToRight):
         if not (isinstance(batch, Answers) and batch.trajectories):
             return replace(super().layout(batch, noise, special_tokens), places=None)
         mask = required_mask_id(self, special_tokens)
-        rows = [np.array(list(_entries(each, self.slot_size, mask))) for each in batch.trajectories]
+        rows = [np.array(list(_entries(trajectory, self.slot_size, mask))) for trajectory in batch.trajectories]
         width = max(map(len, rows))
         table = np.zeros((len(rows), width, len(_COLUMNS)), dtype=np.int64)
         table[:] = (special_tokens.pad_token_id, width, 0, 0, IGNORE_INDEX, False)
@@ -346,21 +346,23 @@ class LinearPolicy(GroupPolicy):
         if lengths is None or advantages is None:
             return super().loss(hidden, head, corrupted)
         with torch.no_grad():
-            found = super().loss(hidden, head, corrupted)
+            output = super().loss(hidden, head, corrupted)
         values = self.log_probabilities(hidden, head, corrupted)[0]
         old = values.detach() if corrupted.old is None else corrupted.old.to(values.dtype)
         weighted = corrupted.weights.to(values.dtype) * (values - old)
         num_samples = getattr(self.likelihood, "num_samples", 1)
         # Coupled masks: all first views, then all second ones.
-        each = getattr(self.likelihood, "num_forwards", num_samples) // num_samples
-        parts = rearrange(weighted, "(view sample row) token -> row sample (view token)", view=each, row=len(lengths))
+        num_per_sample = getattr(self.likelihood, "num_forwards", num_samples) // num_samples
+        parts = rearrange(
+            weighted, "(view sample row) token -> row sample (view token)", view=num_per_sample, row=len(lengths)
+        )
         log_ratio = num_samples * parts.sum(-1) / lengths[:, None]
         advantages = advantages.to(values.dtype)[:, None]
         gains = advantages * torch.where(advantages < 0, log_ratio.exp(), 1 + log_ratio)
-        sums = dict(zip(self.terms, found.sums, strict=True))
+        sums = dict(zip(self.terms, output.sums, strict=True))
         sums |= dict.fromkeys(("clipped_low", "clipped_high"), gains.new_zeros(()))
         sums["policy"] = -gains.sum() / num_samples
-        return replace(found, sums=torch.stack(list(sums.values())))
+        return replace(output, sums=torch.stack(list(sums.values())))
 
 
 def _entries(trajectory: Trajectory, slot_size: int, mask: int) -> Iterator[tuple[int, ...]]:

@@ -24,9 +24,9 @@ from experiments.policy_additions.run import (
     LOGGED,
     START_STEP,
     TASK,
+    average,
     compared,
     curve,
-    mean_of,
     measured,
     start_model,
     trained,
@@ -65,11 +65,11 @@ class Setting:
     def options(self, estimator: str) -> list[str]:
         """Return the options of a training with an estimator."""
         overlays = [HERE / f"{name}.yaml" for name in self.overlays[1:]]
-        found = configs(CONFIGS / "policy.yaml", HERE / "common.yaml", HERE / f"{estimator}.yaml", *overlays)
-        found += ["--model.objective.init_args.likelihood.init_args.slot_size", str(self.slot_size)]
+        files = configs(CONFIGS / "policy.yaml", HERE / "common.yaml", HERE / f"{estimator}.yaml", *overlays)
+        files += ["--model.objective.init_args.likelihood.init_args.slot_size", str(self.slot_size)]
         for name in ["refusion"] if estimator.startswith("trajectory") else ["left_to_right", "refusion"]:
-            found += [f"--model.decoders.{name}.init_args.slot_size", str(self.slot_size)]
-        return found
+            files += [f"--model.decoders.{name}.init_args.slot_size", str(self.slot_size)]
+        return files
 
 
 SETTINGS = {
@@ -121,7 +121,9 @@ def main() -> None:
     lengths = ("trainer.max_steps", "trainer.val_check_interval") if args.updates else ()
     updates = [f"--{name}={args.updates}" for name in lengths]
     before = kept(work / "before.json", measure, start)
-    plain = {name: {key: value for key, value in each.items() if key != "scores"} for name, each in before.items()}
+    plain = {
+        name: {key: value for key, value in figures.items() if key != "scores"} for name, figures in before.items()
+    }
     results: dict[str, dict[str, Any]] = defaultdict(dict)
     measurements: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for seed in args.seeds:
@@ -140,12 +142,12 @@ def main() -> None:
             config |= {"updates": args.updates} if args.updates else {}
             exact = measurements["exact"]
             means = {
-                key: against(before, mean_of(exact[: len(rows)]), mean_of(rows)) for key, rows in measurements.items()
+                key: against(before, average(exact[: len(rows)]), average(rows)) for key, rows in measurements.items()
             }
-            found = {"before": plain, "results": results, "means": means}
+            record = {"before": plain, "results": results, "means": means}
             given = ["--task", args.task, *(["--updates", str(args.updates)] if args.updates else [])]
             about = environment(0, ["python", "experiments/policy_estimators/run.py", *given])
-            write_json(output, {"config": {**config, "seeds": args.seeds}, **found, "environment": about})
+            write_json(output, {"config": {**config, "seeds": args.seeds}, **record, "environment": about})
 
 
 def against(before: dict[str, Any], exact: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def against(before: dict[str, Any], exact: dict[str, Any], after: dict[str, Any]
     beside = compared(exact, after)
     return {
         "after": compared(before, after),
-        "against_exact": {decoder: each["difference_in_points"] for decoder, each in beside.items()},
+        "against_exact": {decoder: figures["difference_in_points"] for decoder, figures in beside.items()},
     }
 
 

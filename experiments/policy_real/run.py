@@ -15,7 +15,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import argument_parser, configs, kept, write_json
-from experiments.policy_additions.run import LOGGED, compared, curve, mean_of, trained
+from experiments.policy_additions.run import LOGGED, average, compared, curve, trained
 from experiments.policy_real.rewards import Ended, Format, RightArithmetic, ShortGsm8k
 
 import refusion_lit
@@ -38,16 +38,16 @@ def scored(model: Path, test: Path, num_prompts: int) -> dict[str, Any]:
     rows = loaded.decode(prompts, Autoregressive(), SAMPLING, batch_size=30).rows
     answers = [row.text for row in rows]
     ended = [float(row.num_tokens < SAMPLING.max_new_tokens) for row in rows]
-    parts = [each.rewards(examples, answers) for each in REWARDS]
-    found = {"ended": ended, "form": parts[1], "equations": parts[2]}
+    parts = [reward.rewards(examples, answers) for reward in REWARDS]
+    shares = {"ended": ended, "form": parts[1], "equations": parts[2]}
     weighted = [sum(r.weight * part[i] for r, part in zip(REWARDS, parts, strict=True)) for i in range(len(rows))]
-    found["reward"] = [value * end for value, end in zip(weighted, ended, strict=True)]
-    found["right number"] = [task.reward(e, text) for e, text in zip(examples, answers, strict=True)]
+    shares["reward"] = [value * end for value, end in zip(weighted, ended, strict=True)]
+    shares["right number"] = [task.reward(e, text) for e, text in zip(examples, answers, strict=True)]
     print(model, *answers[:5], sep="\n", flush=True)
     num_tokens = sum(row.num_tokens for row in rows) / len(rows)
     return {
         name: {"mean": round(sum(scores) / len(scores), 4), "num_tokens": round(num_tokens, 1), "scores": scores}
-        for name, scores in found.items()
+        for name, scores in shares.items()
     }
 
 
@@ -62,7 +62,9 @@ def main() -> None:
     args = parser.parse_args()
     options = (*configs(HERE / "policy.yaml"), "--data.task.init_args.train", str(args.train))
     before = kept(args.work_dir / "before.json", scored, args.base, args.test, args.num_prompts)
-    means = {name: {key: value for key, value in each.items() if key != "scores"} for name, each in before.items()}
+    means = {
+        name: {key: value for key, value in figures.items() if key != "scores"} for name, figures in before.items()
+    }
     results, measurements = {}, []
     for seed in args.seeds:
         run = args.work_dir / f"seed{seed}" / "fit"
@@ -72,9 +74,9 @@ def main() -> None:
         points = curve(run, (*LOGGED, "overlong"), every=1)
         results[f"seed {seed}"] = {"seconds": round(seconds), "after": compared(before, after), "curve": points}
         config = {"num_updates": len(points), "num_prompts": args.num_prompts, "seeds": list(results)}
-        found = {"before": means, "results": results, "mean": compared(before, mean_of(measurements))}
+        record = {"before": means, "results": results, "mean": compared(before, average(measurements))}
         about = environment(0, ["python", "experiments/policy_real/run.py"])
-        write_json(args.output, {"config": config, **found, "environment": about})
+        write_json(args.output, {"config": config, **record, "environment": about})
 
 
 if __name__ == "__main__":

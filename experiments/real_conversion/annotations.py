@@ -27,7 +27,7 @@ def count_annotations(text: str) -> tuple[int, int]:
     Returns:
         The number of right annotations and the number of annotations.
     """
-    return sum(_is_right(*found.groups()) for found in _ANNOTATION.finditer(text)), text.count("<<")
+    return sum(_is_right(*match.groups()) for match in _ANNOTATION.finditer(text)), text.count("<<")
 
 
 def _is_right(expression: str, written: str) -> bool:

@@ -30,7 +30,7 @@ GENERATE = "transformers.generate"
 Line = dict[str, Any]
 
 
-def decoders_of(name: str) -> dict[str, Any]:
+def make_decoders(name: str) -> dict[str, Any]:
     """Return the decoders in a training's config, in order."""
     return yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8"))["model"]["decoders"]
 
@@ -107,13 +107,13 @@ def timed(
                 num_tokens = model.decode([prompt], decoder, sampling).rows[0].num_tokens
             if number:
                 counts[name].append((num_tokens, time.perf_counter() - start))
-    speeds = {name: [num / seconds for num, seconds in found] for name, found in counts.items()}
+    speeds = {name: [num / seconds for num, seconds in pairs] for name, pairs in counts.items()}
     return {
         name: {
-            "tokens_per_second": round(sum(num for num, _ in found) / sum(seconds for _, seconds in found), 2),
+            "tokens_per_second": round(sum(num for num, _ in pairs) / sum(seconds for _, seconds in pairs), 2),
             "ratio": round(median(a / b for a, b in zip(speeds[name], speeds[GENERATE], strict=True)), 3),
         }
-        for name, found in counts.items()
+        for name, pairs in counts.items()
     }
 
 
@@ -130,8 +130,8 @@ def losses(fit: Path) -> list[dict[str, float]]:
         with (fit / "metrics.csv").open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
                 step = int(row["step"])
-                found = {name: float(value) for name, value in row.items() if value and "/" in name}
-                by_step.setdefault(step, {"step": step + 1}).update(found)
+                losses = {name: float(value) for name, value in row.items() if value and "/" in name}
+                by_step.setdefault(step, {"step": step + 1}).update(losses)
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from experiments.common import write_json
-from measure import GENERATE, answer_figures, decoders_of, losses, made, perplexity, timed
+from measure import GENERATE, answer_figures, losses, made, make_decoders, perplexity, timed
 
 import refusion_lit
 from refusion_lit.evaluation.predictions import read_json_lines
@@ -70,7 +70,7 @@ def training(name: str, work: Path) -> dict[str, Any]:
 
 def _tests(name: str, work: Path) -> dict[str, Path]:
     """Return the finished test of each decoder on the last weights."""
-    runs = {decoder: work / "runs" / name / f"test_{decoder}" for decoder in decoders_of(name)}
+    runs = {decoder: work / "runs" / name / f"test_{decoder}" for decoder in make_decoders(name)}
     return {decoder: run for decoder, run in runs.items() if (run / "decoded.json").exists()}
 
 
@@ -78,13 +78,13 @@ def _decoders(name: str, work: Path, judge: refusion_lit.TextModel | None) -> di
     """Return the figures of each decoder on the last weights."""
     result = {}
     for decoder, test in _tests(name, work).items():
-        found = json.loads((test / "results.json").read_text())
+        record = json.loads((test / "results.json").read_text())
         lines = read_json_lines(test / f"predictions_{decoder}.jsonl")
         figures = answer_figures(lines)
-        figures["positions_per_token"] = round(found["results"][decoder]["positions_per_token"], 2)
+        figures["positions_per_token"] = round(record["results"][decoder]["positions_per_token"], 2)
         if judge is not None:
             figures["perplexity"] = round(perplexity(lines, judge, work / "perplexity" / f"{name}_{decoder}.json"), 3)
-        result[decoder] = {"decoder": found["decoders"][decoder], **figures}
+        result[decoder] = {"decoder": record["decoders"][decoder], **figures}
     return result
 
 
@@ -132,9 +132,9 @@ def _speed(
     kept, decoders, length = work / "speed.json", {}, 0
     for name in names:
         for decoder, test in _tests(name, work).items():
-            found = json.loads((test / "results.json").read_text())
-            length = found["sampling"]["max_new_tokens"]
-            decoders[f"{name}/{decoder}"] = name, found["decoders"][decoder]
+            record = json.loads((test / "results.json").read_text())
+            length = record["sampling"]["max_new_tokens"]
+            decoders[f"{name}/{decoder}"] = name, record["decoders"][decoder]
     if kept.exists() and json.loads(kept.read_text())["rows"].keys() == {GENERATE, *decoders}:
         return json.loads(kept.read_text())
     models = {name: judge if name == JUDGE else _loaded(name, work, device) for name in names}
@@ -151,6 +151,6 @@ def _speed(
 
 def _loaded(name: str, work: Path, device: str) -> refusion_lit.TextModel:
     """Return a model with its last weights in bfloat16."""
-    found = (work / "runs" / name / "fit" / "checkpoints").glob("weights_step=*.ckpt")
-    last = max(found, key=lambda path: int(path.stem.partition("=")[2]))
+    paths = (work / "runs" / name / "fit" / "checkpoints").glob("weights_step=*.ckpt")
+    last = max(paths, key=lambda path: int(path.stem.partition("=")[2]))
     return refusion_lit.load(last, dtype="bfloat16", device=device)

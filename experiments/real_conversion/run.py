@@ -29,7 +29,7 @@ from refusion_lit.utils.files import write_atomically
 sys.path.append(str(Path(__file__).parents[2]))
 
 from experiments.common import built, configs, kept, places, write_json
-from measure import decoders_of
+from measure import make_decoders
 from results import collect
 
 HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
 
     num_accumulated: int = cli.trainer.accumulate_grad_batches
     step = total = 0
-    found: tuple[int, int] = (0, 0)
+    newest: tuple[int, int] = (0, 0)
     loader = cli.datamodule.train_dataloader()
     for epoch in count():
         loader.sampler.set_epoch(epoch)
@@ -77,9 +77,9 @@ def plan(args: list[str], budget: int) -> tuple[int, int, int]:
             total += positions(batch.batch)
             step += number % num_accumulated == 0 or number == len(loader)
             if number % num_accumulated == 0 and step % CHECKPOINTS == 0:
-                if found[0] and abs(total - budget) >= abs(found[1] - budget):
-                    return found[0], found[1], num_accumulated
-                found = step, total
+                if newest[0] and abs(total - budget) >= abs(newest[1] - budget):
+                    return newest[0], newest[1], num_accumulated
+                newest = step, total
     raise AssertionError("count ends")
 
 
@@ -136,8 +136,8 @@ def fit(name: str, shared: list[str], work: Path, budget: int, num_kept: int) ->
 
 def weights(name: str, work: Path) -> list[tuple[int, Path]]:
     """Return the kept weights of a training with their steps, in order."""
-    found = (work / "runs" / name / "fit" / "checkpoints").glob("weights_step=*.ckpt")
-    return sorted((int(path.stem.partition("=")[2]), path) for path in found)
+    paths = (work / "runs" / name / "fit" / "checkpoints").glob("weights_step=*.ckpt")
+    return sorted((int(path.stem.partition("=")[2]), path) for path in paths)
 
 
 def decode(name: str, shared: list[str], work: Path) -> None:
@@ -149,7 +149,7 @@ def decode(name: str, shared: list[str], work: Path) -> None:
         return
     *earlier, (_, last) = weights(name, work)
     shared = [*shared, "--trainer.precision", "bf16-true"]
-    for decoder, described in decoders_of(name).items():
+    for decoder, described in make_decoders(name).items():
         only = ["--model.decoders", json.dumps({decoder: described})]
         _decoded("test", [*shared, *only, "--ckpt_path", str(last)], work / "runs" / name / f"test_{decoder}")
     for step, path in earlier:

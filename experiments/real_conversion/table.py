@@ -43,14 +43,14 @@ def summary(results: dict[str, Any]) -> list[list[str]]:
 
 def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for each decoder of each training, and one for the data's own answers."""
-    speed, found = results["speed"]["rows"], []
+    speed, rows = results["speed"]["rows"], []
     for name, training in results["trainings"].items():
         for decoder, figures in training.get("decoders", {}).items():
             ratio = speed.get(f"{name}/{decoder}", {}).get("ratio")
-            found.append((f"`{name}`", f"`{decoder}`", *_cells(figures), "-" if ratio is None else f"{ratio:.2f}"))
+            rows.append((f"`{name}`", f"`{decoder}`", *_cells(figures), "-" if ratio is None else f"{ratio:.2f}"))
     if "references" in results:
-        found.append(("references", "-", *_cells(results["references"]), "-"))
-    return found
+        rows.append(("references", "-", *_cells(results["references"]), "-"))
+    return rows
 
 
 def _cells(figures: dict[str, Any]) -> tuple[str, ...]:
@@ -63,8 +63,8 @@ def _cells(figures: dict[str, Any]) -> tuple[str, ...]:
         if figures.get(name) is None:
             return "-"
         num_prompts = figures["num_prompts"]
-        found = wilson(round(figures[name][0] * num_prompts / 100), num_prompts)
-        return f"{100 * found.estimate:.1f} ({100 * found.low:.1f} to {100 * found.high:.1f})"
+        interval = wilson(round(figures[name][0] * num_prompts / 100), num_prompts)
+        return f"{100 * interval.estimate:.1f} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
 
     def number(name: str, digits: int) -> str:
         return f"{figures[name]:.{digits}f}" if name in figures else "-"
@@ -123,10 +123,10 @@ def markdown(results: dict[str, Any]) -> str:
 def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Return the curves of each picture that has any, by its name."""
     plots = {"losses": loss_curves(results), **{name: followed(results, name) for name in FIGURES}}
-    return {name: found for name, found in plots.items() if found}
+    return {name: points for name, points in plots.items() if points}
 
 
-def draw(name: str, found: dict[str, list[tuple[float, float]]], path: Path) -> None:
+def draw(name: str, curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
     """Draw the curves of a picture, ``losses`` or one of :data:`FIGURES`."""
     label = FIGURES.get(name, "loss in nats")
-    path.write_text(curves_plot(found, "thousands of positions computed", label), encoding="utf-8")
+    path.write_text(curves_plot(curves, "thousands of positions computed", label), encoding="utf-8")

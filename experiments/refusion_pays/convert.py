@@ -66,8 +66,8 @@ def answer(
 
 def trained(folder: Path, start: Path, data: Path, *options: str) -> Path:
     """Train a model further on answers; return the exported model's directory."""
-    own = ("--model.backbone.source", str(start), "--data.task.init_args.train", str(data))
-    checkpoint = train(folder / "fit", *options, *own)
+    inputs = ("--model.backbone.source", str(start), "--data.task.init_args.train", str(data))
+    checkpoint = train(folder / "fit", *options, *inputs)
     exported = folder / "exported"
     if not (exported / "config.json").exists():
         command("export", "--ckpt_path", str(checkpoint), "--output", str(exported), *DECODER)
@@ -89,14 +89,14 @@ def main() -> None:
     if args.max_steps is not None:  # of a trial's few answers, enough are held out to validate with
         options += ["--trainer.max_steps", str(args.max_steps), "--data.task.init_args.validation_fraction", "0.25"]
     work, questions, count = args.work_dir, args.questions, args.num_questions
-    own = answer(questions, count, work)
-    model = trained(work / "windows", BASE, own, *configs(*stages), *options)
+    answers = answer(questions, count, work)
+    model = trained(work / "windows", BASE, answers, *configs(*stages), *options)
     models = [f"windows={model}"]
     stages.append(HERE / "second_round.yaml")
     for number in range(2, args.num_rounds + 1):
         folder = work / f"round_{number}"
-        own = answer(questions, count // 2, folder, model=model, first=count + (number - 2) * (count // 2))
-        model = trained(folder, model, own, *configs(*stages), *options)
+        answers = answer(questions, count // 2, folder, model=model, first=count + (number - 2) * (count // 2))
+        model = trained(folder, model, answers, *configs(*stages), *options)
         models.append(f"round {number}={model}")
     measured = [sys.executable, HERE / "real_model.py", *models, "--prompts", args.prompts]
     subprocess.run([*measured, "--output", work / "real_model.json"], check=True)

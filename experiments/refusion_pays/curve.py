@@ -35,11 +35,11 @@ def points(training: dict[str, Any], measured: dict[str, Any]) -> dict[str, dict
         training: Content of training.json.
         measured: Content of convert.json.
     """
-    found: dict[str, dict[str, Points]] = {}
+    points: dict[str, dict[str, Points]] = {}
     for chain, names in CHAINS.items():
         runs = [training["runs"][name] for name in names]
         ends = list(accumulate((run["num_positions"] / 1e6 for run in runs), initial=0.0))
-        found[chain] = {
+        points[chain] = {
             "accepted": [
                 (start + run["num_positions"] / 1e6 * int(step) / run["num_steps"], sum(shares[:3]))
                 for start, run in zip(ends, runs, strict=False)
@@ -47,18 +47,18 @@ def points(training: dict[str, Any], measured: dict[str, Any]) -> dict[str, dict
             ]
         }
         for decoder in DECODERS:
-            found[chain][decoder] = [
+            points[chain][decoder] = [
                 (end, measured["runs"][model]["decoders"][decoder]["tokens_per_forward"])
                 for end, model in zip(ends[1:], names.values(), strict=True)
                 if model is not None
             ]
-    return found
+    return points
 
 
-def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
+def draw(points: dict[str, dict[str, Points]], path: Path) -> None:
     """Draw what :func:`points` returns."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5.4), sharex=True)
-    for (chain, curves), colour in zip(found.items(), _COLOURS, strict=True):
+    for (chain, curves), colour in zip(points.items(), _COLOURS, strict=True):
         above.plot(*zip(*curves["accepted"], strict=True), label=chain, color=colour, linewidth=2, marker=".")
         for decoder, marker in DECODERS.items():
             style = "-" if marker == "o" else ":"

@@ -61,18 +61,20 @@ def decoded(model: Path, questions: Path, num_questions: int, work: Path, dtype:
     decoder = decoders(MAX_NEW_TOKENS)[TEACHER]
     recorder = TrajectoryRecorder(decoder)
     sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
-    found = loaded.decode(prompts, decoder, sampling, batch_size=32, callbacks=[recorder]).rows
+    generations = loaded.decode(prompts, decoder, sampling, batch_size=32, callbacks=[recorder]).rows
     write_states(work / "states.jsonl", recorder.trajectories.values())
     ended = [
-        {"id": prompt.id, "prompt": row["question"], "response": each.text}
-        for prompt, row, each in zip(prompts, rows, found, strict=True)
-        if each.finish_reason == "eos" and _reads_back(loaded, each.text, each.token_ids)
+        {"id": prompt.id, "prompt": row["question"], "response": generation.text}
+        for prompt, row, generation in zip(prompts, rows, generations, strict=True)
+        if generation.finish_reason == "eos" and _reads_back(loaded, generation.text, generation.token_ids)
     ]
     (work / "ended.jsonl").write_text("\n".join([*map(json.dumps, ended), ""]), encoding="utf-8")
     return {
-        "num_decoded": len(found), "num_ended": sum(each.finish_reason == "eos" for each in found),
+        "num_decoded": len(generations), "num_ended": sum(row.finish_reason == "eos" for row in generations),
         "num_trained_on": len(ended),
-        "tokens_per_forward": round(sum(r.num_tokens for r in found) / sum(r.num_forwards for r in found), 3),
+        "tokens_per_forward": round(
+            sum(row.num_tokens for row in generations) / sum(row.num_forwards for row in generations), 3
+        ),
     }  # fmt: skip
 
 
@@ -97,11 +99,11 @@ def one_recipe(name: str, args: argparse.Namespace) -> dict[str, Any]:
     start = exported(work / "first") if name != "first" else BASE
     options += ["--model.backbone.source", str(start)]
     if name in OWN:
-        own = work / "decoded"
-        own.mkdir(exist_ok=True)
-        made = (start, args.questions, args.num_decoded, own, args.dtype)
-        figures["answers"] = kept(own / "counts.json", decoded, *made)
-        data = own / "ended.jsonl"
+        folder = work / "decoded"
+        folder.mkdir(exist_ok=True)
+        made = (start, args.questions, args.num_decoded, folder, args.dtype)
+        figures["answers"] = kept(folder / "counts.json", decoded, *made)
+        data = folder / "ended.jsonl"
         options += ["--data.task.init_args.keep", "all"]
     options += [f"{OBJECTIVE}.record", str(work / "decoded" / "states.jsonl")] if name == "trajectories" else []
     options += ["--data.task.init_args.train", str(data)]
@@ -124,10 +126,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "further.json")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    found = json.loads(args.output.read_text(encoding="utf-8"))["recipes"] if args.output.exists() else {}
+    recipes = json.loads(args.output.read_text(encoding="utf-8"))["recipes"] if args.output.exists() else {}
     for name in args.only:
-        found[name] = kept(args.work_dir / f"{name}.json", one_recipe, name, args)
-        ordered = {each: found[each] for each in RECIPES if each in found}
+        recipes[name] = kept(args.work_dir / f"{name}.json", one_recipe, name, args)
+        ordered = {name: recipes[name] for name in RECIPES if name in recipes}
         write_json(args.output, {"num_questions": args.num_questions, "dtype": args.dtype, "recipes": ordered})
 
 

@@ -55,13 +55,13 @@ SLOTS = [*DECODERS, "ReFusion bonus 8x4", "ReFusion bonus 4x8", "ReFusion mask 4
 MAX_NEW_TOKENS = 96
 
 
-def human_answers(questions: Path, own: Path, output: Path) -> Path:
+def human_answers(questions: Path, own_answers: Path, output: Path) -> Path:
     """Write the human answers to the questions that have an own answer."""
     human = read_json_lines(questions, "--questions", texts=("question", "answer"))
-    rows = read_json_lines(own, "answers", texts=("id", "prompt", "response", "finish_reason"))
+    rows = read_json_lines(own_answers, "answers", texts=("id", "prompt", "response", "finish_reason"))
     rows = [row for row in rows if row["finish_reason"] == "eos" and row["response"]]
     texts = [{"id": row["id"], "prompt": row["prompt"], "response": human[_number(row)]["answer"]} for row in rows]
-    output.write_text("\n".join([*(json.dumps(each) for each in texts), ""]), encoding="utf-8")
+    output.write_text("\n".join([*(json.dumps(row) for row in texts), ""]), encoding="utf-8")
     return output
 
 
@@ -77,7 +77,7 @@ def one_recipe(name: str, data: dict[str, Path], prompts: str, num_positions: in
     options += ["--data.task.init_args.keep", "all"] if whose == "human" else []
     options += ["--data.batch_size", "6"] if HYBRID in overrides else []  # rows, half as long as with windows
     last, figures = trained(work / name.replace(", ", "_").replace(" ", "_"), num_positions, *options)
-    chosen = SLOTS if any(each.startswith(SIZES) for each in overrides) else DECODERS
+    chosen = SLOTS if any(option.startswith(SIZES) for option in overrides) else DECODERS
     return figures | measured(last, prompts, chosen, fast_dtype(), "experiments/refusion_pays/levers.py")
 
 
@@ -119,15 +119,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "levers.json")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    own = answer(args.questions, args.num_questions, args.work_dir)
-    data = {"own": own, "human": human_answers(args.questions, own, args.work_dir / "human.jsonl")}
+    answers = answer(args.questions, args.num_questions, args.work_dir)
+    data = {"own": answers, "human": human_answers(args.questions, answers, args.work_dir / "human.jsonl")}
     if any(RECIPES[name][0] == "sampled" for name in args.only):
         data["sampled"] = answer(args.questions, args.num_questions, args.work_dir / "sampled", temperature=0.8)
-    found = json.loads(args.output.read_text(encoding="utf-8"))["recipes"] if args.output.exists() else {}
+    recipes = json.loads(args.output.read_text(encoding="utf-8"))["recipes"] if args.output.exists() else {}
     for name in args.only:
         part = args.work_dir / f"{name}.json"
-        found[name] = kept(part, one_recipe, name, data, args.prompts, args.num_positions, args.work_dir)
-        ordered = {each: found[each] for each in RECIPES if each in found}
+        recipes[name] = kept(part, one_recipe, name, data, args.prompts, args.num_positions, args.work_dir)
+        ordered = {name: recipes[name] for name in RECIPES if name in recipes}
         write_json(args.output, {"num_questions": args.num_questions, "recipes": ordered})
 
 

@@ -81,41 +81,45 @@ def compared(
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     library: list[tuple[int, float]] = []
     for prompt in prompts:
-        for name, (own, decoder) in ways.items():
-            own.decode([prompt], decoder.fitted(short), short) if not rows[name] else None  # warms up
+        for name, (loaded, decoder) in ways.items():
+            loaded.decode([prompt], decoder.fitted(short), short) if not rows[name] else None  # warms up
             started = time.process_time()
-            rows[name] += own.decode([prompt], decoder, sampling).rows
+            rows[name] += loaded.decode([prompt], decoder, sampling).rows
             seconds[name].append(time.process_time() - started)
         library_generate(base, prompt, BLOCK) if not library else None
         started = time.process_time()
         library.append((library_generate(base, prompt, max_new_tokens), time.process_time() - started))
     reference = rows["base, Autoregressive"]
     result = {}
-    for name, found in rows.items():
-        num_tokens = sum(row.num_tokens for row in found)
-        losses = [perplexity(base, prompt, row.token_ids) for prompt, row in zip(prompts, found, strict=True)]
-        prefixes = [_common(row.token_ids, own.token_ids) for row, own in zip(found, reference, strict=True)]
+    for name, generations in rows.items():
+        num_tokens = sum(row.num_tokens for row in generations)
+        losses = [perplexity(base, prompt, row.token_ids) for prompt, row in zip(prompts, generations, strict=True)]
+        prefixes = [_common(row.token_ids, exact.token_ids) for row, exact in zip(generations, reference, strict=True)]
         result[name] = {
-            "tokens_per_forward": round(num_tokens / sum(row.num_forwards for row in found), 3),
-            "positions_per_token": round(sum(row.num_positions for row in found) / num_tokens, 2),
+            "tokens_per_forward": round(num_tokens / sum(row.num_forwards for row in generations), 3),
+            "positions_per_token": round(sum(row.num_positions for row in generations) / num_tokens, 2),
             "tokens_per_second": round(num_tokens / sum(seconds[name]), 2),
-            "num_tokens": [row.num_tokens for row in found],  # per prompt, so that intervals can be computed again
-            "num_forwards": [row.num_forwards for row in found],
+            "num_tokens": [
+                row.num_tokens for row in generations
+            ],  # per prompt, so that intervals can be computed again
+            "num_forwards": [row.num_forwards for row in generations],
             "seconds": [round(value, 4) for value in seconds[name]],
-            "ended": sum(row.finish_reason == "eos" for row in found),
-            "identical": sum(row.token_ids == own.token_ids for row, own in zip(found, reference, strict=True)),
+            "ended": sum(row.finish_reason == "eos" for row in generations),
+            "identical": sum(
+                row.token_ids == exact.token_ids for row, exact in zip(generations, reference, strict=True)
+            ),
             "common_prefix": round(sum(prefixes) / len(prefixes), 1),
             "perplexity_under_base": round(math.exp(sum(a for a, _ in losses) / sum(b for _, b in losses)), 2),
-            "texts": [model.tokenizer.decode(list(row.token_ids)) for row in found[:3]],
+            "texts": [model.tokenizer.decode(list(row.token_ids)) for row in generations[:3]],
         }
     others = {
         "autoregressive": ([row.num_tokens for row in reference], seconds["base, Autoregressive"]),
         "generate": tuple(zip(*library, strict=True)),
     }
     for name, figures in result.items():
-        own = [row.num_tokens for row in rows[name]], seconds[name]
+        loaded = [row.num_tokens for row in rows[name]], seconds[name]
         for title, other in others.items():
-            figures |= speed_over(title, *own, *other)
+            figures |= speed_over(title, *loaded, *other)
     return result
 
 
@@ -149,11 +153,11 @@ def main() -> None:
         model = refusion_lit.load(checkpoint, device="cpu", dtype=args.dtype)
         told = {} if args.forward_cost is None else {"forward_cost": args.forward_cost}
         with patch.multiple(type(model.backbone), **told) if told else nullcontext():
-            found = compared(base, model, prompts, args.max_new_tokens, args.decoders)
+            by_decoder = compared(base, model, prompts, args.max_new_tokens, args.decoders)
         settings = {"max_new_tokens": args.max_new_tokens, "num_prompts": len(prompts), "dtype": args.dtype, **told}
-        result["runs"][name] = {**settings, "decoders": found, "environment": environment(0, sys.argv)}
+        result["runs"][name] = {**settings, "decoders": by_decoder, "environment": environment(0, sys.argv)}
         write_json(args.output, result)
-        for decoder, figures in found.items():
+        for decoder, figures in by_decoder.items():
             print(name, decoder, {key: value for key, value in figures.items() if key != "texts"}, flush=True)
 
 

@@ -92,12 +92,12 @@ class RecordedStates(Hybrid):
 
     def _trajectory(self, name: str, length: int) -> Trajectory:
         """Return a sample's trajectory, which must be of its response."""
-        found = read_states(self.record).get(name)
-        got = "none" if found is None else f"one of {found.num_tokens} tokens for {length}"
+        states = read_states(self.record).get(name)
+        got = "none" if states is None else f"one of {states.num_tokens} tokens for {length}"
         fix = "train on the answers that were recorded, with their ids"
-        require(found is not None and found.num_tokens == length, "objective.record", f"a decode of {name}", got, fix)
-        assert found is not None
-        return found
+        require(states is not None and states.num_tokens == length, "objective.record", f"a decode of {name}", got, fix)
+        assert states is not None
+        return states
 
     def _state(
         self, trajectory: Trajectory, num_slots: int, draw: float

@@ -68,29 +68,29 @@ def answers(model: Path, task: Task, first: int, count: int, length: int, record
     """Let a model answer training prompts by the teacher's decoder; keep the answers that ended, and all states."""
     loaded = refusion_lit.load(str(model))
     examples = list(task.examples("train")[first : first + count])
-    prompts = [Prompt(token_ids=tuple(loaded.encode(each.query)), id=each.id) for each in examples]
+    prompts = [Prompt(token_ids=tuple(loaded.encode(example.query)), id=example.id) for example in examples]
     recorder = TrajectoryRecorder(TEACHER)
     sampling = SamplingParams(max_new_tokens=length)
     rows = loaded.decode(prompts, TEACHER, sampling, batch_size=100, callbacks=[recorder]).rows
     write_states(record, recorder.trajectories.values())
     pairs = [(e, row) for e, row in zip(examples, rows, strict=True) if row.finish_reason == "eos" and row.text]
-    found = [
+    records = [
         {"id": e.id, "prompt": e.query, "own": row.text, "given": e.response, "score": task.score(e, row.text)}
         for e, row in pairs
     ]
-    print(f"{model}: {len(found)} of {count} answers ended", flush=True)
-    return {"rows": found, "share_correct": sum(row["score"] == 1 for row in found) / len(found)}
+    print(f"{model}: {len(records)} of {count} answers ended", flush=True)
+    return {"rows": records, "share_correct": sum(row["score"] == 1 for row in records) / len(records)}
 
 
 def measured(path: Path, model: Path, task: Task, num_prompts: int, length: int) -> dict[str, Any]:
     """Decode test prompts greedily, each alone, by the decoders that are not in a file yet; return what it holds."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    missing = {name: decoder for name, decoder in DECODERS.items() if name not in found}
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    missing = {name: decoder for name, decoder in DECODERS.items() if name not in record}
     if not missing:
-        return found
+        return record
     loaded = refusion_lit.load(str(model))
     examples = list(task.examples("test"))[:num_prompts]
-    prompts = [Prompt(token_ids=tuple(loaded.encode(each.query)), id=each.id) for each in examples]
+    prompts = [Prompt(token_ids=tuple(loaded.encode(example.query)), id=example.id) for example in examples]
     for name, decoder in missing.items():
         rows = loaded.decode(prompts, decoder, SamplingParams(max_new_tokens=length), batch_size=1).rows
         scores = [task.reward(e, row.text) for e, row in zip(examples, rows, strict=True)]
@@ -98,10 +98,10 @@ def measured(path: Path, model: Path, task: Task, num_prompts: int, length: int)
             sum(getattr(row, key) for row in rows) for key in ("num_tokens", "num_forwards", "num_positions")
         )
         figures = {"tokens_per_forward": tokens / forwards, "positions_per_token": positions / tokens}
-        found[name] = {"score": sum(scores) / len(scores), **figures, "scores": scores}
-        print(model, name, {key: round(value, 3) for key, value in found[name].items() if key != "scores"}, flush=True)
-    write_json(path, found)
-    return found
+        record[name] = {"score": sum(scores) / len(scores), **figures, "scores": scores}
+        print(model, name, {key: round(value, 3) for key, value in record[name].items() if key != "scores"}, flush=True)
+    write_json(path, record)
+    return record
 
 
 def write_answers(path: Path, rows: list[dict[str, Any]], recipe: str) -> Path:
@@ -115,14 +115,14 @@ def write_answers(path: Path, rows: list[dict[str, Any]], recipe: str) -> Path:
 
 def against(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Return each decoder's figures, its points of score and its factor of tokens per forward over another model's."""
-    found = {}
+    differences = {}
     for name, figures in after.items():
-        interval = score_difference(*([100 * s for s in each[name]["scores"]] for each in (after, before)))
-        found[name] = {key: round(value, 4) for key, value in figures.items() if key != "scores"}
-        found[name]["points"] = [round(bound, 1) for bound in (interval.estimate, interval.low, interval.high)]
+        interval = score_difference(*([100 * s for s in figures[name]["scores"]] for figures in (after, before)))
+        differences[name] = {key: round(value, 4) for key, value in figures.items() if key != "scores"}
+        differences[name]["points"] = [round(bound, 1) for bound in (interval.estimate, interval.low, interval.high)]
         factor = figures["tokens_per_forward"] / before[name]["tokens_per_forward"]
-        found[name]["times_tokens_per_forward"] = round(factor, 3)
-    return found
+        differences[name]["times_tokens_per_forward"] = round(factor, 3)
+    return differences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +157,15 @@ class Rounds:
 
     def trained(self, source: Path, recipe: str, number: int, data: str) -> tuple[Path, float]:
         """Train a model on its answers, and export it; return it and the share of answers that are right."""
-        found, name = self.answers(source, number, data), f"{recipe}_{number}"
-        file = write_answers(self.work / f"{name}.jsonl", found["rows"], recipe)
+        answers, name = self.answers(source, number, data), f"{recipe}_{number}"
+        file = write_answers(self.work / f"{name}.jsonl", answers["rows"], recipe)
         options = [*configs(HERE / "rounds.yaml"), *RECIPES[recipe], "--data.task.init_args.train", str(file)]
         options += ["--model.backbone.source", str(source), "--data.tokenizer.init_args.source", str(source)]
         options += [f"{OBJECTIVE}.record", str(self._record(data))] if "recorded" in recipe else []
         last, exported = train(self.work / name / "fit", *options), self.work / name / "model"
         if not (exported / "config.json").exists():
             command("export", "--ckpt_path", str(last), "--output", str(exported))
-        return exported, found["share_correct"]
+        return exported, answers["share_correct"]
 
 
 def main() -> None:
@@ -180,18 +180,18 @@ def main() -> None:
     rounds = Rounds(setting=setting, work=work, num_answers=args.num_answers, num_prompts=args.num_prompts)
     start = start_model(work, setting.step, *(ESTIMATORS / f"{name}.yaml" for name in setting.overlays[:1]))
     before, after = rounds.measured(start, "before"), {}
-    found: dict[str, Any] = {"start": {"decoders": against(before, before)}}
+    record: dict[str, Any] = {"start": {"decoders": against(before, before)}}
     for recipe in RECIPES:
         model, share = rounds.trained(start, recipe, 1, "answers_1")
         after[recipe] = rounds.measured(model, f"{recipe}_1")
-        found[recipe] = {"share_right": share, "decoders": against(before, after[recipe])}
+        record[recipe] = {"share_right": share, "decoders": against(before, after[recipe])}
     for recipe in SECOND:
         model, share = rounds.trained(work / f"{recipe}_1" / "model", recipe, 2, f"answers_2_{recipe}")
         compared = against(after[recipe], rounds.measured(model, f"{recipe}_2"))
-        found[f"{recipe}, second round"] = {"share_right": share, "decoders": compared}
+        record[f"{recipe}, second round"] = {"share_right": share, "decoders": compared}
     result = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
     about = environment(0, ["python", "experiments/refusion_pays/rounds.py", "--task", args.task])
-    write_json(args.output, {**result, args.task: {"models": found, "environment": about}})
+    write_json(args.output, {**result, args.task: {"models": record, "environment": about}})
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ FORWARD_COSTS = (32.0, 256.0)
 """Fixed cost of a forward in positions, by default on a CPU and on accelerators: it decides what rides along."""
 
 
-def measured(model: refusion_lit.TextModel, found: dict[str, Any], infill: Any, forward_cost: float) -> dict[str, Any]:
+def measured(model: refusion_lit.TextModel, golden: dict[str, Any], infill: Any, forward_cost: float) -> dict[str, Any]:
     """Decode all runs of a file of reference outputs; return counts."""
     counts = {"num_prompts": 0, "num_right": 0, "num_tokens": 0, "num_forwards": 0, "num_positions": 0}
-    for run in found["runs"]:
-        setting = found["settings"][run["setting"]]
+    for run in golden["runs"]:
+        setting = golden["settings"][run["setting"]]
         # Bonus tokens give one text for all thresholds from 0.5 on.
         threshold = max(setting["token_threshold"], 0.5 if infill == "bonus" else 0.0)
         decoder = ReFusion(
@@ -65,10 +65,10 @@ def main() -> None:
     rows = []
     for name in MODELS:
         model = refusion_lit.load(GOLDENS / "models" / f"additions-{name}", device="cpu", dtype="float32")
-        found = json.loads((GOLDENS / f"refusion_decode_{name}.json").read_text(encoding="utf-8"))
+        golden = json.loads((GOLDENS / f"refusion_decode_{name}.json").read_text(encoding="utf-8"))
         for infill in INFILLS:
             for cost in FORWARD_COSTS if infill == "bonus" else FORWARD_COSTS[:1]:
-                counts = measured(model, found, infill, cost)
+                counts = measured(model, golden, infill, cost)
                 rows.append({"model": name, "infill": infill, "forward_cost": cost, **counts})
                 print(rows[-1], flush=True)
     write_json(args.output, {"rows": rows, "environment": environment(0, sys.argv)})

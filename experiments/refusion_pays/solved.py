@@ -64,7 +64,7 @@ def main() -> None:
     file, _, number = args.problems.partition("@")
     examples = Gsm8k(test=file).examples("test")[: int(number)]
     known = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
-    found = known.get("models", {}) if known.get("num_problems") == len(examples) else {}
+    models = known.get("models", {}) if known.get("num_problems") == len(examples) else {}
     for text in args.models:
         name, _, path = text.partition("=")
         model = refusion_lit.load(path, device="cpu", dtype="bfloat16")
@@ -72,13 +72,13 @@ def main() -> None:
         answers = Answers()
         scores, figures = decode_examples(model, examples, is_right, decoder, SAMPLING, [answers])
         rows = [answers.rows[i] for i in range(len(examples))]
-        found[name] = {
+        models[name] = {
             "num_solved": round(sum(scores)), "num_ended": sum(row.finish_reason == "eos" for row in rows),
             "equations": " ".join("{}/{}".format(*count_equations(row.text)) for row in rows),  # right/all
             "decoder": type(decoder).__name__, **figures, "environment": environment(0, sys.argv),
         }  # fmt: skip
-        print(name, right_share(found[name]), flush=True)
-        write_json(args.output, {"num_problems": len(examples), "models": found})
+        print(name, right_share(models[name]), flush=True)
+        write_json(args.output, {"num_problems": len(examples), "models": models})
 
 
 def right_share(model: dict[str, Any], other: dict[str, Any] | None = None) -> Interval:
@@ -88,7 +88,7 @@ def right_share(model: dict[str, Any], other: dict[str, Any] | None = None) -> I
 
 def num_equations(model: dict[str, Any]) -> list[tuple[int, int]]:
     """Return how many of each answer's equations hold, and how many it has."""
-    pairs = (each.split("/") for each in model["equations"].split())
+    pairs = (solved.split("/") for solved in model["equations"].split())
     return [(int(right), int(every)) for right, every in pairs]
 
 

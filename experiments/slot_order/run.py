@@ -84,21 +84,21 @@ def sequential_share(orders: Sequence[Sequence[int]]) -> float:
     return right / pairs if pairs else 1.0
 
 
-def config_of(task: str) -> Path:
+def find_config(task: str) -> Path:
     """Return the overlay of a task."""
     return next(path for path in (HERE / f"task_{task}.yaml", COMPARISON / f"task_{task}.yaml") if path.exists())
 
 
 def trained(task: str, seed: int, work: Path, steps: int) -> Path:
     """Train a model unless it is there; return its checkpoint."""
-    options = configs(COMPARISON / "common.yaml", config_of(task), HERE / "model.yaml")
+    options = configs(COMPARISON / "common.yaml", find_config(task), HERE / "model.yaml")
     return train(work / f"{task}_seed{seed}" / "fit", *options, *seeds(seed), "--trainer.max_steps", str(steps))
 
 
 def measure(task: str, work: Path, steps: int, num_prompts: int, seed: int) -> dict[str, Any]:
     """Train a model unless it is there, and decode the test prompts in each order."""
     model = refusion_lit.load(trained(task, seed, work, steps))
-    values = yaml.safe_load(config_of(task).read_text())
+    values = yaml.safe_load(find_config(task).read_text())
     options = values["data"]["task"]
     test = getattr(tasks, options["class_path"].rpartition(".")[2])(**options["init_args"])
     examples = list(test.examples("test"))[:num_prompts]
@@ -106,11 +106,11 @@ def measure(task: str, work: Path, steps: int, num_prompts: int, seed: int) -> d
     decoders = dict(ORDERS)
     if task == "walk":
         decoders["from the known end"] = FromKnownEnd(**_PLAIN, backwards_token_id=model.encode("<")[0])
-    found = {}
+    by_order = {}
     for name, decoder in decoders.items():
         seen = Orders()
         scores, figures = decode_examples(model, examples, test.score, decoder, sampling, [seen])
-        found[name] = {
+        by_order[name] = {
             "score": figures["score"],
             "tokens_per_forward": round(figures["tokens_per_forward"], 3),
             "positions_per_token": round(figures["positions_per_token"], 2),
@@ -119,10 +119,10 @@ def measure(task: str, work: Path, steps: int, num_prompts: int, seed: int) -> d
         if task == "walk":
             kinds = {"forwards": ">", "backwards": "<"}
             for kind, sign in kinds.items():
-                own = [score for e, score in zip(examples, scores, strict=True) if e.query.startswith(sign)]
-                found[name][f"score_{kind}"] = round(sum(own) / max(len(own), 1), 4)
-        print(task, name, found[name], flush=True)
-    return found
+                chosen = [score for e, score in zip(examples, scores, strict=True) if e.query.startswith(sign)]
+                by_order[name][f"score_{kind}"] = round(sum(chosen) / max(len(chosen), 1), 4)
+        print(task, name, by_order[name], flush=True)
+    return by_order
 
 
 def main() -> None:

@@ -148,10 +148,16 @@ class DecodingMetrics(Metric):
 
         Args:
             snapshot: Counts; an empty mapping starts without counts.
+
+        Raises:
+            ValueError: If the counts have other names or shapes.
         """
         self.reset()
         if snapshot:
             states = {name: torch.tensor(values, dtype=torch.float64) for name, values in snapshot.items()}
+            shapes = [{name: state.shape for name, state in group.items()} for group in (states, self.state_dict())]
+            if shapes[0] != shapes[1]:
+                raise ValueError("counts of other metrics")
             self.load_state_dict({name: state.to(self.device) for name, state in states.items()})
         # torchmetrics warns of a metric without updates, but a resumed process may have nothing left to do.
         self.update(DecodingOutput(), [])

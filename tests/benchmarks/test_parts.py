@@ -10,9 +10,9 @@ from benchmarks.common import SMALL, decoded, golden_model, golden_runs, random_
 from benchmarks.host_time import DECODERS, milliseconds_a_call
 from benchmarks.overhead import PARTS, timed
 from benchmarks.precision import MODEL, mixed_step
-from benchmarks.training import OBJECTIVES, batch_of, ragged_batches, step_of
+from benchmarks.training import OBJECTIVES, draw_batch, make_step, ragged_batches
 from benchmarks.training_memory import OBJECTIVES as MEMORY_OBJECTIVES
-from benchmarks.training_memory import SAMPLE, corrupted_of, measure
+from benchmarks.training_memory import SAMPLE, make_corrupted, measure
 
 from benchmarks import load_memory
 from refusion_lit.decoding import ReFusion
@@ -22,7 +22,7 @@ from refusion_lit.types import Prompt
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_training_step_counts_its_tokens(objective: str) -> None:
-    outcome = step_of(random_model(SMALL), OBJECTIVES[objective], batch_of(2, 3, 5, 32)).run()
+    outcome = make_step(random_model(SMALL), OBJECTIVES[objective], draw_batch(2, 3, 5, 32)).run()
     assert outcome["num_tokens"] == 16
     assert 0 < outcome["num_labels"] <= 20
 
@@ -38,7 +38,7 @@ def test_a_step_in_mixed_precision_multiplies_in_bfloat16(is_mixed: bool, monkey
 
 def test_packed_and_padded_steps_have_the_same_tokens() -> None:
     backbone = random_model(SMALL)
-    padded, packed = (step_of(backbone, OBJECTIVES["hybrid"], batch).run() for batch in ragged_batches(32))
+    padded, packed = (make_step(backbone, OBJECTIVES["hybrid"], batch).run() for batch in ragged_batches(32))
     assert padded["num_tokens"] == packed["num_tokens"]
 
 
@@ -61,7 +61,7 @@ def test_host_time_is_counted_between_calls(name: str) -> None:
 @pytest.mark.parametrize("name", MEMORY_OBJECTIVES)
 def test_a_training_step_is_measured_with_ranges_and_with_a_matrix(name: str) -> None:
     length = 2 * SAMPLE
-    assert corrupted_of(name, length, random_model(SMALL)).input_ids.numel() in (length, 2 * length)
+    assert make_corrupted(name, length, random_model(SMALL)).input_ids.numel() in (length, 2 * length)
     for way in ("ranges", "matrix"):
         assert measure(name, length, way)["seconds"] > 0
 

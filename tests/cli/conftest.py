@@ -41,7 +41,7 @@ def build_cli(*args: str) -> Any:
     from refusion_lit.cli.lightning import RefusionCLI
 
     class IdleCLI(RefusionCLI):
-        run_directory = claim = None  # the base class keeps the directory of an earlier run
+        claim = None  # the base class keeps the directory of an earlier run
 
         def _choose_directory(self, config: object) -> None: ...
 

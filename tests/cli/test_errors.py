@@ -285,5 +285,5 @@ def test_a_file_that_is_no_checkpoint_is_not_called_dangerous(
     path.write_bytes(b"x")
     assert main(["generate", f"--ckpt_path={path}", "--prompt=1"]) == 2
     error = capsys.readouterr().err
-    assert "it is not what torch.save writes" in error
+    assert "not what torch.save writes" in error
     assert error.endswith("check the path, or give another.\n")

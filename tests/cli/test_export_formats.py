@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
@@ -81,18 +83,50 @@ def test_a_published_checkpoint_is_written_as_it_was(name: str, tmp_path: Path) 
     assert (tokenizer.mask_token_id, tokenizer.eos_token_id) == (special.mask_token_id, special.eos_token_ids[0])
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "fast_dllm_v2"])
-def test_an_exports_logits_are_those_of_the_authors_class(family: str, tmp_path: Path) -> None:
-    golden = reference(f"{family}_logits")
+LOGITS = {
+    "llada_logits": "llada", "dream_logits": "dream", "fast_dllm_v2_logits": "fast_dllm_v2", "sdar_logits": "sdar",
+    "sdar_moe_logits": "sdar_moe", "llada2_logits": "llada2", "wedlm_logits": "wedlm", "wedlm_qwen2_logits": "wedlm",
+}  # fmt: skip
+
+
+def read_cases(golden: dict[str, Any]) -> list[tuple[list[int], list[int], int | None, list[Any]]]:
+    """Return tokens, positions, block size and logits of a golden file's cases."""
+    cases = golden.get("cases") or [
+        {"inputs": fed, "logits": logits} for fed, logits in zip(golden["inputs"], golden["logits"], strict=True)
+    ]
+    result = []
+    for case in cases:
+        fed = case["inputs"] if isinstance(case["inputs"], dict) else {"input_ids": case["inputs"]}
+        positions = fed.get("position_ids") or [*range(len(fed["input_ids"]))]
+        result.append((fed["input_ids"], positions, case.get("block_length"), case["logits"]))
+    return result
+
+
+def compute_logits(backbone: Any, tokens: list[int], positions: Any = None, traits: Any = None) -> torch.Tensor:
+    """Return the logits of a text under a model's own attention pattern."""
+    length = len(tokens)
+    ids = torch.tensor([positions or [*range(length)]])
+    mask = order_mask(pattern_order(traits or backbone.traits, ids), torch.tensor([length]))
+    with torch.no_grad():
+        return backbone.logits(backbone.hidden_states(torch.tensor([tokens]), ids, mask))[0]
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_an_exports_logits_are_those_of_the_authors_class(name: str, tmp_path: Path) -> None:
+    golden = reference(name)
     source, output = MODELS[golden["model"]], tmp_path / "exported"
-    assert main(["export", f"--ckpt_path={source}", f"--output={output}", f"--format={family}"]) == 0
+    assert main(["export", f"--ckpt_path={source}", f"--output={output}", f"--format={LOGITS[name]}"]) == 0
     backbone = refusion_lit.load(output, dtype="float64", device="cpu").backbone
-    for tokens, expected in zip(golden["inputs"], golden["logits"], strict=True):
-        positions = torch.arange(len(tokens))[None]
-        mask = order_mask(pattern_order(backbone.traits, positions), torch.tensor([len(tokens)]))
-        with torch.no_grad():
-            logits = backbone.logits(backbone.hidden_states(torch.tensor([tokens]), positions, mask))[0]
+    for tokens, positions, size, expected in read_cases(golden):
+        traits = replace(backbone.traits, block_size=size or backbone.traits.block_size)
+        logits = compute_logits(backbone, tokens, positions, traits)
         torch.testing.assert_close(logits, torch.tensor(expected, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def layer_names(path: Path) -> set[tuple[str, int]]:
+    """Return the names of weights without numbers of layers and experts, with the weights' number of dimensions."""
+    weights = load_file(path / "model.safetensors")
+    return {(re.sub(r"\.\d+\.", ".N.", name), weight.ndim) for name, weight in weights.items()}
 
 
 @pytest.mark.filterwarnings("ignore:model.decoders")
@@ -107,21 +141,47 @@ def test_a_model_trained_here_decodes_the_same_once_exported(name: str, tmp_path
     run, output = tmp_path / "run" / "version_0", tmp_path / "exported"
     assert main(["export", f"--ckpt_path={run}", f"--output={output}", f"--format={name}"]) == 0
     published = FORMATS[name]
-    assert config_in(output)["model_type"] == published.model_type
+    config = config_in(output)
+    assert config["model_type"] == published.model_type
+    assert published.layout is not None
+    repository, classes = published.layout.repository, published.layout.classes
+    assert config.get("auto_map", {}) == {kind: f"{repository}--{path}" for kind, path in classes.items()}
+    for golden in (MODELS[golden] for golden, family in GOLDENS.items() if family == name):
+        if config_in(golden).get("qk_norm", config.get("qk_norm")) == config.get("qk_norm"):
+            ours = {"refusion_lit", published.block_size_option}  # if the block size is not the family's
+            assert config.keys() - ours == config_in(golden).keys() - ours
+            assert layer_names(output) == layer_names(golden)
     trained, exported = (refusion_lit.load(path, dtype="float32", device="cpu") for path in (run, output))
     for decoder in (None, exported.default_decoder):
         texts = [[row.text for row in model.generate(PROMPTS, decoder=decoder, max_new_tokens=16)]
                  for model in (trained, exported)]  # fmt: skip
         assert texts[0] == texts[1]
+    tokens = trained.encode(PROMPTS[1])
+    logits = compute_logits(trained.backbone, tokens)
+    assert torch.equal(compute_logits(exported.backbone, tokens), logits)
+    generation = read(output / "generation_config.json")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(output)
+    special = trained.backbone.special_tokens
+    assert (generation["mask_token_id"], generation["eos_token_id"]) == (
+        special.mask_token_id, [*special.eos_token_ids],
+    )  # fmt: skip
+    assert (tokenizer.mask_token_id, tokenizer.eos_token_id) == (special.mask_token_id, special.eos_token_ids[0])
     card = (output / "README.md").read_text()
     assert published.family in card
-    assert published.layout is not None
     for engine in published.layout.engines:
         assert f"With {engine.name}:" in card
+        assert engine.command.format(model=output, block_size=trained.backbone.traits.block_size) in card
     assert "custom_generate" not in card
     again = tmp_path / "again"
     assert main(["export", f"--ckpt_path={output}", f"--output={again}", "--format=hf"]) == 0
-    assert refusion_lit.load(again, device="cpu").generate(PROMPTS, max_new_tokens=16)[0].text == texts[1][0]
+    plain = refusion_lit.load(again, device="cpu")
+    assert plain.generate(PROMPTS, max_new_tokens=16)[0].text == texts[1][0]
+    library = AutoModelForCausalLM.from_pretrained(again)
+    ids = torch.tensor([tokens])
+    causal = replace(plain.backbone.traits, attention="causal", block_size=None)
+    with torch.no_grad():
+        expected = library(ids, attention_mask=torch.ones_like(ids)).logits[0]
+    torch.testing.assert_close(compute_logits(plain.backbone, tokens, traits=causal), expected)
 
 
 def test_the_decoders_settings_are_in_the_generation_config(tmp_path: Path) -> None:
@@ -158,6 +218,17 @@ def test_a_model_that_does_not_fit_is_refused(
     assert main(["export", f"--ckpt_path={MODELS[name]}", f"--output={output}", f"--format={layout}"]) == 2
     assert words in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+def test_a_model_without_the_familys_shift_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "source", tmp_path / "exported"
+    assert main(["export", f"--ckpt_path={MODELS['dream-tiny']}", f"--output={source}"]) == 0
+    config = read(source / "config.json")
+    config["refusion_lit"] |= {"predictions": ["mask"], "decoder": {"class_path": "LLaDA"}}
+    (source / "config.json").write_text(json.dumps(config))
+    assert main(["export", f"--ckpt_path={source}", f"--output={output}", "--format=dream"]) == 2
+    assert "predicts mask_shifted, got" in capsys.readouterr().err
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     assert "without such files" in capsys.readouterr().err
     for place in (notes, notes / "below"):
         assert main(["report", str(run), f"--output={place}"]) == 2
-        assert f"output: expected a directory, got '{place}'; choose another" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "output: expected a directory" in error
+        assert str(place) in error
     assert notes.read_text() == "notes"
     assert not list(tmp_path.glob("*.svg"))
 

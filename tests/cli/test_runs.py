@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.resume import expand_resume
-from refusion_lit.cli.run_directory import claim
+from refusion_lit.cli.run_directory import Claim, claim
 from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.utils.files import acquire_lock, release_lock
 
@@ -265,7 +266,7 @@ def test_only_the_first_process_claims_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     monkeypatch.setenv(launcher, "1")
-    assert claim(tmp_path / "run") is None
+    assert claim(tmp_path / "run").lock is None
     assert not (tmp_path / "run").exists()
 
 
@@ -428,6 +429,10 @@ def test_a_run_that_fails_keeps_its_losses(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "quickstart" / "version_0" / "metrics.csv").is_file()
 
 
+RUN_OPTIONS: dict[str, Any] = {"trainer": {}, "model": {}, "data": {}, "ckpt_path": None}
+"""Options in the config of every run."""
+
+
 @pytest.mark.parametrize(
     ("inside", "named"),
     [("quickstart/version_0", "."), ("quickstart", "version_0"), ("quickstart/version_0", "../version_0")],
@@ -437,7 +442,7 @@ def test_a_run_is_named_from_inside_its_directory(
 ) -> None:
     run = tmp_path / "quickstart" / "version_0"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text("verbose: true\n")
+    (run / "config.yaml").write_text(yaml.safe_dump({**RUN_OPTIONS, "verbose": True}))
     monkeypatch.chdir(tmp_path / inside)
     args = expand_resume("test", [], named)
     assert args[1:4] == [f"--runs_dir={tmp_path}", "--run_name=quickstart", "--run_version=version_0"]
@@ -447,7 +452,7 @@ def test_a_folder_of_runs_is_refused_with_its_newest_run(tmp_path: Path) -> None
     for age, (version, option) in enumerate([("first", "fit"), ("second", "fit"), ("tested", "verbose")]):
         run = tmp_path / "quickstart" / version
         run.mkdir(parents=True)
-        (run / "config.yaml").write_text(f"{option}: true")
+        (run / "config.yaml").write_text(yaml.safe_dump({**RUN_OPTIONS, option: True}))
         os.utime(run, (1000 + age, 1000 + age))
     newest = tmp_path / "quickstart" / "second"
     with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give the newest run, {newest}"):
@@ -470,7 +475,7 @@ def test_a_name_that_is_no_text_is_refused_when_resumed(
 
 def test_the_commands_that_are_printed_are_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = tmp_path / "my runs" / "it's" / "version_0"
-    monkeypatch.setattr(RefusionCLI, "run_directory", run)
+    monkeypatch.setattr(RefusionCLI, "claim", Claim(run, created=[], lock=None))
     assert shlex.split(_how_to_resume("fit", ""))[-4:] == ["refusion-lit", "fit", "--resume", str(run)]
 
 

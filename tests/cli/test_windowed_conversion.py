@@ -20,6 +20,7 @@ WINDOW = 64
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"final_logit_softcapping": None, "head_dim": 8, "sliding_window_pattern": 2},
 }
 
@@ -50,6 +51,12 @@ def test_a_model_with_a_sliding_window_is_converted(model_type: str, tmp_path: P
     model = refusion_lit.load(source)
     assert model.backbone.window == WINDOW
     assert model.backbone.traits.predictions == ("next_token",)
+    ids = torch.arange(2, 2 + 2 * WINDOW).remainder(len(CHARACTERS))[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+        hidden = model.backbone.hidden_states(ids, torch.arange(ids.shape[1])[None], None)
+        logits = model.backbone.logits(hidden)[..., : expected.shape[-1]]  # without the new mask token
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     assert fit(tmp_path, source, WINDOW) in (None, 0)
     [checkpoint] = tmp_path.rglob("last.ckpt")
     converted = refusion_lit.load(checkpoint)

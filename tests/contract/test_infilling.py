@@ -68,13 +68,22 @@ def templates(draw: st.DrawFn, max_holes: int) -> tuple[int | None, ...]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, cls: type[Decoder], max_size: int = 4) -> tuple[Decoder, SamplingParams, list[Prompt]]:
-    """Draw a decoder that keeps given tokens, and prompts with and without them."""
+def cases(
+    draw: st.DrawFn,
+    cls: type[Decoder],
+    make: Callable[[Decoder], HashModel] | None = None,
+    temperature: float = 0.0,
+    max_size: int = 4,
+) -> tuple[Decoder, SamplingParams, list[Prompt]]:
+    """Draw a decoder that keeps given tokens, and prompts with and without them; given ends of a model come last."""
     decoder, sampling = draw(setups(cls))
     drawn_prompts = draw(prompts(max_size=max_size))
     assume(decoder.refusal(drawn_prompts[0]) is None)
     templated = [replace(p, given=draw(templates(sampling.max_new_tokens))) for p in drawn_prompts]
-    return decoder, sampling, [fill_until_accepted(decoder, prompt) for prompt in templated]
+    requests = [fill_until_accepted(decoder, prompt) for prompt in templated]
+    ends = set() if make is None else {*make(decoder).special_tokens.eos_token_ids}
+    assume(not any({*prompt.given[:-1]} & ends for prompt in requests))
+    return decoder, replace(sampling, temperature=temperature), requests
 
 
 def num_positions(model: FakeModel) -> int:
@@ -122,11 +131,9 @@ def test_given_tokens_stay_and_holes_are_filled(
     temperature: float,
     size: int,
 ) -> None:
-    decoder, sampling, drawn_prompts = data.draw(cases(cls))
-    sampling = replace(sampling, temperature=temperature)
+    decoder, sampling, drawn_prompts = data.draw(cases(cls, make, temperature))
     model, watcher = make(decoder), LastState()
     ends = model.special_tokens.eos_token_ids
-    assume(not any({*prompt.given[:-1]} & {*ends} for prompt in drawn_prompts))
     rows = decode(model, decoder, drawn_prompts, sampling, batch_size=size, callbacks=[watcher]).rows
     never = {model.special_tokens.mask_token_id, model.special_tokens.pad_token_id} - set(ends)
     for index, (prompt, row) in enumerate(zip(drawn_prompts, rows, strict=True)):
@@ -165,10 +172,7 @@ def test_a_row_is_what_it_is_alone(
     temperature: float,
     size: int,
 ) -> None:
-    decoder, sampling, drawn_prompts = data.draw(cases(cls))
-    sampling = replace(sampling, temperature=temperature)
-    ends = make(decoder).special_tokens.eos_token_ids
-    assume(not any({*prompt.given[:-1]} & {*ends} for prompt in drawn_prompts))
+    decoder, sampling, drawn_prompts = data.draw(cases(cls, make, temperature))
     rows = decode(make(decoder), decoder, drawn_prompts, sampling, batch_size=size).rows
     for prompt, row in zip(drawn_prompts, rows, strict=True):
         [alone] = decode(make(decoder), decoder, [prompt], sampling).rows
@@ -203,10 +207,8 @@ def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
     size: int,
 ) -> None:
     """As a schema's templates need it: drafts that were rejected, verified or edited must not mix two alternatives."""
-    decoder, sampling, drawn_prompts = data.draw(cases(cls))
-    sampling = replace(sampling, temperature=temperature)
+    decoder, sampling, drawn_prompts = data.draw(cases(cls, make, temperature))
     special = make(decoder).special_tokens
-    assume(not any({*prompt.given[:-1]} & {*special.eos_token_ids} for prompt in drawn_prompts))
     ids = range(special.vocab_size)
     sets = st.sets(st.sampled_from(sorted({*ids} - {*special.eos_token_ids, *special.banned_token_ids})), min_size=1)
     kept = []

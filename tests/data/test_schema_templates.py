@@ -67,10 +67,12 @@ def bounds(low: str, high: str, values: st.SearchStrategy[Any]) -> st.SearchStra
 
 TEXTS = st.text(st.characters(codec="utf-8", max_codepoint=0x2FF), max_size=6)
 CONSTANTS = st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from([0.5, -1e30]) | TEXTS
+LIMITS = st.integers(-5000, 5000) | st.sampled_from([-0.5, 0.25, 9.75, 2e7])
 NUMBERS = st.builds(
-    lambda kind, bound: {"type": kind, **bound},
+    lambda kind, bound, exclusive: {"type": kind, **bound, **exclusive},
     st.sampled_from(["integer", "number"]),
-    bounds("minimum", "maximum", st.integers(-5000, 5000) | st.sampled_from([-0.5, 0.25, 9.75, 2e7])),
+    bounds("minimum", "maximum", LIMITS),
+    st.just({}) | bounds("exclusiveMinimum", "exclusiveMaximum", LIMITS),
 )
 STRINGS = bounds("minLength", "maxLength", st.integers(0, 9)).map(lambda bound: {"type": "string", **bound})
 ENUMS = st.lists(CONSTANTS, min_size=1, max_size=4).map(lambda values: {"enum": values})
@@ -154,8 +156,11 @@ def is_impossible(schema: dict[str, Any]) -> bool:
     kinds = schema.get("type", [])
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if {"integer", "number"} & {*kinds}:
-        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-        if low > -math.inf and math.ceil(low) > high:
+        lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+        lows += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
+        highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
+        highs += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
+        if lows and max(lows) > min(highs, default=math.inf):
             return True
     if "string" in kinds and "enum" not in schema:
         most = schema.get("maxLength", math.inf)
@@ -276,6 +281,19 @@ def test_optional_objects_and_arrays_may_be_left_out_or_not(model: TextModel) ->
     assert {type(point.get("y", "")) for point in points} == {int, str, type(None)}
 
 
+def doubling(keyword: str) -> dict[str, Any]:
+    """Return a schema whose value has 2 ** 40 parts."""
+    definitions: dict[str, Any] = {
+        str(i): {
+            "type": "object",
+            "properties": {name: {"$ref": f"#/$defs/{i + 1}"} for name in "ab"},
+            keyword: ["a", "b"],
+        }
+        for i in range(40)
+    }
+    return {"$ref": "#/$defs/0", "$defs": definitions | {"40": {"const": 1}}}
+
+
 STRING = {"type": "string"}
 REFUSED = [
     (True, "values of any type in the schema"),
@@ -307,9 +325,16 @@ REFUSED = [
         "the reference '#' to itself",
     ),
     ({"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": STRING}}, "minLength beside $ref"),
+    ({"$ref": "#/$defs/a", "type": "integer", "$defs": {"a": STRING}}, "type beside $ref"),
+    ({"allOf": [STRING], "type": "integer"}, "type beside allOf"),
+    ({"anyOf": {"a": STRING}}, "anyOf without a list"),
+    ({"oneOf": [{"const": number} for number in range(201)]}, "oneOf with more than 200 options"),
+    ({"oneOf": [1, 2]}, "oneOf with options that may have a value in common"),
+    ({"$ref": 5}, "the reference '5'"),
     (STRING | {"pattern": "a"}, "pattern in the schema"),
     (STRING | {"minLength": 33}, "minLength 33 in the schema"),
     ({"type": "integer", "multipleOf": 2}, "multipleOf in the schema"),
+    ({"type": "integer", "minimum": 0, "exclusiveMinimum": True}, "exclusiveMinimum"),
     ({"type": "string", "enum": [1]}, "no value in the schema"),
     ({"const": 1, "enum": [2]}, "enum in the schema"),
 ]
@@ -327,6 +352,16 @@ def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextMode
     [
         ({"type": "object", "properties": [1]}, ".*wrong: "),
         ({"enum": 1}, ".*wrong: "),
+        ({"allOf": 5}, ".*allOf"),
+        ({"oneOf": [{"type": [[]]}, STRING]}, ".*wrong: "),
+        (doubling("required"), ".*more than 10000 values"),
+        (doubling("title"), ".*more than 10000 values"),  # no property is required
+        ({"anyOf": [STRING] * 100}, ".*more than 100000 tokens"),
+        ({"type": "array", "maxItems": 10**9, "items": {"const": 1}}, ".*more than 10000 values"),
+        (
+            {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}},
+            ".*(wrong: |nested too deeply)",
+        ),
         ({"enum": ["a" * 1000, *range(1000)]}, ".*more than 100000 tokens"),
         (
             {

@@ -330,7 +330,9 @@ def test_the_command_writes_scores_and_throughput(
     with monkeypatch.context() as context:
         context.setattr("os.access", lambda *_: False)
         assert main([*arguments, '--tasks=["local_sums"]', f"--output={output}"]) == 2
-    assert "output: expected a file in a directory that can be written" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "output: " in refusal
+    assert "can be written" in refusal
     assert sorted(tmp_path.iterdir()) == before
     assert main([*arguments, '--tasks=["local_sum"]']) == 2
     assert "tasks: expected names of the harness's tasks" in capsys.readouterr().err

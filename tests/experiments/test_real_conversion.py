@@ -40,7 +40,7 @@ def test_the_table_is_that_of_the_results(run: ModuleType, monkeypatch: pytest.M
     sys.modules.pop("table")
     results, longer = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("results", "longer"))
     expected = table.markdown(table.joined(results, longer))
-    num_decoders = {name: len(run.decoders_of(name)) for name in run.NAMES}
+    num_decoders = {name: len(run.make_decoders(name)) for name in run.NAMES}
     num_others = 2 + num_decoders["hybrid"] + 1  # the head, the longer training, the references
     assert expected.count("\n") == sum(num_decoders.values()) + num_others
     assert expected in (FOLDER / "table.md").read_text()

@@ -11,10 +11,15 @@ import pytest
 from cli.conftest import QUICKSTART
 from hardness.malformed import nested
 from refusion_lit.cli.generate import read_prompts
-from refusion_lit.cli.lightning import parse_only
+from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.reports.runs import read_runs
 from refusion_lit.utils.files import meta_path, read_yaml
+
+
+@pytest.fixture(scope="module")
+def fit_cli() -> RefusionCLI:
+    return parse_only("fit")
 
 
 def test_only_newlines_separate_prompts(tmp_path: Path) -> None:
@@ -121,24 +126,22 @@ def test_a_damaged_fingerprint_is_refused_and_the_predictions_kept(tmp_path: Pat
         (b"a: {b: 1, c: 2, b: 3}", r"b is given twice .*column 17"),
     ],
 )
-def test_yaml_without_options_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_yaml_without_options_is_refused(tmp_path: Path, fit_cli: RefusionCLI, content: bytes, message: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"^base: .*{message}") as refused:
         read_yaml(path, "base")
     assert str(path) in str(refused.value)
-    cli = parse_only("fit")
     with pytest.raises(ValueError, match=r"model.decoders.x: .*x\.yaml"):
-        cli.parse(cli.parser, ["fit", f"--model.decoders.x={path}"])
+        fit_cli.parse(fit_cli.parser, ["fit", f"--model.decoders.x={path}"])
 
 
 @pytest.mark.parametrize("content", [b"data: \xe9", b"data: !!timestamp x"])
-def test_an_invalid_config_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_config_is_refused_with_its_name(tmp_path: Path, fit_cli: RefusionCLI, content: bytes) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
-    cli = parse_only("fit")
     with pytest.raises(ValueError, match=r"config: .*x\.yaml is not"):
-        cli.parse(cli.parser, ["fit", "--config", QUICKSTART, f"--config={path}"])
+        fit_cli.parse(fit_cli.parser, ["fit", "--config", QUICKSTART, f"--config={path}"])
 
 
 @pytest.mark.parametrize(

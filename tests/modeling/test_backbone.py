@@ -32,6 +32,38 @@ SMALL: dict[str, Any] = {
 }
 # Norms and rotary angles are computed in float32 even in a float64 model.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+SOFTCAPS: dict[str, Any] = {
+    "attn_implementation": "eager",
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "query_pre_attn_scalar": 40,
+}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
+GRANITE: dict[str, Any] = {
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+}
+MIXTURE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 24}
 
 
@@ -116,13 +148,17 @@ def attention_by_hand(model: Backbone, ids: Tensor, positions: Tensor, mask: Ten
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 999), rows=st.integers(1, 2), length=st.integers(1, 7))
-def test_masks_say_what_is_seen(seed: int, rows: int, length: int) -> None:
+@given(
+    model_type=st.sampled_from(["qwen3", "gemma2"]), seed=st.integers(0, 999), rows=st.integers(1, 2),
+    length=st.integers(1, 7),
+)  # fmt: skip
+def test_masks_say_what_is_seen(model_type: str, seed: int, rows: int, length: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = draw_tokens(rows, length, seed)
     positions = torch.stack([torch.randperm(length, generator=generator) for _ in range(rows)])
     mask = (torch.rand(rows, length, length, generator=generator) < 0.5) | torch.eye(length, dtype=torch.bool)
-    one_layer = build_backbone(num_hidden_layers=1)
+    options = SOFTCAPS if model_type == "gemma2" else {}
+    one_layer = build_backbone(model_type, num_hidden_layers=1, **options)
     with torch.no_grad():
         expected = attention_by_hand(one_layer, ids, positions, mask)
         torch.testing.assert_close(one_layer.hidden_states(ids, positions, mask), expected, **CLOSE)
@@ -130,12 +166,14 @@ def test_masks_say_what_is_seen(seed: int, rows: int, length: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("fused_body", [True, False])
-def test_attention_implementations_agree(fused_body: bool) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "options", "fused_body"), [("qwen3", {}, True), ("qwen3", {}, False), ("gemma2", SOFTCAPS, False)]
+)
+def test_attention_implementations_agree(model_type: str, options: dict[str, Any], fused_body: bool) -> None:
     ids, positions = draw_tokens(2, 9), shuffled_positions(2, 9)
     mask = (torch.rand(2, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(9, dtype=torch.bool)
-    reference = build_backbone(dtype=torch.float32)
-    other = build_backbone(dtype=torch.float32, attn_implementation="flex_attention")
+    reference = build_backbone(model_type, torch.float32, **options)
+    other = build_backbone(model_type, torch.float32, **{**options, "attn_implementation": "flex_attention"})
     other.fused_body = fused_body
     assert (other.make_fused_body() is not None) == fused_body
     # Compiling flex attention takes 20 s on a CPU; its own program without it shows the same masks.
@@ -173,13 +211,28 @@ def test_attention_implementations_agree(fused_body: bool) -> None:
         ("phi3", {}),
         ("olmo2", {}),
         ("gemma", {}),
+        ("gemma2", {**SOFTCAPS, "sliding_window": 9}),
+        ("gemma3_text", {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 40}),
+        ("gemma4_text", GEMMA4),
+        ("vaultgemma", SOFTCAPS),
+        ("nanochat", {"final_logit_softcapping": 2.0}),
+        ("cohere", {"logit_scale": 0.2}),
+        ("cohere2", {"logit_scale": 0.2}),
+        ("granite", GRANITE),
+        ("granitemoe", {**GRANITE, **MIXTURE}),
+        ("hyperclovax", {"logits_scaling": 0.3}),
+        ("minicpm3", LATENT),
         ("gpt_neox", {}),
         ("gpt2", {}),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("mixtral", MIXTURE),
+        ("deepseek_v3", {**LATENT, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}),
+        ("gpt_oss", {**MIXTURE, "attn_implementation": "eager"}),
     ],
 )
 def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) -> None:
-    dtype = torch.float32 if model_type == "qwen3_moe" else torch.float64  # experts know no float64
+    has_experts = not {"num_experts", "num_local_experts", "n_routed_experts"}.isdisjoint(options)
+    dtype = torch.float32 if has_experts else torch.float64  # experts know no float64
     library = library_model(model_type, dtype, **options)
     model = Backbone(library, ModelTraits(), SPECIAL)
     close = {"rtol": 1e-4, "atol": 1e-4}
@@ -205,9 +258,7 @@ def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("model_type", "options", "reason"),
     [
-        ("gemma2", {"attn_implementation": "eager"}, r"final_logit_softcapping=30.0.*plain head"),
-        ("cohere", {}, r"logit_scale=0.0625"),
-        ("granite", {"logits_scaling": 8.0}, r"logits_scaling=8.0"),
+        ("qwen3", {"logits_scaling": 8.0}, r"logits_scaling=8.0"),
         ("mamba", {"attn_implementation": "eager"}, "takes no position ids"),
         ("bloom", {"n_head": 2, "n_layer": 1, "attn_implementation": "eager"}, "takes no position ids"),
     ],
@@ -229,7 +280,11 @@ def test_unknown_layer_types_are_refused() -> None:
 SLIDING = [
     ("mistral", {}),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
-    ("gemma3_text", {"final_logit_softcapping": None}),
+    ("gemma2", SOFTCAPS),
+    ("gemma3_text", {"final_logit_softcapping": 2.0}),
+    ("gemma4_text", GEMMA4),
+    ("cohere2", {"num_hidden_layers": 4}),
+    ("granite_swa", {**GRANITE, "attn_implementation": "eager"}),
 ]
 
 

@@ -174,6 +174,38 @@ def test_weights_for_images_are_refused_or_skipped_with_a_notice(
     assert "vision_tower.weight" in refusal(path, capfd)
 
 
+def test_an_adapter_for_drafting_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    """Linear self-speculation accepts what the model itself would write, so the text is the same without it."""
+    path = copied("nld-tiny", tmp_path)
+    (path / "linear_spec_lora").mkdir()
+    (path / "linear_spec_lora" / "adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="linear_spec_lora"):
+        refusion_lit.load(path)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_a_file_of_weights_outside_the_directory_is_refused(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = copied(name, tmp_path)
+    files = split(path)
+    outside = tmp_path / "model-2.safetensors"
+    (path / "model-2.safetensors").rename(outside)
+    files = {key: f"../{file}" if file == outside.name else file for key, file in files.items()}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert "../model-2.safetensors" in refusal(path, capfd)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_weight_of_another_shape_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = copied(name, tmp_path)
+    weights = load_file(path / "model.safetensors")
+    key = max((key for key in weights if "layers.1." in key and weights[key].ndim == 2), key=len)
+    weights[key] = weights[key][:-1].clone()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert "fit" in refusal(path, capfd) or "shape" in refusal(path, capfd)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
 def test_a_prompt_beyond_the_context_is_refused(name: str) -> None:
     model = refusion_lit.load(MODELS[name])

@@ -96,6 +96,15 @@ def test_a_config_takes_ids_and_size_from_the_tokenizer() -> None:
     assert backbone.traits == ModelTraits()
 
 
+def test_a_config_of_several_models_takes_the_vocabulary_from_the_tokenizer() -> None:
+    published = json.loads((MID.parents[1] / "published_2026/models/diffusion-gemma-tiny/config.json").read_text())
+    for name in ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id"):
+        published["text_config"].pop(name, None)
+    backbone = BackboneConfig(config=published).build(masked_tokenizer())
+    text = backbone.config.get_text_config()
+    assert text.vocab_size == len(masked_tokenizer()) == backbone.head.weight.shape[0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("source", [None, str(MID)])
 def test_weights_have_the_type_asked_for(dtype: Any, source: str | None) -> None:

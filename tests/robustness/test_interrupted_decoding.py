@@ -235,6 +235,47 @@ def test_generate_refuses_prompts_that_do_not_fit_before_any_is_decoded(
     assert not output.exists()
 
 
+def test_generate_killed_again_and_again_resumes_to_its_end(tmp_path: Path) -> None:
+    from refusion_lit.cli import generate
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{i}0+11>\n" for i in range(1, 9)))
+    model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+    args = ["generate", f"--ckpt_path={model}", f"--prompts={prompts}", "--max_new_tokens=16", "--batch_size=2"]
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "output.jsonl"
+    assert main([*args, f"--output={whole}"]) == 0
+
+    def die_at(write: int, *, torn: bool) -> Callable[[], None]:
+        """Return a patch that kills the process at a write: before the file counts the lines, or after."""
+
+        def patch() -> None:
+            generate._SECONDS_BETWEEN_WRITES = 0.0
+            write_meta, count = PredictionsFile._write_meta, 0
+
+            def dying(self: PredictionsFile) -> None:
+                nonlocal count
+                count += 1
+                if not torn or count < write:
+                    write_meta(self)
+                if count == write:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            PredictionsFile._write_meta = dying
+
+        return patch
+
+    num_lines = []
+    for number, (write, torn) in enumerate([(1, True), (1, False), (3, True), (2, False), (4, True)]):
+        resume = ["--resume"] if output.exists() else []
+        patch = die_at(write, torn=torn)
+        code = finished(start([*args, f"--output={output}", *resume], tmp_path / f"log{number}", patch))
+        assert code == -signal.SIGKILL, (tmp_path / f"log{number}").read_text()
+        num_lines.append(len(output.read_text().splitlines()))
+    assert num_lines[-1] > 2
+    assert main([*args, f"--output={output}", "--resume"]) == 0
+    assert sorted(_lines(output), key=lambda line: line["id"]) == sorted(_lines(whole), key=lambda line: line["id"])
+
+
 def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
     from refusion_lit.decoding import Generation  # noqa: F401 - loaded before the fork
 

@@ -204,6 +204,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # options, the field that is
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "chat template"),
     ({"extra_body": {"max_new_tokens": 4}}, "max_new_tokens", "refused"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "refused"),
+    ({"extra_body": {"frequency_penalty": False}}, "frequency_penalty", "refused"),
+    ({"extra_body": {"tools": ""}}, "tools", "list"),
+    ({"extra_body": {"tools": {}}}, "tools", "list"),
     ({"max_tokens": 4000}, "max_tokens", "at most 1024, got 4000"),
     ({"max_tokens": 0}, "max_tokens", "got 0"),
     ({"temperature": -1}, "temperature", "got -1"),
@@ -237,7 +240,16 @@ def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, 
 
 
 def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
-    neutral = {"logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "user": "me", "tools": []}
+    neutral = {
+        "logprobs": False,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "n": 1,
+        "user": "me",
+        "tools": [],
+        "metadata": {"run": "1"},
+        "extra_body": {"prompt_cache_key": "a", "safety_identifier": "b"},
+    }
     assert chat(client, "1+1", **neutral).choices
     turn: Any = {"role": "user", "content": "1+1", "name": None, "tool_calls": None}  # as in model_dump()
     answer = client.chat.completions.create(model=NAME, messages=[turn])

@@ -6,8 +6,11 @@ import contextlib
 import json
 import math
 import os
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -281,6 +284,48 @@ def test_a_second_signal_stops_at_once_and_the_exit_status_says_that_answers_wer
                 assert b"[DONE]" not in received
                 assert b"the server is stopping" in received or not received.endswith(b"0\r\n\r\n")
     assert "answers" in log.read_text().splitlines()[-1]
+
+
+def test_with_few_open_files_many_connections_stop_nobody_and_an_idle_server_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an interpreter that starts and ends as users' do: the limit of open files is read at its start."""
+    monkeypatch.setenv("REFUSION_LIT_API_KEY", "")
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "refusion_lit.cli", "serve", "--ckpt_path", str(MODEL), "--port", "0"]
+
+    def lower_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=lower_limit)
+    try:
+        wait_for(lambda: "running on" in log.read_text() or process.poll() is not None, 300)
+        url = log.read_text().partition("running on ")[2].split()[0]
+        wait_for(lambda: get_health(url) == 200)
+        port = int(url.rpartition(":")[2])
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                connection.sendall(b"GET / HTTP/1.1\r\n")
+            assert get_health(url) == 200
+        assert "Traceback" not in log.read_text()
+        before = read_cpu_seconds(process.pid)
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        assert usage.ru_utime + usage.ru_stime < before + 1
+        assert time.monotonic() < started + 20, "about a second where nothing else runs"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def read_cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_answers_that_end_in_time_leave_status_0_and_those_cut_by_the_limit_3(

@@ -21,7 +21,8 @@ with open(config["journal"], "a") as journal:
 print("working on", config["x"])
 if config.get("broken") == config["x"]:
     sys.exit("x is broken")
-time.sleep(config.get("seconds", 0))
+while config.get("waits_for") and not pathlib.Path(config["waits_for"]).exists():
+    time.sleep(0.05)
 place.mkdir(parents=True)
 if subcommand == "fit":
     (place / "checkpoints").mkdir()
@@ -42,7 +43,7 @@ def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
     if unknown := config.keys() - {
         "x",
         "journal",
-        "seconds",
+        "waits_for",
         "broken",
         "seed_everything",
         "group",
@@ -50,7 +51,7 @@ def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
         "ckpt_path",
     }:
         raise ValueError(f"{sorted(unknown)[0]} is not expected")
-    return {"seed_everything": 0, "seconds": 0, **config}
+    return {"seed_everything": 0, "waits_for": None, **config}
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_the_id_is_a_hash_of_the_resolved_config(tmp_path: Path) -> None:
         return [point.id for point in plan(Sweep(**options), tmp_path, resolve)]
 
     first = ids(options={"x": 1})
-    assert ids(options={"x": 1, "seconds": 0}) == first  # an explicit default
+    assert ids(options={"x": 1, "waits_for": None}) == first  # an explicit default
     assert ids(grid={"x": [2, 1, 1]})[1:] == first  # the same value from a grid; repeated values are one point
     assert ids(options={"x": 1, "runs_dir": "elsewhere"}) == first  # a location
     assert ids(options={"x": 1, "seed_everything": 1}) != first

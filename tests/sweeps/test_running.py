@@ -165,17 +165,24 @@ from sweeps.conftest import resolve
 from refusion_lit.sweeps.launchers import Local
 from refusion_lit.sweeps.points import Sweep
 from refusion_lit.sweeps.running import run
-sweep = Sweep(options={{"journal": {journal!r}, "seconds": 60}}, grid={{"x": [1, 2]}}, launcher=Local(num_workers=2))
+options = {{"journal": {journal!r}, "waits_for": {gate!r}}}
+sweep = Sweep(options=options, grid={{"x": [1, 2]}}, launcher=Local(num_workers=2))
 run(sweep, directory={directory!r}, resolve=resolve, command={command!r})
 """
 
 
 @pytest.fixture
-def driver(tmp_path: Path, command: list[str], journal: Path) -> subprocess.Popen[bytes]:
+def gate(tmp_path: Path) -> Path:
+    """Return the file that the driver's points wait for."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def driver(tmp_path: Path, command: list[str], journal: Path, gate: Path) -> subprocess.Popen[bytes]:
     """Return a sweep in its own process, with both points running."""
     tests = str(Path(__file__).parents[1])
     directory = str(tmp_path / "sweep")
-    text = DRIVER.format(tests=tests, journal=str(journal), directory=directory, command=command)
+    text = DRIVER.format(tests=tests, journal=str(journal), gate=str(gate), directory=directory, command=command)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL, env=environment)
     _wait_for(lambda: len(journal.read_text().splitlines()) == 2, seconds=120)  # three processes start
@@ -191,18 +198,53 @@ def test_an_interrupt_stops_whole_process_groups(driver: subprocess.Popen[bytes]
 
 
 def test_points_that_outlived_their_sweep_are_not_run_again(
-    driver: subprocess.Popen[bytes], tmp_path: Path, command: list[str], journal: Path
+    driver: subprocess.Popen[bytes], tmp_path: Path, command: list[str], journal: Path, gate: Path
 ) -> None:
     pids = [int(line.split()[2]) for line in journal.read_text().splitlines()]
     driver.kill()
     driver.wait(timeout=20)
     assert all(map(_alive, pids))
-    sweep = Sweep(options={"journal": str(journal), "seconds": 60}, grid={"x": [1, 2]})
+    sweep = Sweep(options={"journal": str(journal), "waits_for": str(gate)}, grid={"x": [1, 2]})
     shown = Console(file=io.StringIO())
     with pytest.raises(ValueError, match=r"resume: expected no process of an earlier sweep in .* still running"):
         run(sweep, directory=tmp_path / "sweep", resolve=resolve, resume=True, command=command, console=shown)
     for pid in pids:
         os.killpg(os.getpgid(pid), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_killed", [0, 1, 2])
+def test_a_killed_sweep_resumes_to_its_end(
+    tmp_path: Path, command: list[str], journal: Path, gate: Path, driver: subprocess.Popen[bytes], num_killed: int
+) -> None:
+    pids = [int(line.split()[2]) for line in journal.read_text().splitlines()]
+    groups = [os.getpgid(pid) for pid in pids]
+    driver.kill()
+    driver.wait(timeout=20)
+    for group in groups[:num_killed]:
+        os.killpg(group, signal.SIGKILL)
+    gate.touch()  # the others end by themselves
+    _wait_for(lambda: len([*tmp_path.glob("sweep/points/*/outcome.json")]) == 2 - num_killed)
+    _wait_for(lambda: not any(map(_alive, [*pids, *groups])))
+    options = {"options": {"waits_for": str(gate)}, "grid": {"x": [1, 2]}}
+    rows = _run(tmp_path, command, journal, resume=True, **options)
+    assert [(row["x"], row["status"], row["score"]) for row in rows] == [
+        (x, "finished", sign * x**2) for x in (1, 2) for sign in (1, -1)
+    ]
+    assert len(journal.read_text().splitlines()) == 2 + num_killed  # nothing that had ended ran again
+
+
+@pytest.mark.parametrize("content", [b"", b'{"results": {"a": ', b"[]", b'{"results": 3}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("name", ["test/results.json", "outcome.json"])
+def test_a_point_whose_results_are_damaged_runs_again(
+    tmp_path: Path, command: list[str], journal: Path, name: str, content: bytes
+) -> None:
+    before = _run(tmp_path, command, journal, grid={"x": [1, 2]})
+    (tmp_path / "sweep" / "points" / before[0]["point"] / name).write_bytes(content)
+    for file in ("sweep.json", "results.csv"):
+        (tmp_path / "sweep" / file).write_bytes(content)
+    rows = _run(tmp_path, command, journal, resume=True, grid={"x": [1, 2]})
+    assert [(row["point"], row["score"]) for row in rows] == [(row["point"], row["score"]) for row in before]
+    assert [line.split()[1] for line in journal.read_text().splitlines()] == ["1", "2", "1"]
 
 
 def test_a_worker_that_dies_without_a_result_is_a_failure(tmp_path: Path, journal: Path) -> None:

@@ -26,6 +26,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Autoregressive, BlockDraft, BlockMasked, DualStream, GatedDraft, Hybrid, Objective
 from refusion_lit.tasks import Additions
+from refusion_lit.types import SamplingParams
 from support.subclasses import concrete_subclasses
 from support.tiny import TINY_QWEN
 
@@ -78,6 +79,7 @@ def _module(objective: Objective, path: Path) -> Recorded:
         objective,
         optimizer=lambda groups: torch.optim.SGD([{**g, "weight_decay": 0.0} for g in groups], lr=LEARNING_RATE),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        sampling=SamplingParams(max_new_tokens=8),
     )
     module.path = path
     return module

@@ -24,12 +24,12 @@ class Sizes(Callback):
     """Records the slot size of each step."""
 
     def __init__(self) -> None:
-        self.found: dict[int, tuple[int, ...]] = {}
+        self.sizes: dict[int, tuple[int, ...]] = {}
 
     def on_train_batch_start(self, trainer: L.Trainer, module: SlotDiffusionModule, *_: object) -> None:  # type: ignore[override]
         objective = module.training_objective
         assert isinstance(objective, Zarya)
-        self.found[trainer.global_step] = objective.slot_sizes
+        self.sizes[trainer.global_step] = objective.slot_sizes
 
 
 def fitted(
@@ -48,10 +48,10 @@ def fitted(
 
 
 def test_sizes_follow_the_borders_and_a_resumed_run_ends_alike(tmp_path: Path) -> None:
-    whole, sizes = fitted(tmp_path / "whole")
-    assert sizes.found == {0: (1,), 1: (1,), 2: (1,), 3: (3,), 4: (3,), 5: (7,), 6: (7,), 7: (7,)}
+    whole, seen = fitted(tmp_path / "whole")
+    assert seen.sizes == {0: (1,), 1: (1,), 2: (1,), 3: (3,), 4: (3,), 5: (7,), 6: (7,), 7: (7,)}
     resumed, after = fitted(tmp_path / "resumed", checkpoint=tmp_path / "whole" / "step=3.ckpt")
-    assert after.found == {step: size for step, size in sizes.found.items() if step >= 3}
+    assert after.sizes == {step: size for step, size in seen.sizes.items() if step >= 3}
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], weight), name
 

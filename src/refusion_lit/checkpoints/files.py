@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -36,7 +37,23 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
 
     Raises:
         ValueError: If the file is missing, truncated or not a checkpoint, or a sharded checkpoint is incomplete or
-            names code that no checkpoint needs.
+            names code that no checkpoint needs. For a run's checkpoint, the message names the newest whole one.
+    """
+    file = _find_values(path)
+    try:
+        return _load(file, mmap=mmap)
+    except Exception as error:
+        reason = error_reason(error) if is_zipfile(file) else "it is truncated, or not what torch.save writes"
+        whole = newest_checkpoint([Path(path).parent]) if Path(path).parent.name == "checkpoints" else None
+        fix = f"give the newest whole checkpoint beside it, {whole}" if whole else "check the path, or give another"
+        raise ValueError(f"ckpt_path: {path} cannot be read as a checkpoint ({reason}); {fix}.") from error
+
+
+def _find_values(path: str | Path) -> Path:
+    """Return the file that holds a checkpoint's plain values; check that the checkpoint is there.
+
+    Raises:
+        ValueError: If the file is missing, or a sharded checkpoint is incomplete or unsafe.
     """
     if is_sharded_checkpoint(path):
         file = Path(path) / _PLAIN_VALUES
@@ -49,13 +66,11 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
         fix = "a Hugging Face directory to start from goes into model.backbone.source"
         require(not file.is_dir(), "ckpt_path", expected, f"the directory {path}", fix)
         require(file.is_file(), "ckpt_path", expected, f"{path}, which does not exist", "check the path")
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:
-        raise ValueError(
-            f"ckpt_path: {path} cannot be read as a checkpoint ({error_reason(error)}); check the path, or "
-            "give another."
-        ) from error
+    return file
+
+
+def _load(file: Path, *, mmap: bool) -> dict[str, Any]:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def model_source(source: str | Path) -> str:
@@ -85,7 +100,7 @@ def model_source(source: str | Path) -> str:
 
 
 def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Path | None:
-    """Return the newest readable checkpoint in some directories and below; ``None`` without any.
+    """Return the newest whole checkpoint in some directories and below; ``None`` without any.
 
     Among files with equal times, ``last.ckpt`` counts as the newest, because file systems' clocks tick too slowly to
     tell checkpoints of small models apart.
@@ -94,9 +109,23 @@ def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Pa
         folders: The directories.
         resumable: Leave out files that hold only weights (``save_weights_only``), from which no training resumes.
     """
+    return find_newest(folders, resumable=resumable)[0]
+
+
+def find_newest(folders: Sequence[Path], *, resumable: bool = False) -> tuple[Path | None, list[Path]]:
+    """Return the newest whole checkpoint, and the damaged checkpoints that are newer; see :func:`newest_checkpoint`."""
     paths = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
     paths.sort(key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"), reverse=True)
-    return next((path for path in paths if _is_readable(path, resumable=resumable)), None)
+    damaged = []
+    for path in paths:
+        try:
+            content = _load(_find_values(path), mmap=True)
+        except Exception:  # torch raises many types for a damaged file
+            damaged.append(path)
+            continue
+        if path.is_dir() or not resumable or "optimizer_states" in content:
+            return path, damaged
+    return None, damaged
 
 
 def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -117,11 +146,3 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         is_finite = bool(stored[name].isfinite().all())
         got = "infinities or NaN: the training had diverged"
         require(is_finite, "ckpt_path", f"finite weights in {name}", got, "take an earlier checkpoint")
-
-
-def _is_readable(path: Path, *, resumable: bool) -> bool:
-    try:
-        content = read_checkpoint(path, mmap=True)
-    except ValueError:
-        return False
-    return path.is_dir() or not resumable or "optimizer_states" in content

@@ -36,7 +36,7 @@ from refusion_lit.plugins import load_plugins
 from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal, ValidateLastStep
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.optimizer import is_slow_precision
-from refusion_lit.utils.files import read_yaml
+from refusion_lit.utils.files import read_yaml, require_writable
 from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
@@ -66,15 +66,13 @@ class RefusionCLI(LightningCLI):
     """LightningCLI with runs in ``runs/NAME/VERSION``, one-line errors, and checkpoints that override no option.
 
     Attributes:
-        run_directory: This process's run directory; ``None`` until the directory is chosen. The attribute belongs to
-            the class, because the constructor does the whole work and may raise.
-        claim: The right to write to the directory; ``None`` on processes that do not write to it.
+        claim: The run's directory; ``None`` until it is chosen. The attribute belongs to the class, because the
+            constructor does the whole work and may raise.
 
     Args:
         args: A subcommand and its options.
     """
 
-    run_directory: ClassVar[Path | None] = None
     _first_steps = (0, 0)  # the first step and the first validation that a resumed training logs
     claim: ClassVar[run_directory.Claim | None] = None
 
@@ -168,10 +166,10 @@ class RefusionCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         """Create the trainer: with our progress bar, the run directory's loggers, and atomic checkpoints."""
-        if self.run_directory is not None:
-            config["default_root_dir"] = str(self.run_directory)  # Lightning writes here without a logger
+        if self.claim is not None:
+            config["default_root_dir"] = str(self.claim.directory)  # Lightning writes here without a logger
             if config["logger"] is not False:  # the run's loggers first: trainer.log_dir is the directory of the first
-                loggers = run_directory.create_loggers(self.run_directory, self._first_steps, self.claim)
+                loggers = run_directory.create_loggers(self.claim, self._first_steps)
                 config["logger"] = [*loggers, *(_as_list(config["logger"]) if config["logger"] is not True else ())]
         user_callbacks = _as_list(config["callbacks"])
         if config["enable_progress_bar"] is not False and not _has(user_callbacks, ProgressBar):
@@ -190,7 +188,7 @@ class RefusionCLI(LightningCLI):
             raise ValueError(f"trainer: {error}") from error
         for callback in trainer.checkpoint_callbacks:
             # The directory holds this run alone: its last.ckpt is replaced, also after the directory was moved.
-            if isinstance(callback, ModelCheckpoint) and self.run_directory is not None:
+            if isinstance(callback, ModelCheckpoint) and self.claim is not None:
                 callback._enable_version_counter = False
             if isinstance(callback, ModelCheckpoint) and config["fast_dev_run"]:
                 callback.save_last = None  # Lightning saves it at the end all the same, in the working directory
@@ -257,8 +255,10 @@ class RefusionCLI(LightningCLI):
             require(is_free, "run_version", "a new run", f"{directory}, which holds {results}", fix)
         if not is_continued:
             self._first_steps = (0, 0)
+        if self.subcommand == "fit":
+            for folder in (directory / "checkpoints", *resume.list_dirpaths(config)):
+                require_writable(folder, "runs_dir" if folder.parent == directory else "trainer.callbacks.dirpath")
         RefusionCLI.claim = run_directory.claim(directory)
-        RefusionCLI.run_directory = directory
 
     def instantiate_classes(self) -> None:
         """Create trainer, model and data.

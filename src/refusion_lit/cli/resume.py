@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import Namespace
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
-from refusion_lit.cli.run_directory import PLACE
+from refusion_lit.checkpoints.files import find_newest, read_checkpoint
+from refusion_lit.cli.run_directory import METRICS, PLACE
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.training.callbacks import ADDED_VALIDATION, ValidateLastStep
 from refusion_lit.training.resume import count_finished_epochs
@@ -82,11 +83,15 @@ def _read_command(config: Path) -> str:
     The configs of ``validate`` and ``test`` are alike. A validation logs a validation loss; a test logs none.
     """
     values = read_yaml(config, "resume")
+    is_whole = {"trainer", "model", "data", "ckpt_path"} <= values.keys()
+    got = f"{config}, which lacks options and may be truncated"
+    fix = "restore it, or start with --config and the options of the run"
+    require(is_whole, "resume", f"the whole {CONFIG} that the run wrote", got, fix)
     if "return_predictions" in values:
         return "predict"
     if "verbose" not in values:
         return "fit"
-    metrics = config.with_name("metrics.csv")
+    metrics = config.with_name(METRICS)
     return "validate" if metrics.is_file() and ",val/" in read_text(metrics, "resume") else "test"
 
 
@@ -98,19 +103,27 @@ def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
     """
     folder = Path(config.runs_dir) / config.run_name
     folders = [folder / config.run_version if config.run_version and command == "fit" else folder]
-    for callback in config.trainer.callbacks or []:
-        dirpath = callback.get("init_args", Namespace()).get("dirpath")
-        folders += [Path(dirpath)] if dirpath else []
-    path = newest_checkpoint(folders, resumable=command == "fit")
+    folders += list_dirpaths(config)
+    path, damaged = find_newest(folders, resumable=command == "fit")
     if path is None and command != "fit":
         raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folders[0]}, found none; give its path.")
     if path is None and config.run_version:
         left = next(folders[0].rglob("*.ckpt"), None)
         fix = "remove it to start at the beginning, or name another run"
-        require(
-            left is None, "resume", "a whole checkpoint, with the optimizer's state", f"{left}, which is damaged", fix
-        )
+        got = f"{left}, which is damaged" if left in damaged else f"{left}, which holds only weights"
+        require(left is None, "resume", "a whole checkpoint, with the optimizer's state", got, fix)
+    if path is not None and damaged:
+        files = ", ".join(map(str, damaged))
+        rank_zero_warn(f"{files}: damaged, perhaps truncated; continuing from {path}, the newest whole checkpoint")
     return path
+
+
+def list_dirpaths(config: Namespace) -> list[Path]:
+    """List the directories that a config's callbacks save checkpoints in, instead of in the run's directory."""
+    callbacks = config.trainer.callbacks or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    paths = [callback.get("init_args", Namespace()).get("dirpath") for callback in callbacks]
+    return [Path(path) for path in paths if path]
 
 
 def check_unfinished(path: Path, trainer: Namespace) -> tuple[int, int]:

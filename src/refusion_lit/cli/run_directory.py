@@ -24,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
-from refusion_lit.reports.results import CONFIG, ENVIRONMENT, environment, read_config
+from refusion_lit.reports.results import CONFIG, ENVIRONMENT, RESULTS, environment, read_config
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import (
     Lock,
@@ -41,6 +41,7 @@ from refusion_lit.utils.require import require
 
 PLACE = ("runs_dir", "run_name", "run_version")
 """Options that name a run's directory."""
+METRICS = "metrics.csv"
 
 
 def check_names(run_name: str, run_version: str | None) -> None:
@@ -70,20 +71,22 @@ def next_version(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to write a run's directory, held by one process.
+    """A run's directory, with the right of one process to write there.
 
     Attributes:
         directory: The directory.
         created: Directories that this run created, the deepest first; empty if the run's directory existed.
-        lock: Lock against other processes.
+        lock: Lock against other processes; ``None`` on processes that do not write to the directory.
     """
 
     directory: Path
     created: list[Path]
-    lock: Lock
+    lock: Lock | None
 
     def release(self, *, failed: bool) -> None:
         """Unlock the directory; remove the directories of a run that failed without a result."""
+        if self.lock is None:
+            return
         release_lock(self.lock)
         if failed and self.created and all(map(_is_beginning, self.directory.rglob("*"))):
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -92,11 +95,8 @@ class Claim:
                     parent.rmdir()
 
 
-def claim(directory: Path) -> Claim | None:
-    """Create and lock a run's directory before any work.
-
-    Returns:
-        The claim; ``None`` on processes that do not write the directory.
+def claim(directory: Path) -> Claim:
+    """Create and lock a run's directory before any work; only the run's first process does so.
 
     Raises:
         ValueError: If nothing can be written there, or another run is writing there.
@@ -104,8 +104,12 @@ def claim(directory: Path) -> Claim | None:
     # Not Lightning's rank: Lightning reads it once on import, so that a forked process has the rank of its parent.
     rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
     if int(rank) > 0:
-        return None
+        return Claim(directory, [], None)
     created = [path for path in (directory, *directory.parents) if not path.exists()]
+    for name in (CONFIG, ENVIRONMENT, RESULTS, METRICS):
+        is_free = not (directory / name).is_dir()
+        got = f"{directory / name}, which is a directory"
+        require(is_free, "runs_dir", f"a place for the file {name}", got, "remove it, or choose another run_version")
     fix = "wait for it, or choose another name"
     try:
         lock = acquire_lock(directory / ".lock", "run_version", f"other process that writes to {directory}", fix)
@@ -249,17 +253,17 @@ _LENGTHS = {"trainer.max_steps", "trainer.max_epochs", "trainer.max_time"}
 """Options that a resumed run may change without a warning."""
 
 
-def create_loggers(directory: Path, first_steps: tuple[int, int], held: Claim | None) -> list[Logger]:
+def create_loggers(run: Claim, first_steps: tuple[int, int]) -> list[Logger]:
     """Return a run's loggers: TensorBoard if installed, and ``metrics.csv``.
 
     Args:
-        directory: The run's directory.
+        run: The run's directory.
         first_steps: ``metrics.csv`` keeps the rows before the first step, and validations before the second.
-        held: The right to write to the directory; ``None`` on processes that do not write to it.
     """
+    directory = run.directory
     place = {"save_dir": directory.parent.parent, "name": directory.parent.name, "version": directory.name}
     losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
-    if held is not None:
+    if run.lock is not None:
         losses._experiment = _MetricsWriter(losses.log_dir, first_steps)
     return [*([_Events(**place)] if find_spec("tensorboard") else []), losses]
 

@@ -61,7 +61,7 @@ def run(command: str, args: list[str]) -> int:
         warnings.filterwarnings("ignore", message=pattern)
     if "LOCAL_RANK" not in os.environ:
         os.environ.pop("REFUSION_LIT_RUN_VERSION", None)
-    RefusionCLI.run_directory = RefusionCLI.claim = None
+    RefusionCLI.claim = None
     failed = True
     try:
         with run_directory.quiet_writers():
@@ -125,8 +125,9 @@ def _fail(message: str, code: int) -> int:
 
 
 def _how_to_resume(command: str, options: str) -> str:
-    directory = RefusionCLI.run_directory
-    return "" if directory is None else f"; resume with: refusion-lit {command} --resume {_quoted(directory)}{options}"
+    if RefusionCLI.claim is None:
+        return ""
+    return f"; resume with: refusion-lit {command} --resume {_quoted(RefusionCLI.claim.directory)}{options}"
 
 
 def _print_results(cli: RefusionCLI) -> None:
@@ -136,10 +137,9 @@ def _print_results(cli: RefusionCLI) -> None:
     if cli.subcommand == "validate":
         for name, value in cli.trainer.callback_metrics.items():
             print(f"{name} {float(value):.6g}")
-    directory = RefusionCLI.run_directory
-    if cli.subcommand == "predict" and directory is not None:
+    if cli.subcommand == "predict" and RefusionCLI.claim is not None:
         decoder, *_ = cli.model.evaluation.decoders(cli.model.text_model()).values()
-        print(f"{type(decoder).__name__}: {_relative(directory / 'predictions.jsonl')}")
+        print(f"{type(decoder).__name__}: {_relative(RefusionCLI.claim.directory / 'predictions.jsonl')}")
     if cli.subcommand == "fit":
         path = last_checkpoint(cli.trainer)
         if path is not None:

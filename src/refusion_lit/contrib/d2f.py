@@ -147,7 +147,6 @@ class DiffusionForcing(Objective):
         t_min: Smallest mask probability, in (0, 1]; 0.3 in the paper's text, 0.2 in the released program.
         t_max: Largest mask probability, in [t_min, 1].
 
-    >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens

@@ -117,7 +117,6 @@ class StaggeredSets(Objective):
         pad_responses_to: Lengthen responses with EOS tokens to a multiple of this number, so that the decoding
             window may reach beyond the answer; ``None``: no lengthening.
 
-    >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens

@@ -32,17 +32,22 @@ MAX_STRING = 32
 """Maximum number of tokens in a string."""
 MAX_ITEMS = 4
 """Maximum number of items in an array without ``maxItems``."""
+MAX_VALUES = 10_000
+"""Maximum number of values of a schema, with those that may be left out, and all options of unions."""
+MAX_OPTIONS = 200
+"""Maximum number of schemas in ``oneOf``."""
 MAX_CHOICES = 100_000
-"""Maximum number of tokens in a value's alternatives."""
+"""Maximum number of tokens in the alternatives of a value, a union or an optional value."""
 MAX_TOTAL = 1_000_000
 """Maximum number of tokens in the alternatives of all values of a schema."""
 _NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _KINDS: dict[object, tuple[set[type], set[str]]] = {
     "object": ({dict}, {"properties", "required", "additionalProperties"}),
     "array": ({list}, {"items", "minItems", "maxItems"}),
     "string": ({str}, {"minLength", "maxLength"}),
-    "integer": ({int}, {"minimum", "maximum"}),
-    "number": ({int, float}, {"minimum", "maximum"}),
+    "integer": ({int}, _BOUNDS),
+    "number": ({int, float}, _BOUNDS),
     "boolean": ({bool}, set()),
     "null": ({NoneType}, set()),
 }
@@ -188,7 +193,7 @@ class TemplateCompiler:
         Raises:
             ValueError: If no template can guarantee the schema, or the tokenizer lacks a token.
         """
-        given, spans = self._lay_out(self._parts(_inline(schema), "the schema"))
+        given, spans = self._lay_out(self._value(schema, "the schema"))
         return self._constrain(given, [spans])
 
     def compile_call(
@@ -209,7 +214,7 @@ class TemplateCompiler:
         for name, schema in functions.items():
             head = f"{tool_format.before_name}{name}{tool_format.after_name}"
             begin = self._split_added(tool_format.begin + head)
-            parameters = self._parts(_inline(schema), f"the parameters of {name}")
+            parameters = self._value(schema, f"the parameters of {name}")
             templates.append(self._lay_out(chain(begin, parameters)))
         length = self._pad_templates(templates)
         places = list(zip(*(given for given, _ in templates), strict=True))
@@ -274,7 +279,17 @@ class TemplateCompiler:
         length = self._pad_templates(templates)
         for given, spans in templates:
             _cover(given, spans, [True] * length)
-        return Choice([spans for _, spans in templates], length)
+        choice = Choice([spans for _, spans in templates], length)
+        if _num_tokens(choice) > MAX_CHOICES:
+            raise _refusal(f"more than {MAX_CHOICES} tokens of possible values", "a union or an optional value")
+        return choice
+
+    def _value(self, schema: object, name: str) -> Iterator[Any]:
+        """Yield the text, spans and cases of a value of a whole schema, which may have references."""
+        whole = _inline(schema, schema, {}, ())
+        if _num_values(whole, {}) > MAX_VALUES:
+            raise _refusal(f"more than {MAX_VALUES} values", name)
+        yield from self._parts(whole, name)
 
     def _parts(self, schema: Any, name: str) -> Iterator[Any]:  # noqa: ANN401 - text, spans and cases
         """Yield the text, spans and cases of a value; ``name`` is for errors."""
@@ -326,6 +341,10 @@ class TemplateCompiler:
         for keyword in sorted(schema.keys() - _NOTES - {union}) + ["type"] * ("type" in schema):
             raise _refusal(f"{keyword} beside {union}", name)
         options = schema[union]
+        if not isinstance(options, list):
+            raise _refusal(f"{union} without a list", name)
+        if union == "oneOf" and len(options) > MAX_OPTIONS:  # every pair is compared
+            raise _refusal(f"oneOf with more than {MAX_OPTIONS} options", name)
         if union == "oneOf" and not all(_are_disjoint(*pair) for pair in combinations(options, 2)):
             raise _refusal("oneOf with options that may have a value in common", name)
         yield from self._cases(options, name)
@@ -401,8 +420,18 @@ class TemplateCompiler:
 
     def _number(self, schema: Mapping[str, Any], name: str) -> Span:
         """Return a span of an integer; if the type is ``number``, also of a number with up to two decimals."""
-        high = math.floor(schema.get("maximum", max(MAX_NUMBER, schema.get("minimum", 0))))
-        low = math.ceil(schema.get("minimum", min(-MAX_NUMBER, high)))
+        exclusive = {
+            keyword: schema[keyword] for keyword in ("exclusiveMinimum", "exclusiveMaximum") if keyword in schema
+        }
+        for keyword, bound in exclusive.items():
+            if isinstance(bound, bool):  # draft 4
+                raise _refusal(f"{keyword} without a number", name)
+        lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+        highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
+        lows += [math.floor(exclusive["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in exclusive else []
+        highs += [math.ceil(exclusive["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in exclusive else []
+        high = min(highs, default=max(MAX_NUMBER, *lows, 0))
+        low = max(lows, default=min(-MAX_NUMBER, high))
         if low > high:
             raise _refusal("no integer within its bounds", name)
         patterns = _numbers(low, high)
@@ -455,12 +484,13 @@ def _num_tokens(span: Span | Choice) -> int:
     return len(span) * len(span[0])
 
 
-def _inline(schema: Any, root: Any = None, path: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - any JSON value
+def _inline(schema: Any, root: Any, known: dict[str, Any], path: tuple[str, ...]) -> Any:  # noqa: ANN401 - any JSON value
     """Return a schema with its local references replaced by the schemas that they name.
 
     Args:
         schema: The schema.
-        root: The schema in which references are looked up; ``None``: the schema itself.
+        root: The schema in which references are looked up.
+        known: Schemas by the references that name them, filled by this function.
         path: References that led to the schema.
 
     Raises:
@@ -468,30 +498,52 @@ def _inline(schema: Any, root: Any = None, path: tuple[str, ...] = ()) -> Any:  
     """
     if not isinstance(schema, Mapping):
         return schema
-    root = schema if root is None else root
     rest = {keyword: value for keyword, value in schema.items() if keyword not in ("$defs", "definitions")}
-    if "$ref" in rest or ("allOf" in rest and len(rest["allOf"]) == 1):
+    only = rest["allOf"] if isinstance(rest.get("allOf"), list) and len(rest["allOf"]) == 1 else None
+    if "$ref" in rest or only is not None:
         keyword = "$ref" if "$ref" in rest else "allOf"
-        value = rest.pop(keyword)
-        for other in sorted(rest.keys() - _NOTES):
+        for other in sorted(rest.keys() - (_NOTES - {"type"}) - {keyword}):
             raise _refusal(f"{other} beside {keyword}", "the schema")
-        if keyword == "allOf":
-            return _inline(value[0], root, path)
-        if value in path:
-            raise _refusal(f"the reference {value!r} to itself", "the schema")
-        return _inline(_resolve(value, root), root, (*path, value))
+        if keyword == "allOf" and only is not None:
+            return _inline(only[0], root, known, path)
+        reference = str(rest["$ref"])
+        if reference in path:
+            raise _refusal(f"the reference {reference!r} to itself", "the schema")
+        if reference not in known:
+            known[reference] = _inline(_resolve(reference, root), root, known, (*path, reference))
+        return known[reference]
     for keyword in {*_UNIONS, "items"} & rest.keys():
         values = rest[keyword]
         is_list = isinstance(values, list)
-        rest[keyword] = [_inline(item, root, path) for item in values] if is_list else _inline(values, root, path)
+        options = [_inline(option, root, known, path) for option in (values if is_list else [values])]
+        rest[keyword] = options if is_list else options[0]
     if isinstance(rest.get("properties"), Mapping):
-        rest["properties"] = {name: _inline(value, root, path) for name, value in rest["properties"].items()}
+        rest["properties"] = {name: _inline(value, root, known, path) for name, value in rest["properties"].items()}
     return rest
 
 
-def _resolve(reference: object, root: Any) -> Any:  # noqa: ANN401 - any JSON value
+def _num_values(schema: Any, known: dict[int, int]) -> int:  # noqa: ANN401 - any JSON value
+    """Return the number of values that a schema without references describes.
+
+    Args:
+        schema: The schema; parts of it may be the same object.
+        known: Numbers of values by the identity of schemas, filled by this function.
+    """
+    if not isinstance(schema, Mapping):
+        return 1
+    if id(schema) not in known:
+        properties, items = schema.get("properties"), schema.get("items")
+        options = [option for union in _UNIONS if isinstance(schema.get(union), list) for option in schema[union]]
+        options += properties.values() if isinstance(properties, Mapping) else []
+        num_items = math.floor(schema.get("maxItems", max(schema.get("minItems", 0), MAX_ITEMS))) if items else 0
+        known[id(schema)] = 1 + sum(_num_values(option, known) for option in options)
+        known[id(schema)] += num_items * _num_values(items, known)
+    return known[id(schema)]
+
+
+def _resolve(reference: str, root: Any) -> Any:  # noqa: ANN401 - any JSON value
     """Return the schema that a reference names."""
-    start, *steps = str(reference).split("/")
+    start, *steps = reference.split("/")
     target = root
     for step in steps:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -503,21 +555,26 @@ def _resolve(reference: object, root: Any) -> Any:  # noqa: ANN401 - any JSON va
 
 def _are_disjoint(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON value
     """Return whether it is certain that no value has both schemas: by type, listed values, or a required property."""
+    if _have_no_common_value(first, second):
+        return True
+    if not all(isinstance(schema, Mapping) and schema.get("type") == "object" for schema in (first, second)):
+        return False
+    properties = [schema.get("properties") or {} for schema in (first, second)]
+    required = (
+        {*first.get("required", ())} & {*second.get("required", ())} & properties[0].keys() & properties[1].keys()
+    )
+    return any(_have_no_common_value(properties[0][name], properties[1][name]) for name in required)
+
+
+def _have_no_common_value(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON value
+    """Return whether the types or the listed values of two schemas differ."""
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         return False
     listed = [_listed(schema) for schema in (first, second)]
     if listed[0] is not None and listed[1] is not None:
         return not {*map(_normalize, listed[0])} & {*map(_normalize, listed[1])}
     kinds = [_kinds(schema, values) for schema, values in zip((first, second), listed, strict=True)]
-    if kinds[0] and kinds[1] and not kinds[0] & kinds[1]:
-        return True
-    if kinds != [{"object"}, {"object"}]:
-        return False
-    properties = [schema.get("properties") or {} for schema in (first, second)]
-    required = (
-        {*first.get("required", ())} & {*second.get("required", ())} & properties[0].keys() & properties[1].keys()
-    )
-    return any(_are_disjoint(properties[0][name], properties[1][name]) for name in required)
+    return bool(kinds[0]) and bool(kinds[1]) and not kinds[0] & kinds[1]
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:

@@ -31,6 +31,7 @@ from refusion_lit.reports.results import (
     CONCURRENT,
     RESULTS,
     environment,
+    parse_results,
     ran_concurrently,
     read_latency,
     with_class,
@@ -42,9 +43,9 @@ from refusion_lit.reports.write import report_results
 from refusion_lit.tasks.base import Task, score_response
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from refusion_lit.utils.errors import NothingToDoError
-from refusion_lit.utils.files import Fingerprint, read_object, write_atomically
-from refusion_lit.utils.require import require
+from refusion_lit.utils.errors import NothingToDoError, error_reason
+from refusion_lit.utils.files import Fingerprint, meta_path, read_object, write_atomically
+from refusion_lit.utils.require import OptionError, require
 
 _T = TypeVar("_T")
 _CALL_SHAPES = "call_shapes"
@@ -81,12 +82,43 @@ class _DecoderState:
 
     decoder: Decoder
     fingerprint: Fingerprint
-    file: PredictionsFile | None
-    done: set[str]
+    file: PredictionsFile | None = None
+    done: set[str] = field(default_factory=set)
     lines: list[dict[str, Any]] = field(default_factory=list)
     metrics: DecodingMetrics | None = None
     call_shapes: CallShapes | None = field(default_factory=CallShapes)
     is_warm: bool = False
+
+    def restore(self, file: PredictionsFile) -> None:
+        """Write to a file from now on, and continue from the predictions and counts in it.
+
+        Raises:
+            ValueError: If the counts of an interrupted test are damaged.
+        """
+        self.file = file
+        if self.metrics is None:
+            return
+        try:
+            counts = dict(file.state or {})
+            lines = counts.pop(_CALL_SHAPES, [] if not counts else None)
+            self.call_shapes = None if lines is None else CallShapes.from_lines(lines)
+            self.metrics.restore(counts)
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
+            file.close()
+            raise OptionError(
+                f"resume: expected the counts of an interrupted test in {meta_path(file.path)}, got damaged ones "
+                f"({error_reason(error)}); start again without resume.",
+                "resume",
+            ) from error
+        self.lines = file.kept
+
+
+def _reported_decoders(path: Path) -> set[str]:
+    """Return the decoders in a ``results.json``; none if the file is missing or damaged."""
+    with suppress(ValueError):
+        results = parse_results(read_object(path), path)
+        return set(results["results"]) if results else set()
+    return set()
 
 
 class Evaluation(L.Callback):
@@ -226,8 +258,8 @@ class Evaluation(L.Callback):
         for name, decoder in decoders.items():
             path = self._directory / (f"predictions_{name}.jsonl" if trainer.testing else "predictions.jsonl")
             self._running[name] = self._start(path, decoder, contents)
-        reported = read_object(self._directory / RESULTS).get("results") or {}
-        is_reported = trainer.strategy.broadcast(not trainer.testing or decoders.keys() <= reported.keys())
+        reported = _reported_decoders(self._directory / RESULTS)
+        is_reported = trainer.strategy.broadcast(not trainer.testing or decoders.keys() <= reported)
         if is_reported and all(len(state.done) == len(contents) for state in self._running.values()):
             raise NothingToDoError(f"the predictions in {self._directory} are complete; there is nothing left to do")
 
@@ -241,22 +273,22 @@ class Evaluation(L.Callback):
         settings = {name: v for name, v in options.items() if name == "class" or isinstance(v, int | float)}
         fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}
         file = error = None
+        state = _DecoderState(decoder=decoder, fingerprint=fingerprint)
+        if self._trainer.testing:
+            state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
+            state.call_shapes = CallShapes()
         if self._trainer.is_global_zero:
             try:
                 file = PredictionsFile(path, fingerprint, resume=self._resume)
+                state.restore(file)
             except ValueError as refusal:
                 error = refusal
         done, error = self._trainer.strategy.broadcast((file.done if file else set(), error))
         if error:
             raise error  # in every process, as none may wait for another
-        state = _DecoderState(decoder=decoder, fingerprint=fingerprint, file=file, done=set(done))
-        if self._trainer.testing:
-            state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
-            kept = dict((file and file.state) or {})
-            lines = kept.pop(_CALL_SHAPES, [] if not kept else None)
-            state.call_shapes = None if lines is None else CallShapes.from_lines(lines)
-            state.metrics.restore(kept)
-            state.lines = file.kept if file else []
+        state.done = set(done)
+        if state.metrics is not None and file is None:
+            state.metrics.restore({})
         return state
 
     def step(self, batch: PromptBatch) -> list[dict[str, Any]]:

@@ -120,8 +120,13 @@ def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = N
         ValueError: If the file has other contents or is a directory, or its directory does not exist.
     """
     require(file.suffix != ".gz", "output", "a name without .gz, as it is not compressed", str(file), "rename it")
-    is_kind = overwrite or read_fingerprint(file) is not None
+    is_kind = overwrite or read_fingerprint(file) is not None or _is_empty(file)
     require_free(file, "predictions of refusion-lit", is_kind=is_kind, source=source, fix="add --overwrite")
+
+
+def _is_empty(file: Path) -> bool:
+    """Return whether a file has no content, as if the process that created it was killed at once."""
+    return file.is_file() and file.stat().st_size == 0
 
 
 def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -189,7 +194,8 @@ class PredictionsFile:
             fix = "wait for it, or choose another file"
             self._lock = acquire_lock(lock, "output", f"other process that writes {path}", fix)
             try:
-                content = self._read() if resume and path.is_file() else b""
+                is_new = not path.is_file() or (_is_empty(path) and not meta_path(path).exists())
+                content = b"" if is_new or not resume else self._read()
                 self.done = {str(line["id"]) for line in self.kept}
                 path.open("a").close()  # if the file cannot be written, the meta file must stay as it is
                 self._write_meta()  # before the file is emptied, so that a kill never leaves a wrong number of lines

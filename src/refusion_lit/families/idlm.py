@@ -164,7 +164,6 @@ class Introspective(Objective):
             token, which the denominator counts nevertheless (the authors' trainer). ``response``: all response tokens;
             the prompt's last token predicts the first (NeMo AutoModel).
 
-    >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens

@@ -117,6 +117,13 @@ def _layout(repository: str, algorithm: str) -> ExportLayout:
                 block_size=32,
                 mask_token_id=156895,
             ),
+            Engine(
+                name="dInfer",
+                command="python eval_dinfer_sglang.py --model dInfer_eval --tasks gsm8k_llada_mini "
+                "--apply_chat_template "
+                "--model_args model_path={model},model_type=llada2,block_length={block_size},use_bd=True",
+                mask_token_id=156895,
+            ),
         ),
     )  # fmt: skip
 

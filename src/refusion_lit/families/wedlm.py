@@ -30,7 +30,7 @@ from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import random_subset, shift_left
-from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, register
+from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -78,6 +78,7 @@ register(
                 "entropy_threshold": "wedlm_entropy_threshold",
                 "position_penalty": "wedlm_pos_penalty_factor",
             },
+            engines=(Engine(name="the authors' engine, in its checkout", command="python example.py --model {model}"),),
         ),
     )
 )
@@ -228,7 +229,6 @@ class DualStream(Objective):
         block_size: Tokens per block, at least 1; decoders need not know it.
         ar_weight: Weight of the next-token term, relative to the masked term (``ar_loss_weight``), at least 0.
 
-    >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens

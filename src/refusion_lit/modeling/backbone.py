@@ -22,6 +22,7 @@ from refusion_lit.modeling.fused.body import FusedBody, check_invariant, is_know
 from refusion_lit.modeling.fused.linear import Linear, PackedWeights, dispatch_inference
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import CHUNK, KVCache
+from refusion_lit.modeling.logits import ChangedHead, LogitsChange
 from refusion_lit.modeling.lora import Adapters
 from refusion_lit.modeling.transformers_forward import library_states
 from refusion_lit.modeling.visibility import AttentionMask
@@ -59,6 +60,7 @@ class Backbone(nn.Module, LanguageModel):
             check_invariant(get_body(model), is_fused=fused_body)
         self.model = model
         self.config = model.config
+        self._logits_change = LogitsChange.read(model)
         self.traits = traits
         self.special_tokens = special_tokens
         self.drafter: Drafter | BlockDrafter | None = None
@@ -83,8 +85,13 @@ class Backbone(nn.Module, LanguageModel):
         return get_body(self.model)
 
     @property
-    def head(self) -> nn.Linear:
-        """The LM head."""
+    def head(self) -> nn.Linear | ChangedHead:
+        """The LM head, with the architecture's change of its logits."""
+        head = self._linear_head
+        return head if self._logits_change is None else ChangedHead(head, self._logits_change, head.weight)
+
+    @property
+    def _linear_head(self) -> nn.Linear:
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
@@ -120,13 +127,14 @@ class Backbone(nn.Module, LanguageModel):
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
         """Return a faster :meth:`logits` for one decode."""
-        head = self.head
+        head, change = self._linear_head, self._logits_change
         is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
         if not (is_plain and self.fused_body):
-            return head
-        return dispatch_inference(
+            return self.head
+        run = dispatch_inference(
             Linear([head.weight], [head.bias], self.packed, batch_invariant=self.batch_invariant), head
         )
+        return run if change is None else ChangedHead(run, change, head.weight)
 
     @property
     def forward_cost(self) -> float:
@@ -180,7 +188,8 @@ class Backbone(nn.Module, LanguageModel):
         if num_canvas and isinstance(body, DiffusionGemmaBody):
             assert isinstance(attention_mask, Tensor)
             assert is_conditioned is not None
-            return body.train_states(self.head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
+            head = self._linear_head
+            return body.train_states(head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
         return library_states(body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:
@@ -194,4 +203,5 @@ class Backbone(nn.Module, LanguageModel):
 def get_body(model: Any) -> nn.Module:  # noqa: ANN401 - a transformers model, or peft's wrapper around it
     """Return a model's transformer without the LM head."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return model.get_submodule(model.base_model_prefix)
+    prefix = model.base_model_prefix
+    return model.get_submodule(prefix if hasattr(model, prefix) else "model")  # Llama 4's text model has another prefix

@@ -33,17 +33,10 @@ _SIZES = (
     "max_position_embeddings",
 )
 _SUPPORTED = "use a model such as Llama, Qwen2 or Qwen3"
-_HEAD_CHANGES = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "output_multiplier_scale",
-    "lm_head_multiplier",
-)
 
 
 def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build a model type's config; vocabulary size and special ids default to the tokenizer's.
+    """Build a model type's config, whose vocabulary size and special ids default to the tokenizer's.
 
     Args:
         options: The config's options, ``model_type`` among them.
@@ -59,8 +52,11 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
+    values = defaults | dict(options)
+    if isinstance(values.get("text_config"), Mapping):  # a config of several models, such as DiffusionGemma's
+        values["text_config"] = defaults | dict(values["text_config"])
     try:
-        config = AutoConfig.for_model(**(defaults | dict(options)))
+        config = AutoConfig.for_model(**values)
     except Exception as error:  # transformers' checks raise errors of their own
         got = _last_line(error)
         raise ValueError(f"backbone.config: expected options that fit together, got {got}; drop one.") from error
@@ -285,17 +281,11 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
     Raises:
         ValueError: With the reason.
     """
-    config = model.config
+    config = model.config.get_text_config()
     name = type(model).__name__
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); {_SUPPORTED}.")
-    for option in _HEAD_CHANGES:
-        if getattr(config, option, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"backbone: {name} changes its logits after the head ({option}={getattr(config, option)!r}), "
-                "but logits are computed from the head alone here; use a model with a plain head."
-            )
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; {_SUPPORTED}.")
     other = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})

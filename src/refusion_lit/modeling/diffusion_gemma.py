@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.models.diffusion_gemma import modeling_diffusion_gemma as library
 
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.logits import softcap_logits
 from refusion_lit.modeling.transformers_forward import LibraryCache, layer_masks
 from refusion_lit.modeling.visibility import AttentionMask
 
@@ -37,9 +38,7 @@ class SoftcappedHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return logits."""
-        logits = super().forward(input)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.tanh(logits / self.softcap) * self.softcap
+        return softcap_logits(super().forward(input), self.softcap)
 
 
 class CanvasAttention(library.DiffusionGemmaDecoderTextAttention):

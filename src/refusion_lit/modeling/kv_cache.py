@@ -90,11 +90,12 @@ class KVCache:
         return sum(states.nbytes for states in chain(*self._stored))
 
     def store(
-        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token head dim"]
-    ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry head dim"]]:
+        self, layer: int, keys: Float[Tensor, "token head dim"], values: Float[Tensor, "token value_head value_dim"]
+    ) -> tuple[Float[Tensor, "row entry head dim"], Float[Tensor, "row entry value_head value_dim"]]:
         """Write a layer's keys and values as prepared and return the whole storage.
 
-        Keys and values may have different types: under autocast, rotary embeddings leave keys in float32.
+        Keys and values may have different types and sizes: under autocast, rotary embeddings leave keys in float32,
+        and latent attention stores a latent state and a rotary key.
         """
         if not self._stored[layer]:
             size = self.num_rows, self.capacity

@@ -42,7 +42,8 @@ class BackboneConfig:
         block_size: Number of tokens in a block, with ``attention: block_causal``.
         dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
         attn_implementation: Implementation of attention (``attn_implementation`` in transformers).
-            ``flex_attention`` is for training on GPUs; the fused backbone then decodes with ``sdpa``.
+            ``flex_attention`` is for training on GPUs; the fused backbone then decodes with ``sdpa``. With ``sdpa``,
+            architectures that transformers computes without it, such as Gemma 2, use ``eager``.
         fused_body: Decode with the fused backbone if it supports the architecture (Qwen2, Qwen3, Llama with
             ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). The
             hidden states are equal up to rounding, and small models decode about twice as fast. Training and

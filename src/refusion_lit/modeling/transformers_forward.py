@@ -88,6 +88,11 @@ def library_mask(
         return block_mask(mask, num_keys, position_ids.device)
     if implementation == "sdpa":
         return sdpa_mask(mask, num_keys, position_ids.device)
+    if implementation == "eager":  # which adds the mask to the scores, a bool mask as 0 and 1
+        visible = as_mask(mask, position_ids.device, num_keys)[:, None]
+        return torch.zeros(visible.shape, dtype=body.dtype, device=visible.device).masked_fill_(
+            ~visible, torch.finfo(body.dtype).min
+        )
     raise ValueError(
         f"attn_implementation: {implementation!r} cannot take the mask that this pattern or decoder needs; "
         "use 'sdpa' or 'flex_attention'."

@@ -32,6 +32,9 @@ from refusion_lit.modeling.source import ModelSource
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
+_DRAFT_ADAPTER = "linear_spec_lora"
+"""Directory of the adapter that Nemotron-Labs-Diffusion drafts with in linear self-speculation."""
+
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 disable_progress_bar()  # otherwise a bar for every load interrupts a program's output
@@ -48,7 +51,7 @@ def initialise_weights(
     return _from_config(
         config,
         dtype=dtype,
-        attn_implementation=attn_implementation,
+        attn_implementation=_supported_attention(config, attn_implementation),
         **_experts_options(dtype),
         trust_remote_code=trust_remote_code,  # without it transformers may ask on standard input
     )
@@ -81,7 +84,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
                 generation_config=source.generation_config,
                 revision=source.revision,
                 dtype=dtype,
-                attn_implementation=attn_implementation,
+                attn_implementation=_supported_attention(source.config, attn_implementation),
                 **_experts_options(dtype),
                 trust_remote_code=source.trust_remote_code,
                 weights_only=True,
@@ -94,6 +97,12 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             f"backbone.source: the weights of {source.name!r} cannot be loaded ({error_reason(error)}). They may be "
             "truncated or of another architecture than config.json says; fetch them again."
         ) from error
+    if (Path(source.name) / _DRAFT_ADAPTER).is_dir():
+        warnings.warn(
+            f"{source.name}: the adapter {_DRAFT_ADAPTER}, which only drafts, is not loaded; LinearSpeculation drafts "
+            "with the model itself and writes the same text, perhaps in more forward passes.",
+            stacklevel=2,
+        )
     model, report = loaded
     if loader is DiffusionGemmaForBlockDiffusion and (not shapes or any(name.startswith(VISION) for name in shapes)):
         warnings.warn(f"{source.name}: the vision tower is not loaded; the model reads text only.", stacklevel=2)
@@ -130,6 +139,16 @@ def _without_report() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_no_report)
+
+
+def _supported_attention(config: Any, implementation: str) -> str:  # noqa: ANN401 - one class per architecture
+    """Return the attention implementation to load: ``eager`` in place of ``sdpa`` for architectures without it.
+
+    sdpa knows neither softcaps (Gemma-2) nor sinks (GPT-OSS).
+    """
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    lacks_sdpa = implementation == "sdpa" and not getattr(architecture, "_supports_sdpa", True)
+    return "eager" if lacks_sdpa else implementation
 
 
 def _experts_options(dtype: torch.dtype) -> dict[str, str]:

@@ -101,6 +101,9 @@ class _Decoding:
         length = self.cache.get_seq_length()
         device = self.model.device
         visible = torch.ones(1, 1, len(tokens), length + len(tokens), dtype=torch.bool, device=device).tril(length)
+        if self.model.config._attn_implementation == "eager":  # which adds the mask to the scores
+            scores = torch.zeros_like(visible, dtype=self.model.dtype)
+            visible = scores.masked_fill(~visible, torch.finfo(self.model.dtype).min)
         output = self.model(
             input_ids=torch.tensor([tokens], device=device),
             position_ids=torch.tensor([list(positions)], device=device),

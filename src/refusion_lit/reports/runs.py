@@ -87,11 +87,13 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
         if not argument.exists():
             raise ValueError(f"RUN: expected the directory of a run or a sweep, got {argument}; check the path.")
         readable: dict[Path, Run] = {}
-        errors = []
+        errors, others = [], []
         for path in [argument] if argument.is_file() else _list_files(folder, RESULTS):
             try:
                 if (results := read_results(path)) is not None:
                     readable[path.resolve()] = _read_run(path.parent, folder, source, results, notes)
+                else:
+                    others.append(str(path))
             except ValueError as error:
                 errors.append(error)
                 reason = str(error).removeprefix(f"{path}: ")
@@ -99,7 +101,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
         if errors and not readable:
             raise errors[0]
         expected = f"the {RESULTS} of a finished `test` in {argument} or below"
-        require(bool(readable), "RUN", expected, None, "run `refusion-lit test` first")
+        got = f"{', '.join(others)}, which no `test` wrote" if others else "none"
+        require(bool(readable), "RUN", expected, got, "run `refusion-lit test` first")
         if argument.is_dir():
             notes += _note_failed_points(folder)
         runs |= readable

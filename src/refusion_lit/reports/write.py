@@ -31,7 +31,7 @@ from refusion_lit.reports.tables import (
     markdown_table,
     metric_columns,
 )
-from refusion_lit.utils.files import write_atomically
+from refusion_lit.utils.files import require_writable, write_atomically
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
@@ -82,8 +82,7 @@ def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[
     others = [name for name in [*names, _PLOT] if (directory / name).exists() and not (directory / _PLOT).exists()]
     fix = "choose another directory"
     require(not others, "output", "a report's directory, or one without such files", f"{directory} with {others}", fix)
-    is_folder = next(path for path in (directory, *directory.absolute().parents) if path.exists()).is_dir()
-    require(is_folder, "output", "a directory", str(directory), "choose another name, as this one leads to a file")
+    require_writable(directory, "output")
     files = dict(zip(names, [FORMATS[form][1](comparison) for form in formats], strict=True))
     files[_PLOT] = tradeoff_plot(comparison)
     for name, content in files.items():

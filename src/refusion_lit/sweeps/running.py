@@ -19,10 +19,17 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
-from refusion_lit.reports.results import read_latency, without_speeds
+from refusion_lit.reports.results import RESULTS, read_latency, read_results
 from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, Launcher, tail
 from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
-from refusion_lit.utils.files import acquire_lock, digest, read_object, write_atomically, write_json_atomically
+from refusion_lit.utils.files import (
+    acquire_lock,
+    digest,
+    read_object,
+    require_writable,
+    write_atomically,
+    write_json_atomically,
+)
 from refusion_lit.utils.require import require
 
 TableRow = dict[str, Any]
@@ -67,6 +74,7 @@ def run(
     console = console or Console(stderr=True)
     if directory.exists() and any(directory.iterdir()) and not resume:
         raise ValueError(f"directory: expected a new directory, got {directory}, which exists; add --resume.")
+    require_writable(directory, "directory")
     sweep.launcher.check()
     varies_threads = any(name.rpartition(".")[2] == "num_threads" for name in sweep.option_names)
     variable = os.environ.get("OMP_NUM_THREADS") if varies_threads else None
@@ -106,11 +114,20 @@ def run(
 
 
 def is_finished(directory: Path, point: Point) -> bool:
-    """Return whether a point has results, and its checkpoint is unchanged or missing."""
+    """Return whether a point has readable results, and its checkpoint is unchanged or missing."""
     folder = _folder(directory, point)
     now = _checkpoint_state(point)
     is_current = read_object(folder / POINT).get("checkpoint", now) == now or now == digest([])
-    return is_current and read_object(folder / OUTCOME).get("status") == "finished"
+    is_finished = is_current and read_object(folder / OUTCOME).get("status") == "finished"
+    return is_finished and bool(_read_results(folder))
+
+
+def _read_results(folder: Path) -> dict[str, Any]:
+    """Return the content of a point's ``results.json``; an empty mapping if the file is missing or damaged."""
+    try:
+        return read_results(folder / "test" / RESULTS) or {}
+    except ValueError:
+        return {}
 
 
 def _checkpoint_state(point: Point) -> str:
@@ -246,7 +263,7 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
     rows = []
     for point in points:
         folder = _folder(directory, point)
-        outcome = read_object(folder / OUTCOME) or {"status": "pending"}
+        outcome = {"status": "pending", **read_object(folder / OUTCOME)}
         common = {
             "point": point.id,
             "status": outcome["status"],
@@ -256,8 +273,8 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
             "error": outcome.get("error"),
             **{name: point.options.get(name) for name in option_names},
         }
-        results = read_object(folder / "test" / "results.json") if outcome["status"] == "finished" else {}
-        for decoder, figures in (without_speeds(results).get("results") or {None: {}}).items():
+        results = _read_results(folder) if outcome["status"] == "finished" else {}
+        for decoder, figures in (results.get("results") or {None: {}}).items():
             reasons = "; ".join((results.get("mismatches") or {}).get(decoder, [])) if figures else None
             options = (results.get("decoders") or {}).get(decoder) or {}
             speeds = read_latency(results).get(decoder) if figures and decoder else None

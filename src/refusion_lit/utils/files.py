@@ -53,9 +53,11 @@ def atomic_writer(path: str | Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         unfinished.replace(target)
     except BaseException as error:
-        unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a failed write, as on a full disk, names no file
-            error.filename = str(target)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        # A failed write, as on a full disk, names no file; other failures name the hidden file.
+        if isinstance(error, OSError) and error.filename in (None, str(unfinished)):
+            error.filename, error.filename2 = str(target), None
         raise
     with suppress(OSError):  # sync the renaming too, on systems that let a directory be opened
         descriptor = os.open(target.parent, os.O_RDONLY)
@@ -107,8 +109,7 @@ def require_free(
     """
     directory = output.resolve().parent
     require(directory.is_dir(), "output", "a file in a directory that exists", str(output), f"create {directory} first")
-    is_writable = os.access(directory, os.W_OK)
-    require(is_writable, "output", "a file in a directory that can be written", str(output), "choose another directory")
+    require_writable(directory, "output")
     require(not output.is_dir(), "output", "a file", str(output), "name a file in that directory")
     is_other = source is None or output.resolve() != Path(source).resolve()
     require(is_other, "output", "another file than the one that is read", str(output), "choose another name")
@@ -118,9 +119,25 @@ def require_free(
 
 
 def require_empty(output: Path) -> None:
-    """Refuse an output directory that is a file or is not empty."""
+    """Refuse an output directory that is a file, is not empty or cannot be written."""
     is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
     require(is_free, "output", "a new or empty directory", str(output), "choose another directory")
+    require_writable(output, "output")
+
+
+def require_writable(directory: Path, option: str) -> None:
+    """Refuse a directory that cannot be written, or cannot be created; called before work starts.
+
+    Args:
+        directory: The directory, which need not exist.
+        option: The option that names it.
+    """
+    exists = next(path for path in (directory.resolve(), *directory.resolve().parents) if path.exists())
+    is_writable = exists.is_dir() and os.access(exists, os.W_OK | os.X_OK)
+    reason = "may not be written" if exists.is_dir() else "is a file"
+    require(
+        is_writable, option, "a directory that can be written", f"{directory}: {exists} {reason}", "choose another one"
+    )
 
 
 def read_text(path: str | Path, option: str, expected: str = "a file") -> str:

@@ -72,10 +72,10 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     stored = vars(config or model.generation_config)
     asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
-    own = {} if asked.get("do_sample") else vars(model.generation_config)  # what the model brings along is no request
-    unused = {name for name in of_sampling - {*kwargs} if asked.get(name) == own.get(name)}
+    kept = {} if asked.get("do_sample") else vars(model.generation_config)  # what the model brings along is no request
+    unused = {name for name in of_sampling - {*kwargs} if asked.get(name) == kept.get(name)}
     # A server copies the model's do_sample: it says nothing about a temperature that a request sets beside it.
-    is_greedy = asked.get("do_sample") is False and ("do_sample" in kwargs or own.get("do_sample") is not False)
+    is_greedy = asked.get("do_sample") is False and ("do_sample" in kwargs or kept.get("do_sample") is not False)
     unused |= {"temperature"} if is_greedy and asked.get("temperature") == 1 else set()
     for name, value in asked.items():
         is_neutral = value is None or value is False or neutral.get(name) == value
@@ -203,7 +203,7 @@ class _Decoding:
         while len(self.text) - length < self.limit:
             room = self.limit - (len(self.text) - length) - 1
             drafts = drafts[:room]
-            exact, found = self.forward(drafts, num_masks=0 if drafts else min(len(self.drafter.masks), room))
+            exact, drafted = self.forward(drafts, num_masks=0 if drafts else min(len(self.drafter.masks), room))
             accepted = next((i for i, token in enumerate(drafts) if token != exact[i]), len(drafts))
             final = exact[: accepted + 1]
             end = next((i for i, token in enumerate(final) if token in self.eos), None)
@@ -216,7 +216,7 @@ class _Decoding:
             num_wrong = self.cache.get_seq_length() - (len(self.text) - 1)
             if num_wrong:
                 self.cache.crop(-num_wrong)
-            drafts = found
+            drafts = drafted
         return self.text[length:]
 
     def forward(self, drafts: list[int], num_masks: int) -> tuple[list[int], list[int]]:

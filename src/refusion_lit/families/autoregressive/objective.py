@@ -20,7 +20,6 @@ class Autoregressive(Objective):
     The prompt's last token predicts the first response token; without a prompt, the first token is no target. The only
     term, ``ar``, is the mean cross-entropy over all labelled tokens of the batch.
 
-    >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> from refusion_lit.noise import KeyedNoise
     >>> from refusion_lit.types import SpecialTokens

@@ -140,6 +140,7 @@ register(
                     name="dInfer",
                     command="python eval_dinfer.py --model dInfer_eval --tasks gsm8k_llada "
                     "--model_args model_path={model},block_length=32",
+                    mask_token_id=126336,
                 ),
             ),
         ),

@@ -1,0 +1,102 @@
+"""Changes to logits after the LM head: the scales and softcaps of some architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SOFTCAPPED = ("beam", "gemma2", "gemma3_text", "gemma4_text", "nanochat", "vaultgemma")
+"""Architectures that softcap their logits by ``final_logit_softcapping``."""
+
+_MULTIPLIED = {"cohere": "logit_scale", "cohere2": "logit_scale", "hyperclovax": "logits_scaling"}
+"""Option that multiplies the logits, by architecture."""
+
+_DIVIDED = ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "minicpm3")
+"""Architectures that divide their logits by ``logits_scaling``."""
+
+_OPTIONS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+)
+
+
+def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
+    """Limit logits to ±``softcap`` by a hyperbolic tangent, in float32 or higher precision.
+
+    >>> [round(logit, 3) for logit in softcap_logits(torch.tensor([0.0, 30.0, 3000.0]), 30.0).tolist()]
+    [0.0, 22.848, 30.0]
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.tanh(logits / softcap) * softcap
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsChange:
+    """What an architecture does to the logits of its LM head.
+
+    Attributes:
+        factor: Multiplies the logits.
+        softcap: Limits the logits, see :func:`softcap_logits`; ``None``: no limit.
+    """
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def read(cls, model: Any) -> LogitsChange | None:  # noqa: ANN401 - a transformers model, or peft's wrapper
+        """Return the change that a model's config states; ``None`` if the head's logits are the model's.
+
+        Raises:
+            ValueError: If the config changes the logits in a way that is not known for the architecture.
+        """
+        config = model.config
+        if config.model_type == "diffusion_gemma":  # whose head changes its logits here
+            return None
+        config = config.get_text_config()
+        kind, name = config.model_type, type(model).__name__
+        values = {option: getattr(config, option, None) for option in _OPTIONS}
+        active = {option: value for option, value in values.items() if value not in (None, 1, 1.0)}
+        factor, softcap = 1.0, None
+        if kind in _SOFTCAPPED:
+            softcap = active.pop("final_logit_softcapping", None)
+        if kind in _MULTIPLIED:
+            factor = active.pop(_MULTIPLIED[kind], 1.0)
+        if kind in _DIVIDED:
+            factor = 1.0 / active.pop("logits_scaling", 1.0)
+        for option, value in active.items():
+            raise ValueError(
+                f"backbone: expected {name} to take its logits from the head, or to change them in a known way, got "
+                f"{option}={value!r}; use a model with a plain head."
+            )
+        return None if (factor, softcap) == (1.0, None) else cls(factor, softcap)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the changed logits."""
+        logits = logits if self.factor == 1.0 else logits * self.factor
+        return logits if self.softcap is None else softcap_logits(logits, self.softcap)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedHead:
+    """An LM head together with the change of its logits.
+
+    Attributes:
+        linear: Maps hidden states to the head's logits.
+        change: The change.
+        weight: The head's weights.
+    """
+
+    linear: Callable[[Tensor], Tensor]
+    change: LogitsChange
+    weight: Tensor
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return logits."""
+        return self.change(self.linear(hidden))

@@ -1,0 +1,207 @@
+"""Random models, prompts and settings: block decoders give the texts and forwards of slow programs without a cache.
+
+The programs follow the rules of the authors' programs (LLaDA2.0, LLaDA2.1, SDAR), in a few lines of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from refusion_lit.decoding import BlockDiffusion, Decoder, TokenEditing, decode
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from support.example_counts import examples
+from support.fakes import MASK, SPECIAL, VOCAB
+from support.slow_decoding import cut
+
+ENDS = SPECIAL.eos_token_ids
+BANNED = [token for token in SPECIAL.banned_token_ids if token < VOCAB]
+WORDS = [token for token in range(SPECIAL.vocab_size) if token not in {*BANNED, *ENDS}]
+Run = tuple[list[int], int]
+"""A text up to its first EOS, and the number of forwards."""
+Choice = Callable[[dict[int, Tensor], int], list[int]]
+"""Places to unmask, from log-probabilities by place and the step's quota."""
+
+
+@cache
+def make_backbone(block_size: int, seed: int, scale: float) -> Backbone:
+    """Return a random model that never prefers a token that no decoder draws."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model("llama", vocab_size=VOCAB, **sizes, initializer_range=0.5)
+        library = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
+    traits = ModelTraits(attention="block_causal", block_size=block_size, predictions=("mask", "visible"))
+    backbone = Backbone(library, traits, SPECIAL)
+    penalty = torch.zeros(VOCAB, dtype=torch.float64)
+    penalty[BANNED] = -200
+    backbone.model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * scale + penalty)
+    return backbone
+
+
+def log_probabilities(backbone: Backbone, text: list[int]) -> Tensor:
+    size = backbone.traits.block_size
+    assert size is not None
+    blocks = torch.arange(len(text)) // size
+    visible = blocks[:, None] >= blocks
+    hidden = backbone.hidden_states(torch.tensor([text]), torch.arange(len(text))[None], visible[None])
+    return backbone.logits(hidden)[0].log_softmax(-1)
+
+
+def begin(prompt: tuple[int, ...], length: int, size: int) -> list[int]:
+    """Return prompt and masks up to the end of a block."""
+    total = -(-(len(prompt) + length) // size) * size
+    return [*prompt, *[MASK] * (total - len(prompt))]
+
+
+def edited(
+    backbone: Backbone, prompt: tuple[int, ...], length: int, *, size: int, threshold: float, edit_threshold: float,
+    max_post_steps: int, num_filled: int, stops: bool,
+) -> Run:  # fmt: skip
+    """LLaDA2.1: fill masks and edit tokens in the same forward; repeat without masks until nothing changes."""
+    text, num_forwards, start = begin(prompt, length, size), 0, len(prompt)
+    for block in range(start // size, len(text) // size):
+        stop, num_post_steps = (block + 1) * size, 0
+        places = range(max(block * size, start), stop)
+        while True:
+            masks = [place for place in places if text[place] == MASK]
+            if not masks:
+                num_post_steps += 1
+                if num_post_steps > max_post_steps:
+                    break
+            best = log_probabilities(backbone, text[:stop]).max(-1)
+            num_forwards += 1
+            likely = {place: best.values[place].exp().item() for place in places}
+            filled = [place for place in masks if likely[place] > threshold]
+            if len(filled) < num_filled:
+                filled = sorted(masks, key=lambda place: -likely[place])[:num_filled]
+            changed = filled + [
+                place for place in places
+                if place not in masks and best.indices[place] != text[place] and likely[place] > edit_threshold
+            ]  # fmt: skip
+            for place in changed:
+                text[place] = int(best.indices[place])
+            if not masks and not changed:
+                break
+        if stops and {*ENDS} & {*text[start:stop]}:
+            break
+    return cut(text[start : start + length], ENDS), num_forwards
+
+
+def denoised(
+    backbone: Backbone, prompt: tuple[int, ...], length: int, *, size: int, num_steps: int, choose: Choice
+) -> Run:
+    """LLaDA2.0 and SDAR: unmask by a rule, at least the step's share; count the forwards until the text is final."""
+    text, start = begin(prompt, length, size), len(prompt)
+    writes: list[list[int]] = []
+    for block in range(start // size, len(text) // size):
+        stop = (block + 1) * size
+        for step in range(num_steps):
+            masks = [place for place in range(block * size, stop) if text[place] == MASK]
+            if not masks:
+                break
+            scores = log_probabilities(backbone, text[:stop])
+            quota = size // num_steps + (step < size % num_steps)
+            chosen = choose({place: scores[place] for place in masks}, quota)
+            for place in chosen:
+                text[place] = int(scores[place].argmax())
+            writes.append(chosen)
+        assert MASK not in text[:stop]
+        if {*ENDS} & {*text[start:stop]}:
+            break
+    output = cut(text[start : start + length], ENDS)
+    return output, max(i + 1 for i, places in enumerate(writes) if min(places) < start + len(output))
+
+
+def by_threshold(threshold: float) -> Choice:
+    def choose(scores: dict[int, Tensor], quota: int) -> list[int]:
+        above = [place for place, score in scores.items() if score.max().exp() > threshold]
+        best = sorted(scores, key=lambda place: -scores[place].max().item())[:quota]
+        return above if len(above) >= quota else best
+
+    return choose
+
+
+def leftmost(scores: dict[int, Tensor], quota: int) -> list[int]:
+    return sorted(scores)[:quota]
+
+
+def by_entropy(bound: float) -> Choice:
+    def choose(scores: dict[int, Tensor], quota: int) -> list[int]:
+        entropies = {place: -(score.exp() * score).sum().item() for place, score in scores.items()}
+        ranked = sorted(entropies, key=lambda place: entropies[place])
+        sums = [sum(entropies[place] for place in ranked[: i + 1]) for i in range(len(ranked))]
+        return ranked[: max(1, sum(total < bound for total in sums))]
+
+    return choose
+
+
+TEXTS = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=11).map(tuple), min_size=1, max_size=4)
+MODELS = st.builds(
+    make_backbone, block_size=st.sampled_from([2, 4, 5, 8]), seed=st.integers(0, 9), scale=st.sampled_from([0.3, 1, 3])
+)
+
+
+def check(
+    backbone: Backbone, decoder: Decoder, prompts: list[tuple[int, ...]], length: int, reference: Callable[..., Run],
+    **options: Any,
+) -> None:  # fmt: skip
+    """Compare a batch with the slow program, prompt by prompt."""
+    batch = [Prompt(token_ids=tokens, id=str(i)) for i, tokens in enumerate(prompts)]
+    rows = decode(backbone, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=3).rows
+    size = backbone.traits.block_size
+    for tokens, row in zip(prompts, rows, strict=True):
+        assert (row.token_ids, row.num_forwards) == reference(backbone, tokens, length, size=size, **options)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    backbone=MODELS, prompts=TEXTS, length=st.integers(1, 20), threshold=st.sampled_from([0.0, 0.2, 0.5, 0.9]),
+    edit_threshold=st.sampled_from([0.0, 0.3, 0.6, 1.0]), max_post_steps=st.sampled_from([0, 1, 2, 16]),
+    num_filled=st.integers(1, 3), stops=st.booleans(),
+)  # fmt: skip
+@torch.no_grad()
+def test_token_editing(
+    backbone: Backbone, prompts: list[tuple[int, ...]], length: int, threshold: float, edit_threshold: float,
+    max_post_steps: int, num_filled: int, stops: bool,
+) -> None:  # fmt: skip
+    """LLaDA2.1's quality (0.7/0.5) and speed (0.5/none) modes are among such settings."""
+    decoder = TokenEditing(
+        block_size=backbone.traits.block_size or 0, mask_threshold=threshold, edit_threshold=edit_threshold,
+        max_post_steps=max_post_steps, min_num_filled=num_filled, stop_at_eos=stops,
+    )  # fmt: skip
+    check(
+        backbone, decoder, prompts, length, edited, threshold=threshold, edit_threshold=edit_threshold,
+        max_post_steps=max_post_steps, num_filled=num_filled, stops=stops,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["dynamic", "static", "sequential", "entropy_bounded"])
+@settings(max_examples=examples(30), deadline=None)
+@given(backbone=MODELS, prompts=TEXTS, length=st.integers(1, 20), num_steps=st.integers(1, 8), bound=st.floats(0, 0.95))
+@torch.no_grad()
+def test_block_diffusion(
+    backbone: Backbone, prompts: list[tuple[int, ...]], length: int, num_steps: int, bound: float, rule: str
+) -> None:
+    size = backbone.traits.block_size or 0
+    num_steps = min(num_steps, size)
+    if rule == "entropy_bounded":
+        decoder = BlockDiffusion(block_size=size, sampling_rule="entropy_bounded", entropy_bound=4 * bound)
+        check(backbone, decoder, prompts, length, denoised, num_steps=size, choose=by_entropy(4 * bound))
+        return
+    if rule == "sequential":
+        decoder = BlockDiffusion(block_size=size, sampling_rule="sequential", num_steps=num_steps)
+        check(backbone, decoder, prompts, length, denoised, num_steps=num_steps, choose=leftmost)
+        return
+    threshold = 1.0 if rule == "static" else bound
+    decoder = BlockDiffusion(block_size=size, num_steps=num_steps, threshold=threshold)
+    check(backbone, decoder, prompts, length, denoised, num_steps=num_steps, choose=by_threshold(threshold))
