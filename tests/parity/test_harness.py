@@ -161,8 +161,9 @@ def test_whole_tasks(kind: str, template: str, tmp_path: Path, monkeypatch: pyte
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        names = tokenizer.get_vocab()
-        model.lm_head.weight[[token for name, token in names.items() if name.startswith("<0x")]] = 0
+        unwritten = [token for name, token in tokenizer.get_vocab().items() if name.startswith("<0x")]
+        unwritten += [] if tokenizer.pad_token_id is None else [tokenizer.pad_token_id]  # our decoders never write it
+        model.lm_head.weight[unwritten] = 0
     model.config.max_position_embeddings = 2048
     model.save_pretrained(folder)
     if template == "zephyr":
