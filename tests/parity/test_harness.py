@@ -6,6 +6,7 @@ Both work in double precision. HFLM scores a second BOS token in rolling texts, 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ pytest.importorskip("accelerate", reason="the harness needs it for --model hf")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
-from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
+from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate  # noqa: E402
 
 PAIRS = [
     ("The capital of France", " is Paris."),
@@ -132,3 +135,68 @@ def test_names_of_special_tokens_in_documents_stay_text(folder: Path) -> None:
         tokenizer.chat_template = None
         tokenizer.save_pretrained(folder)
         (folder / "chat_template.jinja").unlink(missing_ok=True)
+
+
+ROWS = [
+    {"q": "Where is Paris?", "a": "In France.", "choices": ["In Italy.", "In France."]},
+    {"q": "Where is Rome? ", "a": "In Italy.", "choices": ["In Italy.", " In France."]},
+    {"q": "What is é 世?\n", "a": "The capital.", "choices": ["the  capital", "The capital."]},
+]
+CHATS = {
+    "plain": {},
+    "examples as text": {"num_fewshot": 2},
+    "chat": {"apply_chat_template": True, "system_instruction": "You are the assistant."},
+    "examples as turns": {"apply_chat_template": True, "num_fewshot": 2, "fewshot_as_multiturn": True},
+    "examples in a turn": {"apply_chat_template": True, "num_fewshot": 1, "fewshot_as_multiturn": False},
+}
+
+
+@pytest.mark.parametrize("template", ["family", "zephyr"])
+@pytest.mark.parametrize("kind", [*KINDS, "llama2-always", "mistral-v3"])
+def test_whole_tasks(kind: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers and scores of tasks with examples, chats, system turns and openings of answers."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    folder = make_model(kind, tmp_path / "model", chat=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        unwritten = [token for name, token in tokenizer.get_vocab().items() if name.startswith("<0x")]
+        unwritten += [] if tokenizer.pad_token_id is None else [tokenizer.pad_token_id]  # our decoders never write it
+        model.lm_head.weight[unwritten] = 0
+    model.config.max_position_embeddings = 2048
+    model.save_pretrained(folder)
+    if template == "zephyr":
+        tokenizer.chat_template = ZEPHYR
+        tokenizer.save_pretrained(folder)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(tmp_path)},
+        "test_split": "test", "fewshot_split": "test", "doc_to_text": "Question: {{q}}\nAnswer:",
+    }  # fmt: skip
+    answers = {
+        "output_type": "generate_until", "doc_to_target": "{{a}}", "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": ["\n\n", "Question:"], "max_gen_toks": 8, "do_sample": False},
+    }  # fmt: skip
+    choice = {"output_type": "multiple_choice", "doc_to_target": 0, "doc_to_choice": "{{choices}}",
+              "metric_list": [{"metric": "acc"}]}  # fmt: skip
+    tasks = [
+        {**data, **answers, "task": "answers"}, {**data, **answers, "task": "opened", "gen_prefix": "It is"},
+        {**data, **choice, "task": "choice"}, {**data, **choice, "task": "opened_choice", "gen_prefix": "It is"},
+    ]  # fmt: skip
+    adapter, library = ours(folder), theirs(folder)
+    for name, chat in CHATS.items():
+        options: dict[str, Any] = {"task_manager": TaskManager(include_defaults=False), "bootstrap_iters": 0, **chat}
+        actual: Any = evaluate(adapter, tasks, **options)
+        expected: Any = simple_evaluate(model=library, tasks=list(tasks), **options)
+        for task in expected["samples"]:
+            rows = zip(actual["samples"][task], expected["samples"][task], strict=True)
+            for our_row, their_row in rows:
+                assert our_row["arguments"] == their_row["arguments"]
+                for our_answer, their_answer in zip(our_row["resps"], their_row["resps"], strict=True):
+                    if "choice" in task:
+                        assert our_answer[0][0] == pytest.approx(their_answer[0][0], rel=1e-10), (name, task)
+                        assert our_answer[0][1] == their_answer[0][1]
+                    else:
+                        assert our_answer == their_answer, (name, task)

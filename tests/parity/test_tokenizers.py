@@ -7,6 +7,7 @@ of training data the rendered conversation. `nox -s parity` runs all; two tokeni
 
 from __future__ import annotations
 
+import io
 import json
 import urllib.request
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from refusion_lit import SlotDiffusionModule, load
 from refusion_lit.cli import main
+from refusion_lit.cli.chat import Chat
+from refusion_lit.cli.model_options import Setup
 from refusion_lit.contrib.rl import GroupPolicy, Reward
 from refusion_lit.data.detokenizer import Detokenizer
 from refusion_lit.data.examples import encode_example
@@ -31,9 +35,9 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import prompt_code
 from refusion_lit.tasks import Example, InstructionFiles
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from support.servers import address, serving
-from support.tokenizer_zoo import KINDS, LEGACY, REAL, ZEPHYR, make_model
+from support.tokenizer_zoo import KINDS, LEGACY, REAL, ZEPHYR, make_model, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -118,25 +122,67 @@ def test_python_and_commands_answer_as_transformers(
     assert capsys.readouterr().out == text + "\n"
 
 
+def test_a_chat_answers_as_transformers(reference: Reference, model: TextModel) -> None:
+    sampling = SamplingParams(max_new_tokens=NUM_TOKENS)
+    chat = Chat(Setup(model, Autoregressive(), sampling, DecodingOptions()), None, Console(file=io.StringIO()))
+    first = chat.ask(QUERY)
+    assert first == Detokenizer(model.tokenizer)(reference.answer, reference.prompt)
+    question = "And  Rome?"
+    turns = [{"role": "user", "content": QUERY}, {"role": "assistant", "content": first}]
+    turns += [{"role": "user", "content": question}]
+    tokenizer = reference.tokenizer
+    prompt = tokenizer(question)["input_ids"]
+    if reference.has_template:
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    answer = library_answer(reference.folder, prompt)
+    assert chat.ask(question) == Detokenizer(model.tokenizer)(answer, prompt)
+
+
+def test_stop_strings_cut_the_text_of_every_door(
+    reference: Reference, model: TextModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastapi")
+    text = Detokenizer(model.tokenizer)(reference.answer, reference.prompt)
+    if "\N{REPLACEMENT CHARACTER}" in text or len(text) < 2:
+        return  # a stop string would be half a character
+    options = [f"--ckpt_path={reference.folder}", "--decoder=Autoregressive", f"--max_new_tokens={NUM_TOKENS}"]
+    stops = (text[0], text[1:3], text[-1])
+    with serving(model, Autoregressive()) as server:
+        for stop in stops:
+            expected = text[: text.index(stop)]
+            sampling = SamplingParams(max_new_tokens=NUM_TOKENS, stop=(stop,))
+            [row] = model.generate([QUERY], decoder=Autoregressive(), sampling=sampling)
+            assert (row.text, row.finish_reason) == (expected, "stop")
+            for stream in (False, True):
+                assert ask_server(address(server), reference, stream=stream, stop=[stop])[0] == expected
+    assert main(["generate", *options, f"--prompt={QUERY}", "--stop", json.dumps([stops[1]])]) == 0
+    assert capsys.readouterr().out == text[: text.index(stops[1])] + "\n"
+
+
+def ask_server(url: str, reference: Reference, **fields: Any) -> tuple[str, int | None]:
+    """Return a server's answer to the query, and the number of prompt tokens unless the answer is a stream."""
+    door, query = "completions", {"prompt": QUERY}
+    if reference.has_template:
+        door, query = "chat/completions", {"messages": [{"role": "user", "content": QUERY}]}  # type: ignore[dict-item]
+    body = {"model": "additions", "max_tokens": NUM_TOKENS, **query, **fields}
+    head = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/{door}", json.dumps(body).encode(), head)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        got = response.read().decode()
+    is_stream = bool(fields.get("stream"))
+    events = [json.loads(line[6:]) for line in got.splitlines() if line.startswith("data: {")]
+    choices = [event["choices"][0] for event in (events if is_stream else [json.loads(got)]) if event["choices"]]
+    parts = [choice.get("delta" if is_stream else "message", choice) for choice in choices]
+    text = "".join(part.get("content", part.get("text")) or "" for part in parts)
+    return text, None if is_stream else json.loads(got)["usage"]["prompt_tokens"]
+
+
 def test_the_server_answers_as_transformers(reference: Reference, model: TextModel) -> None:
     pytest.importorskip("fastapi")
     text = Detokenizer(model.tokenizer)(reference.answer, reference.prompt)
-    door, fields = "completions", {"prompt": QUERY}
-    if reference.has_template:
-        door, fields = "chat/completions", {"messages": [{"role": "user", "content": QUERY}]}  # type: ignore[dict-item]
     with serving(model, Autoregressive()) as server:
-        for stream in (False, True):
-            body = {"model": "additions", "max_tokens": NUM_TOKENS, "stream": stream, **fields}
-            head = {"Content-Type": "application/json"}
-            request = urllib.request.Request(f"{address(server)}/v1/{door}", json.dumps(body).encode(), head)
-            with urllib.request.urlopen(request, timeout=60) as response:
-                got = response.read().decode()
-            events = [json.loads(line[6:]) for line in got.splitlines() if line.startswith("data: {")]
-            choices = [event["choices"][0] for event in (events if stream else [json.loads(got)]) if event["choices"]]
-            parts = [choice.get("delta" if stream else "message", choice) for choice in choices]
-            assert "".join(part.get("content", part.get("text")) or "" for part in parts) == text
-            if not stream:
-                assert json.loads(got)["usage"]["prompt_tokens"] == len(reference.prompt)
+        assert ask_server(address(server), reference) == (text, len(reference.prompt))
+        assert ask_server(address(server), reference, stream=True) == (text, None)
 
 
 def test_the_harness_asks_as_transformers(reference: Reference, model: TextModel) -> None:
@@ -260,3 +306,43 @@ def test_names_of_special_tokens_in_a_query_are_text(reference: Reference) -> No
     )
     assert named.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id)
     assert str(tokenizer.decode(named)) == str(tokenizer.decode(plain)).replace("is it here", f"is {name} here")
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
+CALL = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+WITH_TOOLS = [
+    {"role": "user", "content": "Rome? "},
+    {"role": "assistant", "content": None, "tool_calls": CALL},
+    {"role": "tool", "tool_call_id": "1", "content": " sunny\n  é"},
+    {"role": "assistant", "content": "  Sunny."},
+    {"role": "user", "content": "And Paris?"},
+    {"role": "assistant", "content": "世 it rains."},
+]
+TOOL_TEMPLATE = (
+    "{{ bos_token or '' }}{% if tools %}{{ 'tools: ' + (tools | tojson) + eos_token + '\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + (m['content'] or '') }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}{{ eos_token + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *LEGACY, *REAL])
+def test_a_conversation_with_tools_is_trained_as_its_template_renders_it(kind: str, tmp_path: Path) -> None:
+    tokenizer: Any = make_tokenizer(kind, chat=True)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": WITH_TOOLS, "tools": TOOLS}) + "\n")
+    samples = [
+        encode_example(tokenizer, example)
+        for example in InstructionFiles(train=str(path), validation_fraction=0).examples("train")
+    ]
+    assert len(samples) == 2  # calls are context
+    whole = tokenizer.apply_chat_template(WITH_TOOLS, tools=TOOLS, return_dict=True)["input_ids"]
+    if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id):
+        assert whole.count(tokenizer.bos_token_id) == 1
+    for sample, num_turns in zip(samples, (3, 5), strict=True):
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        options = {"tools": TOOLS, "add_generation_prompt": True, "return_dict": True}
+        assert [*sample.prompt_ids] == tokenizer.apply_chat_template(WITH_TOOLS[:num_turns], **options)["input_ids"]
+        assert ids == whole[: len(ids)]
+        assert ids[-1] == tokenizer.eos_token_id
