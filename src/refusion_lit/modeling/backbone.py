@@ -188,8 +188,7 @@ class Backbone(nn.Module, LanguageModel):
         if num_canvas and isinstance(body, DiffusionGemmaBody):
             assert isinstance(attention_mask, Tensor)
             assert is_conditioned is not None
-            head = self._linear_head
-            return body.train_states(head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
+            return body.train_states(self.head, input_ids, position_ids, attention_mask, num_canvas, is_conditioned)
         return library_states(body, known, input_ids, position_ids, attention_mask, window=self.window)
 
     def make_fused_body(self) -> FusedBody | None:

@@ -6,6 +6,7 @@ the decoder reads a canvas bidirectionally after the cached text. Both have laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,30 +16,11 @@ from transformers.cache_utils import Cache
 from transformers.models.diffusion_gemma import modeling_diffusion_gemma as library
 
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.logits import softcap_logits
 from refusion_lit.modeling.transformers_forward import LibraryCache, layer_masks
 from refusion_lit.modeling.visibility import AttentionMask
 
 VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 """Prefixes of the weights that read images; they are not loaded."""
-
-
-class SoftcappedHead(nn.Linear):
-    """An LM head whose logits are limited to ±``softcap`` by a hyperbolic tangent, in float32 or higher precision.
-
-    Args:
-        softcap: The limit.
-        in_features: Size of hidden states.
-        out_features: Number of ids.
-    """
-
-    def __init__(self, softcap: float, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.softcap = softcap
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return logits."""
-        return softcap_logits(super().forward(input), self.softcap)
 
 
 class CanvasAttention(library.DiffusionGemmaDecoderTextAttention):
@@ -151,7 +133,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
 
     def train_states(
         self,
-        head: nn.Module,
+        head: Callable[[Tensor], Tensor],
         input_ids: Int[Tensor, "batch token"],
         position_ids: Int[Tensor, "batch token"],
         visible: Int[Tensor, "batch token range 2"],
@@ -192,5 +174,5 @@ class DiffusionGemmaForBlockDiffusion(library.DiffusionGemmaForBlockDiffusion):
         library.DiffusionGemmaPreTrainedModel.__init__(self, config)
         text = config.text_config
         self.model = DiffusionGemmaBody(config)
-        self.lm_head = SoftcappedHead(text.final_logit_softcapping, text.hidden_size, text.vocab_size)
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
         self.post_init()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SOFTCAPPED = ("beam", "gemma2", "gemma3_text", "gemma4_text", "nanochat", "vaultgemma")
+_SOFTCAPPED = ("beam", "diffusion_gemma_text", "gemma2", "gemma3_text", "gemma4_text", "nanochat", "vaultgemma")
 """Architectures that softcap their logits by ``final_logit_softcapping``."""
 
 _MULTIPLIED = {"cohere": "logit_scale", "cohere2": "logit_scale", "hyperclovax": "logits_scaling"}
@@ -56,10 +56,7 @@ class LogitsChange:
         Raises:
             ValueError: If the config changes the logits in a way that is not known for the architecture.
         """
-        config = model.config
-        if config.model_type == "diffusion_gemma":  # whose head changes its logits here
-            return None
-        config = config.get_text_config()
+        config = model.config.get_text_config()
         kind, name = config.model_type, type(model).__name__
         values = {option: getattr(config, option, None) for option in _OPTIONS}
         active = {option: value for option, value in values.items() if value not in (None, 1, 1.0)}
