@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import ReFusion
+from refusion_lit.text_model import TextModel
 from support.tiny import make_base, training_config
 
 CHARACTERS = "0123456789+=,;>"
@@ -67,6 +68,23 @@ def test_a_model_with_a_sliding_window_is_converted(model_type: str, tmp_path: P
     assert [row.token_ids for row in batch] == [row.token_ids for row in alone]
     with pytest.raises(ValueError, match=rf"context of {WINDOW}"):
         converted.generate(["12+34," * 12], max_new_tokens=12)
+    check_export(checkpoint, converted, tmp_path / "exported")
+
+
+def check_export(checkpoint: Path, model: TextModel, directory: Path) -> None:
+    """Check that an exported program fills the window with the model's text, and refuses more."""
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={directory}"]) == 0
+    library: Any = AutoModelForCausalLM.from_pretrained(directory)
+    for query in ("12+34>", "12+34,56+78,90+11>"):
+        prompt = torch.tensor([model.encode(query)])
+        room = WINDOW - prompt.shape[1]
+        room -= room % 16  # two blocks of whole slots
+        options = {"custom_generate": str(directory), "trust_remote_code": True}
+        [row] = model.generate([query], decoder=ReFusion(num_serial_blocks=2), max_new_tokens=room)
+        text = library.generate(prompt, max_new_tokens=room, **options)[0, prompt.shape[1] :]
+        assert text.tolist() == row.token_ids
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            library.generate(prompt, max_new_tokens=WINDOW - prompt.shape[1] + 1, **options)
 
 
 def test_samples_longer_than_the_window_are_refused_in_one_line(

@@ -1,6 +1,9 @@
 # ruff: noqa: ANN401 - transformers' classes
 """ReFusion decoding (arXiv 2512.13586) for transformers' ``generate``: one prompt, greedy, the KV cache reused.
 
+refusion-lit copies this program into exported directories, as ``custom_generate/generate.py``, so that they decode
+without refusion-lit:
+
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, max_new_tokens=128)
 
 Masks draft slots of ``slot_size`` tokens. Confident slots are verified together, left to right within a slot. The
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from refusion_lit.modeling.config import sliding_window
 from refusion_lit.modeling.saving import request, respond, settings
 
 OPTIONS = {"slot_size": 8, "num_serial_blocks": 2, "slot_threshold": 0.9, "token_threshold": 0.9}
@@ -31,10 +35,17 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
             zeros, and a ``streamer``, which receives the response as it becomes final.
 
     Raises:
-        ValueError: If there is a second prompt, the prompt is too long, or an option is unknown.
+        ValueError: If there is a second prompt, prompt and response exceed the context or a sliding window, or an
+            option is unknown.
     """
     values = settings(model, generation_config, kwargs)
     ids, limit, eos = request(model, inputs, values, kwargs)
+    window = sliding_window(model.config.get_text_config())
+    if window is not None and ids.shape[1] + limit > window:
+        room = window - ids.shape[1]
+        raise ValueError(
+            f"max_new_tokens: expected at most {room}, the rest of the sliding window, got {limit}; lower it."
+        )
     options = {**OPTIONS, **(getattr(model.generation_config, "refusion", None) or {})}
     unknown = {*options} - {*OPTIONS, "vocab_size", "unused_token_ids"}
     if unknown or min(options["slot_size"], options["num_serial_blocks"]) < 1:
@@ -60,7 +71,7 @@ class _Decoding:
         self.limit = limit
         self.options = options
         self.size = options["slot_size"]
-        self.cache = DynamicCache(config=model.config)
+        self.cache = DynamicCache()  # with the config, layers with a sliding window could not forget drafts
         self.text = {}
         self.has_ended = False
         self.mask = model.config.mask_token_id
