@@ -128,6 +128,11 @@ class R2FT(Objective):
         """Coefficients of the terms ``preference`` and ``likelihood``."""
         return {"preference": 1.0, "likelihood": self.likelihood_weight}
 
+    def trained_canvas(self, response_length: int) -> int:
+        """Return the length of the longest response with its padding; see :meth:`Objective.trained_canvas`."""
+        multiple = self.pad_responses_to or 1
+        return -(-response_length // multiple) * multiple
+
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:

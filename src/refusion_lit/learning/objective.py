@@ -85,6 +85,16 @@ class Objective(ABC):
         """
         return self
 
+    def trained_canvas(self, response_length: int) -> int | None:  # noqa: ARG002
+        """Return the number of tokens on which a model learns where a response ends.
+
+        Decoders that fill a whole canvas must not have a longer canvas. ``None``: decoders need no such canvas.
+
+        Args:
+            response_length: Number of tokens in the longest response.
+        """
+        return None
+
     @abstractmethod
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None

@@ -223,19 +223,15 @@ class SlotDiffusionModule(L.LightningModule):
                 rank_zero_warn(f"{what}: {reason}; a test will refuse it, so name another one.")
 
     def _warn_of_long_canvas(self, data: InstructionDataModule) -> None:
-        """Warn if decoders will have a canvas longer than any on which a bidirectional model learns to end."""
-        has_option = hasattr(self.objective, "pad_responses_to")
-        longest = data.longest_response() if has_option and self.model.traits.attention == "bidirectional" else None
-        if longest is None:
-            return
-        multiple = getattr(self.objective, "pad_responses_to") or 1  # noqa: B009 - an option of some objectives
-        trained = -(-longest // multiple) * multiple
+        """Warn if decoders will have a canvas longer than any on which the model learns where responses end."""
+        longest = data.longest_response()
+        trained = None if longest is None else self.objective.trained_canvas(longest)
         canvas = self.evaluation.sampling.max_new_tokens
-        if canvas > trained:
+        if trained is not None and canvas > trained:
             rank_zero_warn(
-                f"model.objective.pad_responses_to: responses are trained on a canvas of at most {trained} tokens, but "
-                f"model.sampling.max_new_tokens is {canvas}: on a longer canvas, the model does not learn where "
-                f"responses end, and many are empty. Set pad_responses_to to {canvas}, or lower max_new_tokens."
+                f"model.sampling.max_new_tokens: expected at most {trained}, the longest canvas in training, got "
+                f"{canvas}: on a longer canvas, the model does not learn where responses end, and many are empty. "
+                f"Lower max_new_tokens, or set objective.pad_responses_to to {canvas}."
             )
 
     def on_fit_end(self) -> None:

@@ -58,6 +58,11 @@ class Masked(Objective):
         """Bidirectional attention; a mask is predicted at its position or, ``shifted``, at the position before."""
         return ModelTraits(attention="bidirectional", predictions=("mask_shifted" if self.shifted else "mask",))
 
+    def trained_canvas(self, response_length: int) -> int:
+        """Return the length of the longest response with its padding; see :meth:`Objective.trained_canvas`."""
+        multiple = self.pad_responses_to or 1
+        return -(-response_length // multiple) * multiple
+
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
