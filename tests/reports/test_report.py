@@ -235,6 +235,18 @@ def test_rows_are_in_the_order_of_the_grid_with_a_column_for_each_option(tmp_pat
     assert "| refusion | 8 | 0.9 | 1 |" in (tmp_path / "out" / "table.md").read_text()
 
 
+@pytest.mark.parametrize(("names", "is_shown"), [(("a", "b"), False), (("a", "a"), True)])
+def test_decoders_of_points_are_an_option_only_where_their_names_are_equal(
+    tmp_path: Path, names: tuple[str, str], is_shown: bool
+) -> None:
+    for i, name in enumerate(names):
+        options = {"seed": i, "model.decoders": {name: {"class_path": "ReFusion", "init_args": {"slot_size": i}}}}
+        write_run(tmp_path / str(i) / "test", {name: predictions([1.0])}, options=options)
+    comparison = compare(*read_runs([tmp_path]))
+    assert ("model.decoders" in comparison.option_names) == is_shown
+    assert len({row.label for row in comparison.rows}) == 2
+
+
 def test_options_with_the_same_last_name_keep_what_tells_them_apart(tmp_path: Path) -> None:
     for i in range(2):
         options = {"model.decoders.a.slot_size": i, "model.decoders.b.slot_size": -i, "seed": i}

@@ -236,9 +236,16 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _varied_options(runs: Sequence[Run]) -> list[str]:
-    """Return the names of options that differ between a sweep's points."""
+    """Return the names of options that differ between a sweep's points.
+
+    If no two points share the name of a decoder, the names identify the points' decoders, and the option that defines
+    the decoders is left out.
+    """
     runs = [run for run in runs if run.options]
     names = dict.fromkeys(name for run in runs for name in run.options)
+    decoders = [decoder for run in runs for decoder in run.results["results"]]
+    if len({*decoders}) == len(decoders):
+        names.pop("model.decoders", None)
     return [name for name in names if len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1]
 
 
