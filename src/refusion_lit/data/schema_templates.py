@@ -13,15 +13,25 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, groupby, islice
-from types import NoneType
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text, encode_within, split_added_tokens
+from refusion_lit.data.schema_structure import (
+    FIX,
+    MAX_ITEMS,
+    NOTES,
+    TYPES,
+    UNIONS,
+    VALUES,
+    are_disjoint,
+    count_values,
+    inline_references,
+    refusal,
+)
 from refusion_lit.data.tool_calls import ToolFormat
 from refusion_lit.types import Constraint, ConstraintState
 from refusion_lit.utils.require import OptionError
@@ -30,33 +40,15 @@ MAX_NUMBER = 999_999
 """Maximum absolute value of numbers without bounds."""
 MAX_STRING = 32
 """Maximum number of tokens in a string."""
-MAX_ITEMS = 4
-"""Maximum number of items in an array without ``maxItems``."""
 MAX_VALUES = 10_000
-"""Maximum number of values of a schema, with those that may be left out, and all options of unions."""
+"""Maximum number of values in a schema, optional values and all options of unions included."""
 MAX_OPTIONS = 200
 """Maximum number of schemas in ``oneOf``."""
 MAX_CHOICES = 100_000
 """Maximum number of tokens in the alternatives of a value, a union or an optional value."""
 MAX_TOTAL = 1_000_000
 """Maximum number of tokens in the alternatives of all values of a schema."""
-_NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
-_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-_KINDS: dict[object, tuple[set[type], set[str]]] = {
-    "object": ({dict}, {"properties", "required", "additionalProperties"}),
-    "array": ({list}, {"items", "minItems", "maxItems"}),
-    "string": ({str}, {"minLength", "maxLength"}),
-    "integer": ({int}, _BOUNDS),
-    "number": ({int, float}, _BOUNDS),
-    "boolean": ({bool}, set()),
-    "null": ({NoneType}, set()),
-}
-"""By type of a schema: Python types of its values in an enumeration, and its keywords."""
-_FIX = "change the schema, or use Autoregressive or SelfSpeculative"
 _DIGITS = "0123456789"
-
-_VALUES = ("const", "enum")
-_UNIONS = ("anyOf", "oneOf")
 
 Span = Sequence[Sequence[Tensor]]
 """Alternatives of equal length. An alternative has the allowed ids at every place, int [id]."""
@@ -256,7 +248,7 @@ class TemplateCompiler:
                 kept.append(self._lay_out_cases(part) if isinstance(part, tuple) else part)
                 num_tokens += 1 if isinstance(part, str | int) else _num_tokens(kept[-1])
                 if num_tokens > MAX_TOTAL:
-                    raise _refusal(f"more than {MAX_TOTAL} tokens of possible values", "the schema")
+                    raise refusal(f"more than {MAX_TOTAL} tokens of possible values", "the schema")
         except (AttributeError, TypeError, RecursionError) as error:  # a value of a keyword has another type
             raise OptionError(f"json_schema: this schema is wrong: {error}.", "json_schema") from error
         given: list[int | None] = []
@@ -281,37 +273,37 @@ class TemplateCompiler:
             _cover(given, spans, [True] * length)
         choice = Choice([spans for _, spans in templates], length)
         if _num_tokens(choice) > MAX_CHOICES:
-            raise _refusal(f"more than {MAX_CHOICES} tokens of possible values", "a union or an optional value")
+            raise refusal(f"more than {MAX_CHOICES} tokens of possible values", "a union or an optional value")
         return choice
 
     def _value(self, schema: object, name: str) -> Iterator[Any]:
         """Yield the text, spans and cases of a value of a whole schema, which may have references."""
-        whole = _inline(schema, schema, {}, ())
-        if _num_values(whole, {}) > MAX_VALUES:
-            raise _refusal(f"more than {MAX_VALUES} values", name)
+        whole = inline_references(schema, schema, {}, ())
+        if count_values(whole, {}) > MAX_VALUES:
+            raise refusal(f"more than {MAX_VALUES} values", name)
         yield from self._parts(whole, name)
 
     def _parts(self, schema: Any, name: str) -> Iterator[Any]:  # noqa: ANN401 - text, spans and cases
         """Yield the text, spans and cases of a value; ``name`` is for errors."""
         schema = schema if isinstance(schema, Mapping) else {}
-        union = next((keyword for keyword in _UNIONS if keyword in schema), None)
+        union = next((keyword for keyword in UNIONS if keyword in schema), None)
         if union is not None:
             yield from self._union(schema, union, name)
             return
         kinds = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
         for kind in kinds:
-            if kind not in (None, *_KINDS):
-                raise _refusal(f"the type {kind!r}", name)
-        types = {kind for name in kinds for kind in _KINDS.get(name, (set(), set()))[0]}
-        keywords = {keyword for name in kinds for keyword in _KINDS.get(name, (set(), set()))[1]}
-        listed = next(({keyword} for keyword in _VALUES if keyword in schema), set())
-        for keyword in sorted(schema.keys() - _NOTES - (listed or keywords)):
-            raise _refusal(keyword, name)
+            if kind not in (None, *TYPES):
+                raise refusal(f"the type {kind!r}", name)
+        types = {kind for name in kinds for kind in TYPES.get(name, (set(), set()))[0]}
+        keywords = {keyword for name in kinds for keyword in TYPES.get(name, (set(), set()))[1]}
+        listed = next(({keyword} for keyword in VALUES if keyword in schema), set())
+        for keyword in sorted(schema.keys() - NOTES - (listed or keywords)):
+            raise refusal(keyword, name)
         if listed:
             options = [schema["const"]] if "const" in schema else list(schema["enum"])
             yield self._choice([option for option in options if kinds == [None] or type(option) in types], name)
         elif len(kinds) != 1:
-            others = {kind: keywords - _KINDS[kind][1] | {"type"} for kind in kinds}
+            others = {kind: keywords - TYPES[kind][1] | {"type"} for kind in kinds}
             cases = [
                 {"type": kind} | {word: value for word, value in schema.items() if word not in others[kind]}
                 for kind in kinds
@@ -334,25 +326,25 @@ class TemplateCompiler:
         elif kind is not None:
             yield self._choice([True, False] if kind == "boolean" else [None], name)
         else:
-            raise _refusal("values of any type", name)
+            raise refusal("values of any type", name)
 
     def _union(self, schema: Mapping[str, Any], union: str, name: str) -> Iterator[Any]:
         """Yield the cases of ``anyOf`` or ``oneOf``."""
-        for keyword in sorted(schema.keys() - _NOTES - {union}) + ["type"] * ("type" in schema):
-            raise _refusal(f"{keyword} beside {union}", name)
+        for keyword in sorted(schema.keys() - NOTES - {union}) + ["type"] * ("type" in schema):
+            raise refusal(f"{keyword} beside {union}", name)
         options = schema[union]
         if not isinstance(options, list):
-            raise _refusal(f"{union} without a list", name)
+            raise refusal(f"{union} without a list", name)
         if union == "oneOf" and len(options) > MAX_OPTIONS:  # every pair is compared
-            raise _refusal(f"oneOf with more than {MAX_OPTIONS} options", name)
-        if union == "oneOf" and not all(_are_disjoint(*pair) for pair in combinations(options, 2)):
-            raise _refusal("oneOf with options that may have a value in common", name)
+            raise refusal(f"oneOf with more than {MAX_OPTIONS} options", name)
+        if union == "oneOf" and not all(are_disjoint(*pair) for pair in combinations(options, 2)):
+            raise refusal("oneOf with options that may have a value in common", name)
         yield from self._cases(options, name)
 
     def _cases(self, options: Sequence[Any], name: str) -> Iterator[Any]:
         """Yield the parts of the only schema, or a case per schema."""
         if not options:
-            raise _refusal("no value", name)
+            raise refusal("no value", name)
         if len(options) == 1:
             yield from self._parts(options[0], name)
         else:
@@ -363,9 +355,9 @@ class TemplateCompiler:
         properties = schema.get("properties")
         required = {*schema.get("required", ())}
         if properties is None:
-            raise _refusal("optional or unnamed properties", name)
+            raise refusal("optional or unnamed properties", name)
         if not required <= properties.keys():
-            raise _refusal("required properties without a schema", name)
+            raise refusal("required properties without a schema", name)
         required = required or {*islice(properties, 1)}  # commas stand beside a property that is there
         has_required = False
         yield "{"
@@ -385,7 +377,7 @@ class TemplateCompiler:
         fewest = schema.get("minItems", 0)
         most = math.floor(schema.get("maxItems", max(fewest, MAX_ITEMS)))
         if fewest > most:
-            raise _refusal(f"minItems {fewest}", name)
+            raise refusal(f"minItems {fewest}", name)
         yield "["
         for i in range(most):
             parts = self._parts(schema.get("items"), f"the items of {name}")
@@ -400,7 +392,7 @@ class TemplateCompiler:
     def _choice(self, options: Sequence[object], name: str) -> str | Span:
         """Return the text of the only option, or a span of several options."""
         if not options:
-            raise _refusal("no value", name)
+            raise refusal("no value", name)
         texts = [json.dumps(option) for option in options]
         if len(texts) == 1:
             return texts[0]
@@ -413,7 +405,7 @@ class TemplateCompiler:
         largest = largest if most is None else max(1, min(largest, math.floor(most) // 4))
         num = MAX_STRING if most is None else min(math.floor(most) // largest, MAX_STRING)
         if fewest > num:
-            raise _refusal(f"minLength {fewest}", name)
+            raise refusal(f"minLength {fewest}", name)
         body = ((self._sizes > 0) & (self._sizes <= largest)).nonzero()[:, 0]
         quote = self._token_set('"')
         return self._pad(([*[body] * i, quote] for i in range(math.ceil(fewest), num + 1)), name)
@@ -425,7 +417,7 @@ class TemplateCompiler:
         }
         for keyword, bound in exclusive.items():
             if isinstance(bound, bool):  # draft 4
-                raise _refusal(f"{keyword} without a number", name)
+                raise refusal(f"{keyword} without a number", name)
         lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
         highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
         lows += [math.floor(exclusive["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in exclusive else []
@@ -433,7 +425,7 @@ class TemplateCompiler:
         high = min(highs, default=max(MAX_NUMBER, *lows, 0))
         low = max(lows, default=min(-MAX_NUMBER, high))
         if low > high:
-            raise _refusal("no integer within its bounds", name)
+            raise refusal("no integer within its bounds", name)
         patterns = _numbers(low, high)
         if schema["type"] == "number":
             patterns = chain(patterns, _decimals(low, high))
@@ -447,7 +439,7 @@ class TemplateCompiler:
             span.append(alternative)
             length = max(length, len(alternative))
             if length * len(span) > MAX_CHOICES:
-                raise _refusal(f"more than {MAX_CHOICES} tokens of possible values", name)
+                raise refusal(f"more than {MAX_CHOICES} tokens of possible values", name)
         space = self._token_set(" ")
         return [[*alternative, *[space] * (length - len(alternative))] for alternative in span]
 
@@ -457,7 +449,7 @@ class TemplateCompiler:
             ids = [token for text in texts for token in self._ids.get(text, ())]
             if not ids:
                 names = ", ".join(map(repr, texts))
-                message = f"json_schema: this tokenizer has no token for any of {names}; {_FIX}."
+                message = f"json_schema: this tokenizer has no token for any of {names}; {FIX}."
                 raise OptionError(message, "json_schema")
             self._sets[texts] = torch.tensor(ids)
         return self._sets[texts]
@@ -465,7 +457,7 @@ class TemplateCompiler:
     def _encode(self, text: str) -> list[int]:
         ids = encode_within(self._tokenizer, text)
         if "".join(self._texts[token] for token in ids) != text:
-            message = f"json_schema: this tokenizer cannot write {text[:40]!r}; {_FIX}."
+            message = f"json_schema: this tokenizer cannot write {text[:40]!r}; {FIX}."
             raise OptionError(message, "json_schema")
         return ids
 
@@ -482,120 +474,6 @@ def _num_tokens(span: Span | Choice) -> int:
     if isinstance(span, Choice):
         return sum(_num_tokens(inner) for template in span.templates for inner in template.values())
     return len(span) * len(span[0])
-
-
-def _inline(schema: Any, root: Any, known: dict[str, Any], path: tuple[str, ...]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a schema with its local references replaced by the schemas that they name.
-
-    Args:
-        schema: The schema.
-        root: The schema in which references are looked up.
-        known: Schemas by the references that name them, filled by this function.
-        path: References that led to the schema.
-
-    Raises:
-        ValueError: If a reference leads to itself or to nothing.
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    rest = {keyword: value for keyword, value in schema.items() if keyword not in ("$defs", "definitions")}
-    only = rest["allOf"] if isinstance(rest.get("allOf"), list) and len(rest["allOf"]) == 1 else None
-    if "$ref" in rest or only is not None:
-        keyword = "$ref" if "$ref" in rest else "allOf"
-        for other in sorted(rest.keys() - (_NOTES - {"type"}) - {keyword}):
-            raise _refusal(f"{other} beside {keyword}", "the schema")
-        if keyword == "allOf" and only is not None:
-            return _inline(only[0], root, known, path)
-        reference = str(rest["$ref"])
-        if reference in path:
-            raise _refusal(f"the reference {reference!r} to itself", "the schema")
-        if reference not in known:
-            known[reference] = _inline(_resolve(reference, root), root, known, (*path, reference))
-        return known[reference]
-    for keyword in {*_UNIONS, "items"} & rest.keys():
-        values = rest[keyword]
-        is_list = isinstance(values, list)
-        options = [_inline(option, root, known, path) for option in (values if is_list else [values])]
-        rest[keyword] = options if is_list else options[0]
-    if isinstance(rest.get("properties"), Mapping):
-        rest["properties"] = {name: _inline(value, root, known, path) for name, value in rest["properties"].items()}
-    return rest
-
-
-def _num_values(schema: Any, known: dict[int, int]) -> int:  # noqa: ANN401 - any JSON value
-    """Return the number of values that a schema without references describes.
-
-    Args:
-        schema: The schema; parts of it may be the same object.
-        known: Numbers of values by the identity of schemas, filled by this function.
-    """
-    if not isinstance(schema, Mapping):
-        return 1
-    if id(schema) not in known:
-        properties, items = schema.get("properties"), schema.get("items")
-        options = [option for union in _UNIONS if isinstance(schema.get(union), list) for option in schema[union]]
-        options += properties.values() if isinstance(properties, Mapping) else []
-        num_items = math.floor(schema.get("maxItems", max(schema.get("minItems", 0), MAX_ITEMS))) if items else 0
-        known[id(schema)] = 1 + sum(_num_values(option, known) for option in options)
-        known[id(schema)] += num_items * _num_values(items, known)
-    return known[id(schema)]
-
-
-def _resolve(reference: str, root: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the schema that a reference names."""
-    start, *steps = reference.split("/")
-    target = root
-    for step in steps:
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
-        target = target.get(name) if isinstance(target, Mapping) else None
-    if start != "#" or target is None:
-        raise _refusal(f"the reference {reference!r}, which names nothing in the schema,", "the schema")
-    return target
-
-
-def _are_disjoint(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON value
-    """Return whether it is certain that no value has both schemas: by type, listed values, or a required property."""
-    if _have_no_common_value(first, second):
-        return True
-    if not all(isinstance(schema, Mapping) and schema.get("type") == "object" for schema in (first, second)):
-        return False
-    properties = [schema.get("properties") or {} for schema in (first, second)]
-    required = (
-        {*first.get("required", ())} & {*second.get("required", ())} & properties[0].keys() & properties[1].keys()
-    )
-    return any(_have_no_common_value(properties[0][name], properties[1][name]) for name in required)
-
-
-def _have_no_common_value(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON value
-    """Return whether the types or the listed values of two schemas differ."""
-    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
-        return False
-    listed = [_listed(schema) for schema in (first, second)]
-    if listed[0] is not None and listed[1] is not None:
-        return not {*map(_normalize, listed[0])} & {*map(_normalize, listed[1])}
-    kinds = [_kinds(schema, values) for schema, values in zip((first, second), listed, strict=True)]
-    return bool(kinds[0]) and bool(kinds[1]) and not kinds[0] & kinds[1]
-
-
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values that a schema lists, if it lists any."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def _kinds(schema: Mapping[str, Any], listed: list[Any] | None) -> set[str]:
-    """Return the types of a schema's values, with ``number`` for integers; empty if the schema does not name them."""
-    kind = schema.get("type", [])
-    names = {*(kind if isinstance(kind, list) else [kind])}
-    for value in listed or ():
-        names |= {name for name, (types, _) in _KINDS.items() if type(value) in types}
-    return {"number" if name == "integer" else name for name in names}
-
-
-def _normalize(value: object) -> str:
-    """Return a text that is equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
 
 
 def _numbers(low: int, high: int) -> Iterator[list[str]]:
@@ -626,8 +504,3 @@ def _blocks(low: int, high: int) -> Iterator[list[str]]:
         last = min(9, first + (high - low + 1) // 10**free - 1)
         yield [*digits[: -free - 1], _DIGITS[first : last + 1], *[_DIGITS] * free]
         low += (last - first + 1) * 10**free
-
-
-def _refusal(what: str, name: str) -> OptionError:
-    message = f"json_schema: a decoder that draws in any order cannot keep {what} in {name}; {_FIX}."
-    return OptionError(message, "json_schema")
