@@ -147,7 +147,7 @@ class CallReader:
         return pieces
 
     def _next_constrained(self, is_last: bool) -> list[str | CallPiece] | None:
-        """Return the next pieces of a response that consists of calls; ``None`` if there are none yet."""
+        """Return the next pieces where a grammar forces calls; ``None`` if there are none yet."""
         if self._arguments is None:
             head = self._head.match(self._rest)
             if head is None:
@@ -171,18 +171,18 @@ class CallReader:
         return [CallPiece(self.num_calls - 1, None, whole[len(before) : end])]
 
     def _next_free(self, is_last: bool) -> list[str | CallPiece] | None:
-        """Return the next text or calls of a response; ``None`` if neither is complete yet."""
+        """Return the next text or calls where no grammar forces calls; ``None`` if neither is complete yet."""
         start = self._find_start(is_last)
         text = self._rest[:start].rstrip()
         if not text and start == len(self._rest):
             if not is_last or not self._rest:
                 return None
             text, self._rest = self._rest, ""
-            return [] if self.num_calls else [text]
+            return [] if self.num_calls else [text]  # only white space is left, which is dropped after calls
         if not text:
             try:
                 result = self._parse(start, is_last)
-            except (ValueError, RecursionError):
+            except (ValueError, RecursionError):  # no call: the marker is text, and calls may begin after it
                 text = self._rest[: start + len(self._format.marker)] if self._format.marker else self._rest
             else:
                 if result is None:

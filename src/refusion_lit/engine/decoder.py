@@ -228,7 +228,7 @@ class Decoder(ABC):
 
     @property
     def is_left_to_right(self) -> bool:
-        """Whether tokens are drawn in text order without masks, and a branch feeds all text before its drafts."""
+        """Whether tokens are drawn in the order of the text, as decoders for next-token models do."""
         return self.requirements().predictions == ("next_token",)
 
     @property

@@ -114,14 +114,18 @@ def apply_layers(directory: str, readable: Iterable[str], layers: Iterable[str])
 
 
 def _apply_landlock(libc: Any, directory: str, readable: Iterable[str]) -> bool:  # noqa: ANN401
-    """Deny access to all files except a directory (full access) and some paths (read access)."""
-    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1)
+    """Deny access to all files except a directory (full access) and some paths (read access).
+
+    Newer versions of Landlock also deny TCP connections, and signals and abstract sockets that leave the process. The
+    numbers are those of ``linux/landlock.h``.
+    """
+    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1)  # flag 1 asks for the version
     if version < 3:  # earlier versions cannot deny truncation
         return False
-    all_rights = (1 << (16 if version >= 5 else 15)) - 1
-    tcp = 0b11 if version >= 4 else 0
-    scopes = 0b11 if version >= 6 else 0
-    size = 8 if version < 4 else 16 if version < 6 else 24
+    all_rights = (1 << (16 if version >= 5 else 15)) - 1  # version 5 adds the right to control devices
+    tcp = 0b11 if version >= 4 else 0  # to bind and to connect
+    scopes = 0b11 if version >= 6 else 0  # abstract sockets and signals
+    size = 8 if version < 4 else 16 if version < 6 else 24  # bytes of the fields that the version knows
     ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, struct.pack("=QQQ", all_rights, tcp, scopes), size, 0)
     if ruleset < 0:
         return False
@@ -135,7 +139,8 @@ def _apply_landlock(libc: Any, directory: str, readable: Iterable[str]) -> bool:
             rights = all_rights
         elif path == "/dev/null":
             rights |= _WRITE_FILE
-        failed = libc.syscall(_LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
+        beneath_path = 1  # the type of rules about files
+        failed = libc.syscall(_LANDLOCK_ADD_RULE, ruleset, beneath_path, struct.pack("=Qi", rights, descriptor), 0)
         os.close(descriptor)
         if failed:
             return False
