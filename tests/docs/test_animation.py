@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
+
+from support.modules import load_module
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_animation_is_todays_decode() -> None:
-    spec = importlib.util.spec_from_file_location("animation", DOCS / "animation.py")
-    assert spec is not None
-    assert spec.loader is not None
-    animation = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(animation)
+    animation = load_module(DOCS / "animation.py")
     trace = animation.decode()
     committed = (DOCS / "img" / "decode.svg").read_text(encoding="utf-8")
     assert trace.response == "95+17=112;48+64=112;33+29=62;70+55=125;"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -26,6 +25,7 @@ from refusion_lit.tasks import SPLITS
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.fakes import tiny_backbone
 from support.forks import finished, forked
+from support.modules import load_module
 from support.subclasses import concrete_subclasses
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +33,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 
 def load(name: str, cls: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, cls)
+    return getattr(load_module(EXAMPLES / f"{name}.py"), cls)
 
 
 def test_the_decoder_answers_with_one_forward_each() -> None:

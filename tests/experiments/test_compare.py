@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,10 @@ import yaml
 
 from refusion_lit.reports.write import write_report
 from reports.samples import predictions, write_run
+from support.modules import load_module
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("compare", ROOT / "experiments" / "compare.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-compare = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(compare)
+compare = load_module(ROOT / "experiments" / "compare.py")
 
 COMMITTED = {"runs": [{"score": 0.5, "seconds": 3.0}, {"score": 1.0, "seconds": 9.0}]}
 

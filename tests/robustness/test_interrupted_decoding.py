@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.modeling.kv_cache import KVCache
@@ -235,15 +234,21 @@ def test_generate_refuses_prompts_that_do_not_fit_before_any_is_decoded(
     assert not output.exists()
 
 
+def generate_whole(folder: Path, num_prompts: int, batch_size: int) -> tuple[list[str], Path]:
+    """Generate without interruption; return the command without its output, and the file of the answers."""
+    prompts, whole = folder / "prompts.txt", folder / "whole.jsonl"
+    prompts.write_text("".join(f"{i}0+11>\n" for i in range(1, num_prompts + 1)))
+    args = ["generate", f"--ckpt_path={MODEL}", f"--prompts={prompts}", "--max_new_tokens=16"]
+    args.append(f"--batch_size={batch_size}")
+    assert main([*args, f"--output={whole}"]) == 0
+    return args, whole
+
+
 def test_generate_killed_again_and_again_resumes_to_its_end(tmp_path: Path) -> None:
     from refusion_lit.cli import generate
 
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"{i}0+11>\n" for i in range(1, 9)))
-    model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
-    args = ["generate", f"--ckpt_path={model}", f"--prompts={prompts}", "--max_new_tokens=16", "--batch_size=2"]
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "output.jsonl"
-    assert main([*args, f"--output={whole}"]) == 0
+    args, whole = generate_whole(tmp_path, num_prompts=8, batch_size=2)
+    output = tmp_path / "output.jsonl"
 
     def die_at(write: int, *, torn: bool) -> Callable[[], None]:
         """Return a patch that kills the process at a write: before the file counts the lines, or after."""
@@ -279,12 +284,8 @@ def test_generate_killed_again_and_again_resumes_to_its_end(tmp_path: Path) -> N
 def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
     from refusion_lit.decoding import Generation  # noqa: F401 - loaded before the fork
 
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"{i}0+11>\n" for i in range(1, 6)))
-    model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
-    args = ["generate", f"--ckpt_path={model}", f"--prompts={prompts}", "--max_new_tokens=16", "--batch_size=1"]
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "output.jsonl"
-    assert main([*args, f"--output={whole}"]) == 0
+    args, whole = generate_whole(tmp_path, num_prompts=5, batch_size=1)
+    output = tmp_path / "output.jsonl"
 
     def interrupt() -> None:
         from refusion_lit.cli.generate import AnswerWriter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -23,19 +22,11 @@ from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving.protocol import Function
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
+from support.modules import load_module
 from support.servers import NAME, address, serving
 from support.tiny import make_bytes_base
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-
-
-def load_agent() -> Any:
-    spec = importlib.util.spec_from_file_location("agent", EXAMPLES / "agent.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def check_conversation(model: TextModel, decoder: Decoder, messages: list[Any], tools: list[Any]) -> int:
@@ -77,7 +68,7 @@ def test_the_turns_parse_and_equal_python(tmp_path: Path, decoder: Decoder) -> N
     make_bytes_base(tmp_path, mask=True, max_positions=8192)
     shutil.copy(EXAMPLES / "tools.jinja", tmp_path / "chat_template.jinja")
     model = load(tmp_path, device="cpu")
-    agent = load_agent()
+    agent = load_module(EXAMPLES / "agent.py")
     with (
         serving(model, decoder, max_prompt_tokens=8000) as server,
         openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
