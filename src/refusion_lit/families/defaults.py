@@ -158,7 +158,7 @@ def entry_with_decoder(
     Args:
         entry: The entry so far.
         traits: What the objective trains.
-        decoders: Candidates, such as those of the training's config.
+        decoders: Candidates, such as the decoders in the training's config.
         objective: Class of the objective.
 
     >>> entry_with_decoder({}, ModelTraits(predictions=("mask",)), [ReFusion(), WeDLM()], ModelTraits)

@@ -50,7 +50,7 @@ class ValidateLastStep(L.Callback):
         if not loop._should_check_val_fx(data):
             self._is_added = True
             # The public ``trainer.should_stop = True`` validates, too, but not before ``min_epochs`` or in epochs that
-            # ``check_val_every_n_epoch`` leaves out, and it logs a row between those of ``log_every_n_steps``.
+            # ``check_val_every_n_epoch`` leaves out, and it logs a row between the steps of ``log_every_n_steps``.
             loop._should_check_val_fx = lambda data_fetcher: True  # noqa: ARG005 - shadows the method until the end
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
