@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,106 @@ TOOL_TEMPLATE = (
 )
 
 
+CALLS = [*CALL, {"id": "2", "type": "function", "function": {"name": "time", "arguments": {"at": "<|im_end|> Ü"}}}]
+MISTRAL = (
+    "{{ bos_token or '' }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]{% else %}"
+    "{% if m.content %} {{ m.content }}{% endif %}{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    "{{ c.function | tojson }}{{ ', ' if not loop.last }}{% endfor %}]{% endif %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('single calls only') }}{% endif %}"
+    '{% set c = m.tool_calls[0].function %}{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TOOL_TURN = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+CALL_TURNS: dict[str, dict[str, Any]] = {
+    "calls": {"content": None, "tool_calls": CALL},
+    "parallel": {"content": None, "tool_calls": CALLS},
+    "both": {"content": "I look.", "tool_calls": CALL},
+}
+
+
+def read_chat(path: Path, turns: list[dict[str, Any]], **options: Any) -> Sequence[Example]:
+    path.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
+    return InstructionFiles(train=str(path), preset="messages", validation_fraction=0, **options).examples("train")
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "names"),
+    [
+        ("qwen", TOOL_TEMPLATE, ("calls", "parallel", "both")),
+        ("llama2", MISTRAL, ("calls", "both")),
+        ("llama3", LLAMA, ("calls",)),
+    ],
+)
+def test_turns_of_tool_calls_are_trained_as_the_template_renders_them(
+    tmp_path: Path, kind: str, template: str, names: tuple[str, ...]
+) -> None:
+    turns: list[dict[str, Any]] = [TURNS[0]]
+    for name in names:
+        turns += [{"role": "assistant", "weight": 1, **CALL_TURNS[name]}, TOOL_TURN]
+    turns.append({"role": "assistant", "content": "Sunny."})
+    tokenizer = make_tokenizer(kind, chat=True, chat_template=template)
+    samples = [encode_example(tokenizer, example) for example in read_chat(tmp_path / "rows.jsonl", turns)]
+    whole: Any = tokenizer.apply_chat_template(turns, tools=TOOLS, tokenize=False)
+    for sample, place in zip(samples, range(1, len(turns), 2), strict=True):
+        before: Any = tokenizer.apply_chat_template(
+            turns[:place], tools=TOOLS, tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer.decode(sample.prompt_ids) == tokenizer.decode(
+            tokenizer(before, add_special_tokens=False).input_ids
+        )
+        text = str(tokenizer.decode([*sample.prompt_ids, *sample.response_ids]))
+        assert str(tokenizer.decode(tokenizer(whole, add_special_tokens=False).input_ids)).startswith(text)
+        assert tokenizer.convert_ids_to_tokens(sample.response_ids[-1]) == (
+            tokenizer.eos_token if kind == "llama2" else ENDS[kind]
+        )
+    lasts = [encode_example(tokenizer, example) for example in
+             read_chat(tmp_path / "rows.jsonl", turns[:2], assistant_turns="last")]  # fmt: skip
+    assert [sample.response_ids for sample in lasts] == [samples[0].response_ids]
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "name"),
+    [
+        ("qwen", None, "calls"),
+        ("gemma", None, "calls"),
+        ("qwen", None, "both"),
+        ("llama3", LLAMA, "parallel"),
+        ("llama3", LLAMA, "both"),
+    ],
+)
+def test_what_a_template_drops_from_a_trained_turn_is_refused_by_row_and_turn(
+    tmp_path: Path, kind: str, template: str | None, name: str
+) -> None:
+    tokenizer = make_tokenizer(kind, chat=True, **({"chat_template": template} if template else {}))
+    [example] = read_chat(tmp_path / "rows.jsonl", [TURNS[0], {"role": "assistant", **CALL_TURNS[name]}])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: turn 2 \(assistant\)"):
+        encode_example(tokenizer, example)
+
+
+def test_reasoning_is_trained_where_the_template_renders_it(tmp_path: Path) -> None:
+    turn = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
+    [example] = read_chat(tmp_path / "rows.jsonl", [TURNS[0], turn])
+    tokenizer = make_tokenizer("qwen", chat=True)
+    with pytest.raises(ValueError, match="reasoning_content"):
+        encode_example(tokenizer, example)
+    tokenizer.chat_template = TOOL_TEMPLATE.replace(
+        "{{ m['content']", "{{ m.reasoning_content or '' }}|{{ m['content']"
+    )
+    assert tokenizer.decode(encode_example(tokenizer, example).response_ids) == "two and two|4<|im_end|>"
+
+
 def test_tools_and_calls_of_a_chat_reach_the_template(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": None, "tool_calls": CALL},
              {"role": "tool", "tool_call_id": "1", "content": "sunny"},
              {"role": "assistant", "content": "Sunny."}]  # fmt: skip
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
-    [example] = InstructionFiles(train=str(path), preset="messages", validation_fraction=0).examples("train")
+    _, example = InstructionFiles(train=str(path), preset="messages", validation_fraction=0).examples("train")
     tokenizer = make_tokenizer("qwen", chat=True, chat_template=TOOL_TEMPLATE)
     sample = encode_example(tokenizer, example)
     actual = [*sample.prompt_ids, *sample.response_ids]
@@ -137,13 +231,13 @@ def test_tools_and_calls_of_a_chat_reach_the_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "word"),
     [
-        ({"content": "I look.", "tool_calls": CALL}, "tool_calls"),
-        ({"content": "4", "reasoning_content": "two and two"}, "reasoning_content"),
         ({"content": "bad", "weight": 0}, "weight"),
+        ({"content": "4", "weight": 0.5}, "weight"),
+        ({"content": " "}, "text"),
     ],
 )
 def test_what_an_answer_would_lose_is_refused_by_name(tmp_path: Path, answer: dict[str, Any], word: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": [TURNS[0], {"role": "assistant", **answer}]}) + "\n")
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: messages: .*{word}"):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{word}"):
         InstructionFiles(train=str(path), preset="messages", validation_fraction=0).examples("train")

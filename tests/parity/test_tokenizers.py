@@ -336,11 +336,11 @@ def test_a_conversation_with_tools_is_trained_as_its_template_renders_it(kind: s
         encode_example(tokenizer, example)
         for example in InstructionFiles(train=str(path), validation_fraction=0).examples("train")
     ]
-    assert len(samples) == 2  # calls are context
+    assert len(samples) == 3
     whole = tokenizer.apply_chat_template(WITH_TOOLS, tools=TOOLS, return_dict=True)["input_ids"]
     if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id):
         assert whole.count(tokenizer.bos_token_id) == 1
-    for sample, num_turns in zip(samples, (3, 5), strict=True):
+    for sample, num_turns in zip(samples, (1, 3, 5), strict=True):
         ids = [*sample.prompt_ids, *sample.response_ids]
         options = {"tools": TOOLS, "add_generation_prompt": True, "return_dict": True}
         assert [*sample.prompt_ids] == tokenizer.apply_chat_template(WITH_TOOLS[:num_turns], **options)["input_ids"]

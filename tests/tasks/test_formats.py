@@ -35,15 +35,15 @@ def test_every_assistant_turn_of_a_chat_is_a_response(tmp_path: Path) -> None:
     assert InstructionFiles(**options, test=path).examples("test") == [last], "a test prompts once for each row"
 
 
-def test_turns_that_cannot_be_trained_are_context(tmp_path: Path) -> None:
+def test_turns_of_calls_are_trained_and_turns_of_weight_0_are_context(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    turns = [CHAT[1], call, {"role": "tool", "content": "1"}, {**CHAT[2], "weight": 0}, CHAT[3], CHAT[4], CHAT[5],
+    text = {**call, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    turns = [CHAT[1], text, {"role": "tool", "content": "1"}, {**CHAT[2], "weight": 0}, CHAT[3], CHAT[4], CHAT[5],
              {**CHAT[4], "weight": 0}]  # fmt: skip
     path = write_jsonl(tmp_path / "x.jsonl", [{"messages": turns}])
-    task = InstructionFiles(train=path, validation_fraction=0)
-    [example] = task.examples("train")
-    assert (list(example.messages), example.response) == (turns[:5], "d")
-    assert task.num_call_turns["train"] == 3
+    first, last = InstructionFiles(train=path, validation_fraction=0).examples("train")
+    assert (list(first.messages), first.response, first.answer) == (turns[:1], "", call)
+    assert (list(last.messages), last.response, last.answer) == ([turns[0], call, *turns[2:5]], "d", None)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -68,6 +69,7 @@ def encode_response(
     prompt_template: str = "{query}",
     messages: Sequence[Mapping[str, Any]] = (),
     tools: Sequence[Mapping[str, Any]] = (),
+    answer: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Encode a response as a part of the whole text, including its end.
 
@@ -83,13 +85,16 @@ def encode_response(
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
         tools: Descriptions of tools for the chat template.
+        answer: The assistant's turn, instead of the response, if it has more than text, such as tool calls.
 
     Raises:
-        ValueError: If a character is unknown.
+        ValueError: If a character is unknown, or the chat template drops a part of ``answer``.
     """
     turns = _read_turns(messages) or [{"role": "user", "content": query}]
-    guard = _Guard(tokenizer, [query, response, *_texts_in([turns, tools])])
+    guard = _Guard(tokenizer, [query, response, *_texts_in([turns, tools, answer])])
     opened = _render(tokenizer, guard, turns, prompt_template, query, tools)
+    if answer is not None:
+        return _encode_answer(tokenizer, guard, turns, answer, tools, opened, prompt_ids)
     eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
     if not tokenizer.chat_template:
         rest = guard.mark(response)
@@ -122,6 +127,87 @@ def encode_response(
         if token in special and response.strip() in str(tokenizer.decode(ids[:place])):
             return ids[: place + 1]
     return [*_encode_parts(tokenizer, guard.split(guard.mark(response)), within=True), eos]
+
+
+def _encode_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    guard: _Guard,
+    turns: Sequence[Mapping[str, Any]],
+    answer: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    opened: str,
+    prompt_ids: Sequence[int],
+) -> list[int]:
+    """Encode an assistant's turn with tool calls or reasoning as the chat template renders it, including its end.
+
+    Args:
+        tokenizer: The tokenizer.
+        guard: Marks names of special tokens.
+        turns: The turns before the assistant's turn.
+        answer: The assistant's turn.
+        tools: Descriptions of tools.
+        opened: The rendered prompt.
+        prompt_ids: The encoded prompt.
+
+    Raises:
+        ValueError: If the chat template does not render every part of the turn.
+    """
+    option = f"turn {len(turns) + 1} (assistant)"
+    fix = "use a chat template that renders it, give the turn weight 0, or set data.task.assistant_turns: last"
+    has_template = bool(tokenizer.chat_template)
+    require(has_template, option, "text, as the tokenizer has no chat template", _get_parts(answer), fix)
+
+    def render(turn: Mapping[str, Any]) -> str:
+        return _render(tokenizer, guard, [*turns, turn], "", "", tools, is_open=False)
+
+    try:
+        rendered = render(answer)
+    except ValueError as error:
+        raise ValueError(f"{option} with {', '.join(_get_parts(answer))}: {error}") from error
+    for part, turn in _leave_out_parts(answer):
+        try:
+            is_dropped = render(turn) == rendered
+        except ValueError:  # the template inspects the part, so it does not drop the part
+            continue
+        require(not is_dropped, option, f"a chat template that renders the turn's {part}", answer[part], fix)
+    before, _, closing = render({"role": "assistant", "content": guard.probe}).partition(guard.probe)
+    num_common = len(commonprefix([rendered[::-1], closing[::-1]]))  # noqa: RUF071 - no paths
+    ends = guard.find_names(rendered)
+    end = next((end for start, end in ends if start >= len(rendered) - num_common), None)
+    if end is None and ends and not rendered[ends[-1][1] :].strip():
+        end = ends[-1][1]  # calls may end with another token than text, such as <|eom_id|>
+    text = rendered[: len(rendered) - num_common if end is None else end]
+    if text.startswith(opened):
+        whole = _encode_rendered(tokenizer, guard, text)
+        is_split = whole[: len(prompt_ids)] != [*prompt_ids]
+        rest = guard.split(text[len(opened) :])
+        ids = _encode_parts(tokenizer, rest, within=True) if is_split else whole[len(prompt_ids) :]
+    else:  # The template writes earlier turns of the assistant without the opening.
+        require(text.startswith(before), option, "a chat template that renders it after the earlier turns", answer, fix)
+        ids = _encode_parts(tokenizer, guard.split(text[len(before) :]), within=True)
+    return ids if end is not None else [*ids, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+
+
+def _get_parts(turn: Mapping[str, Any]) -> list[str]:
+    """Return the names of an assistant turn's parts besides its role that are not empty."""
+    return [name for name in ANSWER_PARTS if turn.get(name)]
+
+
+def _leave_out_parts(turn: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of every part of an assistant's turn, and the turn without the part; every call is a part."""
+    for name in _get_parts(turn):
+        others = {key: value for key, value in turn.items() if key != name}
+        if name == "content":
+            yield name, {**others, name: ""}
+        elif name == "tool_calls" and len(turn[name]) > 1:
+            for index in range(len(turn[name])):
+                yield name, {**others, name: [*turn[name][:index], *turn[name][index + 1 :]]}
+        else:
+            yield name, {"content": "", **others}
+
+
+ANSWER_PARTS = ("content", "reasoning_content", "function_call", "tool_calls")
+"""Parts of an assistant's turn that are trained."""
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -377,10 +463,16 @@ class _Guard:
         free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)
         self._open = next(free)
         self._close = next(free)
+        self.probe = next(free)
+        """A character that occurs in none of the texts."""
 
     def mark(self, text: str) -> str:
         """Mark the names of special tokens in a text."""
         return self._names.sub(lambda name: f"{self._open}{name[0]}{self._close}", text)
+
+    def find_names(self, rendered: str) -> list[tuple[int, int]]:
+        """Return where the names of special tokens that mean the tokens start and end."""
+        return [name.span() for name in self._names.finditer(rendered) if rendered[name.start() - 1] != self._open]
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """Split at the marks; return pairs of a text and whether names in the text mean special tokens."""

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -15,8 +16,9 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import BatchDataset
+from refusion_lit.data.detokenizer import Detokenizer
 from refusion_lit.data.encoding import encode_prompt, encode_within
-from refusion_lit.data.examples import load_examples
+from refusion_lit.data.examples import encode_example, load_examples
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require
@@ -26,6 +28,8 @@ def encode_prompts(
     task: Task, tokenizer: PreTrainedTokenizerBase, prompt_template: str, max_prompts: int | None
 ) -> list[tuple[Prompt, Example]]:
     """Encode the prompts of a task's test split, including given tokens of responses.
+
+    The response of an example with an ``answer`` becomes the text of the rendered turn.
 
     Args:
         task: The task.
@@ -40,12 +44,19 @@ def encode_prompts(
     require(len(examples) > 0, "data.task", "examples in the test split", 0, "give the task some to decode")
     [(name, count)] = Counter(example.id for example in examples).most_common(1)
     require(count == 1, "data.task", "examples with different ids", name, "rename one of them")
-    prompts: list[Prompt] = []
+    prompts: list[tuple[Prompt, Example]] = []
+    detokenize = Detokenizer(tokenizer)
     for example in examples:
-        tools = example.meta.get("tools", ())
-        ids = encode_prompt(tokenizer, example.query, prompt_template, example.messages, tools)
-        prompts.append(Prompt(token_ids=tuple(ids), id=example.id, given=encode_given(tokenizer, example)))
-    return list(zip(prompts, examples, strict=True))
+        if example.answer is None:
+            tools = example.meta.get("tools", ())
+            ids = encode_prompt(tokenizer, example.query, prompt_template, example.messages, tools)
+            given = encode_given(tokenizer, example)
+        else:
+            encoded = encode_example(tokenizer, example, prompt_template)
+            ids, given = encoded.prompt_ids, ()
+            example = replace(example, response=detokenize(encoded.response_ids, ids))
+        prompts.append((Prompt(token_ids=tuple(ids), id=example.id, given=given), example))
+    return prompts
 
 
 def encode_given(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:

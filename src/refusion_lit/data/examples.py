@@ -55,11 +55,11 @@ def encode_example(
         ValueError: If the response is empty or the example cannot be encoded; the message names the example.
     """
     fix = "remove it, or set malformed: skip in the task"
-    require(bool(example.response), f"example {example.id}", "a response", example.response, fix)
+    require(bool(example.response or example.answer), f"example {example.id}", "a response", example.response, fix)
     try:
         context = (example.query, prompt_template, example.messages, example.meta.get("tools", ()))
         prompt = encode_prompt(tokenizer, *context)
-        response = encode_response(tokenizer, example.response, prompt, *context)
+        response = encode_response(tokenizer, example.response, prompt, *context, answer=example.answer)
     except ValueError as error:
         raise ValueError(f"example {example.id}: {error}") from error
     return EncodedExample(example.id, array("i", prompt), array("i", response))  # 4 bytes per token

@@ -174,8 +174,6 @@ class InstructionDataModule(L.LightningDataModule):
             per_step = self.batch_size * trainer.accumulate_grad_batches * trainer.world_size
             num_epochs = trainer.max_steps * per_step / len(self._load_split("train"))
             text += f"; {trainer.max_steps} steps of {per_step} are {num_epochs:.3g} epochs"
-        if calls := getattr(self.task, "num_call_turns", {}).get("train", 0):
-            text += f"; {calls} assistant turns that call tools or have weight 0 are context only"
         samples = self._load_split("train")
         for sample in (samples[index] for index in range(min(self.show_samples, len(samples)))):
             prompt, response = map(self.built_tokenizer.decode, (list(sample.prompt_ids), list(sample.response_ids)))

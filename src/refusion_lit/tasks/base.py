@@ -28,6 +28,8 @@ class Example:
         meta: Additional values for the task's scoring, and ``tools`` for the chat template.
         spans: Character ranges ``(start, stop)`` of the response to fill in, in text order; the rest of the response is
             given. Without spans, nothing is given.
+        answer: The assistant's turn as the chat template gets it, if the turn has more than text, such as tool calls.
+            ``response`` is then the turn's text, which may be empty; a test's reference is the rendered turn.
     """
 
     id: str
@@ -36,6 +38,7 @@ class Example:
     messages: tuple[Mapping[str, Any], ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
     spans: tuple[tuple[int, int], ...] = ()
+    answer: Mapping[str, Any] | None = None
 
 
 class Task(ABC):

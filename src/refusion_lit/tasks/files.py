@@ -34,6 +34,8 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
 }  # fmt: skip
 """Roles of chat turns by their names in ShareGPT's format."""
+_MORE_THAN_TEXT = ("tool_calls", "function_call", "reasoning_content")
+"""Parts of an assistant's turn that the chat template renders besides the content."""
 _FIX_FIELDS = (
     "add it, or set data.task.query_field and data.task.response_field, or data.task.preset (one of "
     f"{', '.join(_FIELDS)})"
@@ -105,8 +107,9 @@ class InstructionFiles(FileTask):
         preset: Field names: ``query``/``response``, ``question``/``answer``, ``instruction``/``input``/``output``
             (Alpaca), ``prompt``/``completion``, chat ``messages``, or ``conversations`` (ShareGPT's ``from`` and
             ``value``). ``auto``: by the fields of a row.
-        assistant_turns: Assistant turns of a chat to train and validate on: ``all`` (an example per turn with text) or
-            ``last``. Turns that call tools or have ``weight: 0`` are context. A test prompts for the last turn.
+        assistant_turns: Assistant turns of a chat to train and validate on: ``all`` (an example per turn) or ``last``.
+            Tool calls and reasoning are trained as the chat template renders them. Turns that are empty or have
+            ``weight: 0`` are context. A test prompts for the last trained turn.
         query_field: The query field's name, if it differs from the preset's.
         response_field: The response field's name, if it differs from the preset's.
         keep: Which model answers, as ``generate`` and ``predict`` write them, are training samples: ``all``,
@@ -116,7 +119,6 @@ class InstructionFiles(FileTask):
             training and validation samples that cannot be encoded.
         num_malformed: Number of skipped samples, by split, of the splits read so far.
         num_left_out: Number of samples that ``keep`` left out, by split.
-        num_call_turns: Number of assistant turns that are context because they call tools or are not text, by split.
 
     >>> import json, tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
@@ -142,7 +144,6 @@ class InstructionFiles(FileTask):
     malformed: Literal["error", "skip"] = "error"
     num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     num_left_out: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
-    num_call_turns: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _samples: dict[str, list[list[Example]]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -247,13 +248,12 @@ class InstructionFiles(FileTask):
             samples: list[list[Example]] = []
             num_skipped = num_left_out = 0
             places: dict[str, str] = {}
-            self.num_call_turns[split] = 0
             for row, label in rows:
                 try:
                     if split == "train" and not self._is_kept(row):
                         num_left_out += 1
                         continue
-                    examples = self._examples(row, _read_id(row) or f"{split}:{label}:{row.line}", split)
+                    examples = self._examples(row, _read_id(row) or f"{split}:{label}:{row.line}")
                     for example in examples:
                         place = places.setdefault(example.id, row.location)
                         expected = f"a unique id, not the id of {place}"
@@ -281,19 +281,19 @@ class InstructionFiles(FileTask):
         require(isinstance(score, (int, float)), row.location, "a number in field 'score'", score, fix)
         return score == 1
 
-    def _examples(self, row: DataRow, identity: str, split: Split) -> list[Example]:
+    def _examples(self, row: DataRow, identity: str) -> list[Example]:
         """Return the examples of a row: one, or one for each assistant turn of a chat."""
         values = row.require_values("fix the line, or set malformed: skip in the task")
         preset = self._detect(values) if self.preset == "auto" else self.preset
         if preset in ("messages", "conversations"):
             name = self.query_field or preset
             turns = _read_turns(row, name)
-            return self._from_turns(row, identity, name, turns, split)
+            return self._from_turns(row, identity, name, turns)
         query_field, response_field = _FIELDS[preset]
         query_field, response_field = self.query_field or query_field, self.response_field or response_field
         if isinstance(values.get(query_field), list) and isinstance(values.get(response_field), list):
             first, last = _read_turns(row, query_field), _read_turns(row, response_field)
-            return self._from_turns(row, identity, response_field, [*first, *last], split, start=len(first))
+            return self._from_turns(row, identity, response_field, [*first, *last], start=len(first))
         query = row.text(query_field, _FIX_FIELDS)
         response = row.text(response_field, _FIX_FIELDS)
         if preset == "instruction" and values.get("input"):
@@ -310,7 +310,7 @@ class InstructionFiles(FileTask):
         return next((name for name, names in _FIELDS.items() if {*names} <= values.keys()), "query_response")
 
     def _from_turns(
-        self, row: DataRow, identity: str, name: str, turns: list[dict[str, Any]], split: Split, start: int = 1
+        self, row: DataRow, identity: str, name: str, turns: list[dict[str, Any]], start: int = 1
     ) -> list[Example]:
         """Return an example for each assistant turn that can be trained, or for the last one.
 
@@ -319,7 +319,6 @@ class InstructionFiles(FileTask):
             identity: Its id, which the last example gets.
             name: The field of the turns.
             turns: The turns.
-            split: The split.
             start: The first turn that may be trained.
         """
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= max(start, 1)]
@@ -330,13 +329,14 @@ class InstructionFiles(FileTask):
         last = answers[-1]
         if self.assistant_turns == "last":
             answers = [last]
-        reasons = {i: _untrainable(turns[i]) for i in answers}
-        trained = [i for i in answers if not reasons[i]]
-        self.num_call_turns[split] += sum(bool(reasons[i]) for i in answers)
-        if not trained or (reasons[last] and turns[last].get("weight") != 0):
-            got, expected = reasons[last] or (None, "text")
-            where = f"{row.location}: {name}"
-            require(False, where, f"{expected} in turn {last + 1} (assistant)", got, "correct or remove the row")
+        for i in answers:
+            weight = turns[i].get("weight")
+            where = f"{row.location}: turn {i + 1} (assistant) of {name!r}"
+            require(weight in (None, 0, 1), where, "a weight of 0 or 1, or none", weight, "correct or remove the row")
+        trained = [i for i in answers if turns[i].get("weight") != 0 and _has_parts(turns[i])]
+        is_trained = bool(trained) and (last in trained or turns[last].get("weight") == 0)
+        expected = f"text or tool calls, and a weight of 1 or none, in turn {last + 1} (assistant)"
+        require(is_trained, f"{row.location}: {name}", expected, turns[last], "correct or remove the row")
         for turn in turns[: trained[-1] + 1]:
             row.check_unicode(name, json.dumps(turn, ensure_ascii=False))
         tools = row.require_values().get("tools")
@@ -345,9 +345,10 @@ class InstructionFiles(FileTask):
             Example(
                 id=identity if i == trained[-1] else f"{identity}#turn{i + 1}",
                 query=turns[i - 1].get("content") or "",
-                response=turns[i]["content"],
+                response=turns[i].get("content") or "",
                 messages=tuple(turns[:i]),
                 meta=meta,
+                answer=turns[i] if any(turns[i].get(part) for part in _MORE_THAN_TEXT) else None,
             )
             for i in trained
         ]
@@ -393,12 +394,26 @@ def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
     if not isinstance(turn, dict):
         return turn
     turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # columns of Parquet
+    if isinstance(turn.get("tool_calls"), list):
+        turn["tool_calls"] = [*map(_parse_arguments, turn["tool_calls"])]
     if "from" not in turn or "role" in turn:
         return turn
     role = _SHAREGPT_ROLES.get(str(turn["from"]).lower())
     known = ", ".join(_SHAREGPT_ROLES)
     require(role is not None, where, f"one of {known} in 'from'", turn["from"], "rename it, or remove the row")
     return {"role": role, "content": turn.get("value"), **{k: v for k, v in turn.items() if k not in ("from", "value")}}
+
+
+def _parse_arguments(call: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a call whose arguments are a mapping, where JSON text holds it: templates would quote the text again."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _earlier_turns(row: DataRow, query: str) -> tuple[dict[str, Any], ...]:
@@ -418,16 +433,9 @@ def _earlier_turns(row: DataRow, query: str) -> tuple[dict[str, Any], ...]:
     return (*turns, {"role": "user", "content": query})
 
 
-def _untrainable(turn: Mapping[str, Any]) -> tuple[object, str] | None:
-    """Return what keeps an assistant turn from being trained, and what was expected; ``None`` if it can be trained."""
-    for key in ("tool_calls", "reasoning_content", "function_call"):
-        if turn.get(key):
-            return turn[key], f"an answer without {key}, as only text is trained,"
-    if turn.get("weight") not in (None, 1):
-        return turn["weight"], "a weight of 1 or none"
-    if not (turn["content"] or "").strip():
-        return turn["content"], "text"
-    return None
+def _has_parts(turn: Mapping[str, Any]) -> bool:
+    """Return whether an assistant's turn has text or other parts to train."""
+    return bool((turn.get("content") or "").strip()) or any(turn.get(part) for part in _MORE_THAN_TEXT)
 
 
 def _is_turn(turn: object) -> bool:
