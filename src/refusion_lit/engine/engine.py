@@ -313,7 +313,7 @@ class Engine:
             self.output.num_calls += 1
             self.output.num_positions += len(hidden)
             self._count_shape(group, num_positions=batch.num_tokens, cache_length=batch.num_keys)
-        parts = hidden.split([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
+        parts = hidden.split_with_sizes([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
         for sequence, part, shape, starts in zip(group, parts, batch.shapes, batch.starts, strict=True):
             sequence.record_forward(part, shape, starts)
             sequence.last_call = self.output.num_calls
