@@ -160,8 +160,8 @@ def first_not_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first weight with NaN or an infinity; ``None`` if all values are finite.
 
     The smallest and the largest value tell: NaN makes both NaN. They are found in one pass over the memory and
-    without a copy (25 ms for 100 MB in float32 or bfloat16 on a thread, a tenth of ``isfinite``); reading a file
-    takes longer.
+    without a copy: 25 ms for 100 MB in float32 on a thread, a tenth of ``isfinite``. With the pages of a mapped file,
+    which the first forward pass would read otherwise, loading 109 MB takes 0.27 s in place of 0.20 s.
 
     >>> first_not_finite([("head", torch.ones(2)), ("norm", torch.tensor([0.0, -torch.inf]))])
     'norm'
