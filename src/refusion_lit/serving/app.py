@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
+from refusion_lit.data.tokenizers import alphabet
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, ResponsesRequest, describe_error, error_body
 from refusion_lit.serving.service import Service
 
@@ -107,6 +108,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     has_template = bool(service.model.tokenizer.chat_template)
     card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
     card |= {"has_chat_template": has_template}  # without, the page sends no history
+    card |= {"decoder": type(worker.decoder).__name__, "characters": alphabet(service.model.tokenizer)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
