@@ -123,7 +123,22 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             f"backbone.source: expected only weights of the architecture in the config, got {extra[0]} and "
             f"{len(extra) - 1} more in {source.name!r}. Take the config that they were trained with."
         )
+    _record_stored_head(model)
     return model
+
+
+def _record_stored_head(model: Any) -> None:  # noqa: ANN401 - one class per architecture
+    """Correct a config that ties head and embedding although the files hold different weights for them.
+
+    transformers loads such a head as it is stored, but would tie it when it adds rows or builds the model again.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight or not getattr(model.config, "tie_word_embeddings", False):
+        return
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    names = {name for name, parameter in model.named_parameters() if parameter is head.weight}
+    model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k not in names}
 
 
 @contextmanager
