@@ -60,7 +60,8 @@ def test_a_guessed_decoder_is_told_and_a_named_one_is_not(recwarn: pytest.Warnin
 
 @pytest.mark.parametrize("name", NAMES)
 def test_test_takes_decoder_and_ids_from_the_path(name: str, tmp_path: Path) -> None:
-    task = ["--data.task=Additions", "--data.task.num_test=3", "--trainer.enable_progress_bar=false"]
+    task = ["--data.task=Additions", "--data.task.num_test=3", "--trainer.enable_progress_bar=false",
+            "--model.sampling.max_new_tokens=32"]  # fmt: skip
     assert main(["test", f"--ckpt_path={MODELS[name]}", *task, f"--runs_dir={tmp_path}", "--num_threads=1"]) == 0
     (results,) = tmp_path.rglob("results.json")
     decoder = type(published_model(name).default_decoder).__name__

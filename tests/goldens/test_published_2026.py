@@ -18,7 +18,7 @@ from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import DualStream
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.attention_masks import order_mask, pattern_order
-from support.published import BATCH_SIZES, published_model, reference, select_runs
+from support.published import published_model, reference, select_runs, with_batch_sizes
 
 
 def list_settings(*names: str, left_out: tuple[int, ...] = ()) -> list[tuple[str, int]]:
@@ -82,8 +82,9 @@ def num_forwards_until_final(run: dict[str, Any]) -> int:
     raise AssertionError("the text is never final")
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize(("name", "setting"), list_settings("sdar_generate", "sdar_moe_generate"))
+@pytest.mark.parametrize(
+    ("name", "setting", "batch_size"), with_batch_sizes(list_settings("sdar_generate", "sdar_moe_generate"))
+)
 def test_sdar(name: str, setting: int, batch_size: int) -> None:
     """Our decoder stops where the text is final, and does not store the last block."""
     options = reference(name)["settings"][setting]
@@ -109,8 +110,9 @@ def engine_decoder(options: dict[str, Any]) -> WeDLM:
     )
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize(("name", "setting"), list_settings("wedlm_engine", "wedlm_qwen2_engine"))
+@pytest.mark.parametrize(
+    ("name", "setting", "batch_size"), with_batch_sizes(list_settings("wedlm_engine", "wedlm_qwen2_engine"))
+)
 def test_wedlm_engine(name: str, setting: int, batch_size: int) -> None:
     """The engine reads the prompt in a forward of its own, and makes a last forward that only confirms."""
     golden = reference(name)
@@ -128,8 +130,10 @@ NEVER = 31
 """An id that no text has."""
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize(("name", "setting"), list_settings("wedlm_generate", "wedlm_qwen2_generate", left_out=(7, 8)))
+@pytest.mark.parametrize(
+    ("name", "setting", "batch_size"),
+    with_batch_sizes(list_settings("wedlm_generate", "wedlm_qwen2_generate", left_out=(7, 8))),
+)
 def test_generate_wedlm(name: str, setting: int, batch_size: int) -> None:
     """The program ignores EOS tokens. Settings 7 and 8 set a temperature that draws nothing: not supported."""
     golden = reference(name)
