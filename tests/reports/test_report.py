@@ -281,7 +281,7 @@ def test_a_row_with_few_prompts_says_so(tmp_path: Path) -> None:
     files = write_report([run], baseline="full", formats=("html", "markdown"))
     page = _page(files[0]).text
     assert "2 of 96" in page
-    assert page.count("lucky (ReFusion)") == 2, "in the table of figures and in that of differences"
+    assert page.count("lucky (ReFusion)") == 3, "in the tables of figures and differences, and in the plot's legend"
     assert "| lucky (ReFusion) | 2 of 96 |" in files[1].read_text()
 
 

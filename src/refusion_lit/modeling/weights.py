@@ -134,7 +134,22 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
         tensors = read_headers(folder, "backbone.source")
         check_types(tensors, "backbone.source", _integers(model, tensors))
     check_finite(model.state_dict(), "backbone.source", weight_files(folder))
+    _record_stored_head(model)
     return model
+
+
+def _record_stored_head(model: Any) -> None:  # noqa: ANN401 - one class per architecture
+    """Correct a config that ties head and embedding although the files hold different weights for them.
+
+    transformers loads such a head as it is stored, but would tie it when it adds rows or builds the model again.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight or not getattr(model.config, "tie_word_embeddings", False):
+        return
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    names = {name for name, parameter in model.named_parameters() if parameter is head.weight}
+    model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k not in names}
 
 
 def _folder(source: ModelSource) -> Path:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
-from refusion_lit.reports.intervals import NUM_RESAMPLES
+from refusion_lit.reports.intervals import NUM_RESAMPLES, format_interval
 from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, training_plots
 from refusion_lit.reports.results import describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
@@ -129,6 +129,7 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
         speed=Markup(speed_plot(comparison)) if any("1" in row.latency for row in comparison.rows) else None,
         tradeoff=Markup((tradeoff or tradeoff_plot(comparison)).decode()),
         cells=cells,
+        format_interval=format_interval,
         figures=[figure for figure in FIGURES if figure[0] not in _NOT_IN_TABLE],
         metrics=metric_columns(comparison.metrics),
         latency_sizes=latency_sizes(row.latency for row in comparison.rows),
