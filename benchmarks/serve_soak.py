@@ -7,7 +7,8 @@ in any order. Requests are drawn from cases whose answers were decoded alone, wi
 and without calls of tools, and responses, with greedy and sampled tokens and log-probabilities. One request in five is
 given up in mid-stream, and one in twenty is wrong and must be refused. The queue is short and requests have a time
 limit, so some requests get 429 or 504. Clients pause between requests, so that the processor has time for other work.
-Resident memory is read every minute, after ``malloc_trim``; the first half of the time is warm-up.
+Resident memory, open files and threads are read every minute, memory after ``malloc_trim``; the first half of the time
+is warm-up for memory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ DECODERS: dict[str, Decoder] = {"Autoregressive": Autoregressive(), "ReFusion": 
 QUERIES = ("Rome?", "1+1", 'Add "7" and 8,\nthen more.')
 NUM_TOP = 2
 LIMITS = Limits(max_waiting=2, max_seconds=5.0)
-WRONG: list[dict[str, Any]] = [{"max_tokens": 100_000}, {"tools": [*TOOLS, TOOLS[0]]}, {"top_logprobs": 50}]
+WRONG: list[dict[str, Any]] = [
+    {"max_tokens": 100_000}, {"tools": [*TOOLS, TOOLS[0]]}, {"top_logprobs": 50}, {"logit_bias": {"5": 1}},
+    {"stop": [""]}, {"tool_choice": "required"}, {"seed": True}, {"messages": []},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
+    {"extra_body": {"no_such_field": [[[{}]]]}},
+]  # fmt: skip
 
 
 @dataclass
@@ -213,9 +219,9 @@ class Soak:
             await asyncio.sleep(rng.uniform(0, 2 * self.pause))
 
     async def _refuse(self, client: openai.AsyncOpenAI, rng: random.Random) -> None:
-        messages: Any = [{"role": "user", "content": "Rome?"}]
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Rome?"}], **rng.choice(WRONG)}
         try:
-            await client.chat.completions.create(model="soak", messages=messages, **rng.choice(WRONG))
+            await client.chat.completions.create(model="soak", **body)
             self._keep("different", "a wrong request was answered")
         except openai.BadRequestError:
             self.counts["refused"] += 1
@@ -272,6 +278,11 @@ def serving(model: TextModel, decoder: Decoder) -> Iterator[tuple[str, Worker]]:
     thread.join()
 
 
+def count_resources() -> dict[str, int]:
+    """Return the number of the process's open files and threads."""
+    return {"files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+
+
 def main() -> None:
     """Run and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -290,6 +301,7 @@ def main() -> None:
         started = time.monotonic()
         urls = {name: url for name, (url, _) in servers.items()}
         soak = Soak(urls, cases, started + options.minutes * 60, options.pause)
+        resources = {"start": count_resources()}
         clients = threading.Thread(target=lambda: asyncio.run(soak.run(options.clients)))
         clients.start()
         curve: list[tuple[float, float, int]] = []
@@ -299,7 +311,9 @@ def main() -> None:
             ctypes.CDLL(None).malloc_trim(0)
             minutes = (time.monotonic() - started) / 60
             curve.append((round(minutes, 2), round(resident_bytes() / 2**20, 1), soak.counts["answers"]))
+            resources |= {f"minute {minutes:.0f}": count_resources()}
         time.sleep(1.0)  # for the aborts of the last streams
+        resources["end"] = count_resources()
         is_idle = not any(worker.active or worker.waiting for _, worker in servers.values())
     steady = [megabytes for minutes, megabytes, _ in curve if minutes >= options.minutes / 2]
     results = {
@@ -308,6 +322,7 @@ def main() -> None:
         "cases": {name: len(some) for name, some in cases.items()},
         "is_idle_at_the_end": is_idle,
         "megabytes_after_half_the_time": [min(steady), max(steady)],
+        "resources": resources,
         "processor_minutes": round(time.process_time() / 60, 1),
         "curve": curve,
     }

@@ -261,12 +261,13 @@ def policy_memory(result: Result) -> str:
 
 
 def load_memory(result: Result) -> str:
+    sizes = ("small", "large")
+    names = {"gigabytes": "GB of weights", "peak_over_weights": "peak over weights", "seconds": "seconds"}
     rows = [
-        [name, *(layout[size][figure] for size in ("small", "large") for figure in ("gigabytes", "peak_over_weights"))]
+        [name, *(layout[size][figure] for size in sizes for figure in names)]
         for name, layout in result["layouts"].items()
     ]
-    figures = [f"{size}: {figure}" for size in ("small", "large") for figure in ("GB of weights", "peak over weights")]
-    return table(["checkpoint format", *figures], rows)
+    return table(["checkpoint format", *(f"{size}: {name}" for size in sizes for name in names.values())], rows)
 
 
 def serve(result: Result) -> str:

@@ -47,6 +47,22 @@ def test_a_sampling_option_is_refused_with_where_it_belongs(model: TextModel) ->
         model.generate([QUERY], top_p=0.9)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("max_tokens", "max_new_tokens"), ("temprature", "temperature"), ("batchsize", "batch_size")]
+)
+@pytest.mark.parametrize("method", CALLS)
+def test_an_option_that_is_misspelt_is_refused_with_the_nearest(
+    model: TextModel, method: str, name: str, near: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"'{name}'.*{near}"):
+        CALLS[method](model, **{name: 4})
+
+
+def test_a_model_is_printed_with_its_size(model: TextModel) -> None:
+    num_parameters = sum(parameter.numel() for parameter in model.backbone.parameters())
+    assert f"{num_parameters:,} parameters, float32 on cpu" in repr(model)
+
+
 def test_all_options_are_taken(model: TextModel) -> None:
     values: dict[str, Any] = {
         "decoder": ReFusion(slot_size=8), "max_new_tokens": 64, "sampling": SamplingParams(max_new_tokens=64),

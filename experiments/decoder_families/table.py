@@ -7,7 +7,7 @@ from typing import Any
 TRAINED_FOR = {
     "hybrid": ("refusion",),
     "autoregressive": ("autoregressive",),
-    "masked": ("llada", "fast_dllm", "fast_dllm_dual"),
+    "masked": ("llada", "fast_dllm", "fast_dllm_dual", "fast_dllm_whole"),
     "block": ("block_diffusion",),
 }
 

@@ -51,6 +51,11 @@ class TextModel:
         self.prompt_template = require_template(prompt_template)
         self.verifier: Backbone | None = None
 
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.backbone.parameters())
+        dtype = str(self.backbone.head.weight.dtype).removeprefix("torch.")
+        return f"TextModel({self.backbone.config.model_type}, {size:,} parameters, {dtype} on {self.backbone.device})"
+
     @property
     def default_decoder(self) -> Decoder:
         """The decoder that the model's config names, or that fits what the model was trained for.

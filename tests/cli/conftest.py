@@ -87,3 +87,12 @@ def checkpoint(trained: Path) -> str:
     path = trained / "checkpoints" / "last.ckpt"
     assert path.is_file()
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the plots of reports empty, because drawing takes half the time of a short ``test``.
+
+    ``test_report.py``, which overrides this fixture, and ``tests/reports`` draw them.
+    """
+    monkeypatch.setattr("refusion_lit.reports.plots._save", lambda *_: b"<svg/>")

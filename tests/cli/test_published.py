@@ -16,15 +16,19 @@ NAMES = ["llada-tiny", "dream-tiny", "fast-dllm-v2-tiny"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_generate_needs_the_path_alone(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_needs_the_path_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", f"--ckpt_path={MODELS[name]}", f"--prompt={PROMPT}"]) == 0
-    model = published_model(name)
-    (expected,) = model.generate([PROMPT], sampling=SamplingParams(max_new_tokens=128))
+    (expected,) = published_model(name).generate([PROMPT], sampling=SamplingParams(max_new_tokens=128))
     assert capsys.readouterr().out == f"{expected.text}\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_prompts_is_answered_as_one_prompt_is(name: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n7+8,1+1>\n")
     output = tmp_path / "answers.jsonl"
     assert main(["generate", f"--ckpt_path={MODELS[name]}", f"--prompts={tmp_path / 'prompts.txt'}",
-                 f"--output={output}"]) == 0  # fmt: skip
+                 f"--output={output}", "--max_new_tokens=16"]) == 0  # fmt: skip
+    (expected,) = published_model(name).generate([PROMPT], max_new_tokens=16)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["response"] for line in lines if line["id"] == "0"] == [expected.text]
 
@@ -60,7 +64,8 @@ def test_a_guessed_decoder_is_told_and_a_named_one_is_not(recwarn: pytest.Warnin
 
 @pytest.mark.parametrize("name", NAMES)
 def test_test_takes_decoder_and_ids_from_the_path(name: str, tmp_path: Path) -> None:
-    task = ["--data.task=Additions", "--data.task.num_test=3", "--trainer.enable_progress_bar=false"]
+    task = ["--data.task=Additions", "--data.task.num_test=3", "--trainer.enable_progress_bar=false",
+            "--model.sampling.max_new_tokens=32"]  # fmt: skip
     assert main(["test", f"--ckpt_path={MODELS[name]}", *task, f"--runs_dir={tmp_path}", "--num_threads=1"]) == 0
     (results,) = tmp_path.rglob("results.json")
     decoder = type(published_model(name).default_decoder).__name__

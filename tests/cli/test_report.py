@@ -13,6 +13,11 @@ from refusion_lit.cli import main
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
+@pytest.fixture(autouse=True)
+def pictures() -> None:
+    """Draw the plots."""
+
+
 def test_a_test_ends_with_a_report_that_can_be_made_again(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,7 @@ from refusion_lit.evaluation.latency import LatencyOptions
 from refusion_lit.sweeps.launchers import Slurm
 from refusion_lit.sweeps.points import plan
 from refusion_lit.sweeps.running import run
-from support.forks import forking_command
+from support.forks import finished, forking_command, start
 
 TINY_OPTIONS = {name.removeprefix("--"): yaml.safe_load(value) for name, _, value in (o.partition("=") for o in TINY)}
 
@@ -216,6 +220,59 @@ def test_an_interrupt_says_how_to_resume(
     file = _write(tmp_path)
     assert main(["sweep", "--config", file]) == 130
     assert f"refusion-lit sweep --config {file} --resume" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the point's process in /proc")
+def test_a_sweep_killed_in_the_middle_resumes_to_the_results_of_an_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**TINY_OPTIONS, "trainer.max_steps": 12}
+    grid = {"model.decoders.refusion.slot_size": [4, 8]}
+    file = _write(tmp_path, subcommands=["fit", "test"], options=options, grid=grid)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    args = ["sweep", "--config", file, "--directory"]
+    with forking_command(tmp_path) as command, monkeypatch.context() as patch:
+        patch.setitem(run.__kwdefaults__, "command", command)
+        assert main([*args, str(whole)]) == 0
+        process = start([*args, str(killed)], tmp_path / "log")
+        second = killed / "points" / json.loads((whole / "sweep.json").read_text())["points"][1]
+        while process.is_alive() and not (second / "fit" / "metrics.csv").is_file():
+            time.sleep(0.005)
+        points = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+        for point in points:
+            os.killpg(int(point), signal.SIGKILL)
+        assert finished(process) == -signal.SIGKILL
+        assert points
+        assert len(list(killed.glob("points/*/outcome.json"))) == 1  # the second point was not done
+        assert not (killed / "results.csv").exists()
+        assert main([*args, str(killed), "--resume"]) == 0
+    assert _results(killed) == _results(whole)
+
+
+def _results(directory: Path) -> tuple[list[dict[str, str]], list[dict[str, object]]]:
+    """Return a sweep's table and predictions, without times and places."""
+    with (directory / "results.csv").open() as file:
+        rows = [{k: v for k, v in row.items() if k not in VARYING} for row in csv.DictReader(file)]
+    lines = [line for path in sorted(directory.glob("points/*/test/*.jsonl")) for line in path.read_text().splitlines()]
+    return rows, [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+VARYING = {"folder", "point_seconds", "seconds", "tokens_per_second", "latency_median", "latency_p95"}
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_directory_that_cannot_be_one_is_refused_before_points_run(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    args = ["sweep", "--config", _write(tmp_path), "--directory", str(tmp_path / name)]
+    for resume in ([], ["--resume"]):
+        assert main([*args, *resume]) == 2
+        error = capsys.readouterr().err
+        assert "directory: expected a directory" in error
+        assert str(tmp_path / "file") in error
+        assert len(error.splitlines()) == 1
 
 
 def test_options_of_the_command_line_replace_those_of_the_file(

@@ -244,6 +244,24 @@ def test_training_sees_all_turns_and_gives_the_same_every_time() -> None:
     assert {"xyzzyx", "plughp", "foobaf"} <= one.get_vocab().keys()
 
 
+class Calls(Words):
+    """Conversations in which an assistant turn calls a tool, without text."""
+
+    def examples(self, split: str) -> list[Example]:
+        turns = [
+            {"role": "user", "content": "three?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": "3"},
+        ]
+        return [Example(id="a", query="", messages=tuple(turns), response="3!")]
+
+
+@pytest.mark.parametrize("source", [CharacterTokenizer(), TrainedBPE(vocab_size=260)], ids=["characters", "bpe"])
+def test_a_turn_without_text_is_no_training_text(source) -> None:
+    tokenizer = source.build(Calls())
+    assert tokenizer.decode(encode_text(tokenizer, "three!")) == "three!"
+
+
 def test_files_of_a_newer_library_are_refused(tmp_path, bpe) -> None:
     bpe.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"

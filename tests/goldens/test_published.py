@@ -12,7 +12,7 @@ from refusion_lit.decoding import BlockDiffusion, Decoder, DecodingOutput, FastD
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.attention_masks import order_mask, pattern_order
 from support.decoder_cases import LastState
-from support.published import BATCH_SIZES, published_model, reference, select_runs
+from support.published import published_model, reference, select_runs, with_batch_sizes
 
 
 def decoded(
@@ -40,8 +40,7 @@ def check(
     return runs, output
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(12))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(12)))
 def test_llada(setting: int, batch_size: int) -> None:
     options = reference("llada_generate")["settings"][setting]
     decoder = LLaDA(
@@ -54,8 +53,7 @@ def test_llada(setting: int, batch_size: int) -> None:
     check("llada_generate", setting, decoder, SamplingParams(max_new_tokens=options["gen_length"]), batch_size)
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(17))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(17)))
 def test_dream(setting: int, batch_size: int) -> None:
     options = reference("dream_generate")["settings"][setting]
     decoder = LLaDA(steps=options["steps"], order=options["alg"], shifted=True)
@@ -64,8 +62,7 @@ def test_dream(setting: int, batch_size: int) -> None:
     check("dream_generate", setting, decoder, sampling, batch_size)
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(16))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(16)))
 def test_fast_dllm_on_llada(setting: int, batch_size: int) -> None:
     options = reference("fast_dllm_v1_llada")["settings"][setting]
     threshold, factor = options.get("threshold"), options.get("factor")
@@ -79,8 +76,7 @@ def test_fast_dllm_on_llada(setting: int, batch_size: int) -> None:
     check("fast_dllm_v1_llada", setting, decoder, SamplingParams(max_new_tokens=options["gen_length"]), batch_size)
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(15))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(15)))
 def test_fast_dllm_on_dream(setting: int, batch_size: int) -> None:
     options = reference("fast_dllm_v1_dream")["settings"][setting]
     threshold, cache = options.get("threshold"), options["cache"]

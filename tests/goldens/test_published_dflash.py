@@ -13,7 +13,7 @@ from refusion_lit.decoding import Autoregressive, SelfSpeculative
 from refusion_lit.modeling.block_drafter import BlockDrafter
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.text_model import TextModel
-from support.published import BATCH_SIZES, MODELS, reference, select_runs
+from support.published import MODELS, reference, select_runs, with_batch_sizes
 
 REFERENCE = reference("dflash_candidates")
 SETTINGS = range(len(REFERENCE["settings"]))
@@ -32,8 +32,7 @@ def cut(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(SETTINGS))
 @pytest.mark.parametrize("fused_body", [True, False])
 def test_texts_forwards_and_candidates(setting: int, batch_size: int, fused_body: bool) -> None:
     options = REFERENCE["settings"][setting]

@@ -15,7 +15,7 @@ from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Introspective
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import BATCH_SIZES, ended_by, published_model, reference, select_runs
+from support.published import ended_by, published_model, reference, select_runs, with_batch_sizes
 
 NEVER = 31
 """An id that no text has."""
@@ -30,8 +30,7 @@ def decode_runs(
     return decode(model, decoder, prompts, SamplingParams(max_new_tokens=num_tokens), batch_size=batch_size).rows
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(8))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(8)))
 def test_strided_decoding_is_the_authors(setting: int, batch_size: int) -> None:
     options = reference("idlm_generate")["settings"][setting]
     runs = select_runs("idlm_generate", setting, batch_size)
@@ -45,8 +44,7 @@ def test_strided_decoding_is_the_authors(setting: int, batch_size: int) -> None:
         assert sequential.token_ids == run["autoregressive_output"]
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(6))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(6)))
 def test_blocks_are_filled_as_nemo_does(setting: int, batch_size: int) -> None:
     options = reference("idlm_nemo_generate")["settings"][setting]
     runs = select_runs("idlm_nemo_generate", setting, batch_size)

@@ -12,7 +12,7 @@ from refusion_lit.decoding import BlockDiffusion, Decoder, Generation, TokenEdit
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import BATCH_SIZES, MODELS, reference, select_runs
+from support.published import MODELS, reference, select_runs, with_batch_sizes
 
 
 @cache
@@ -44,8 +44,7 @@ def forwards_until_final(run: dict[str, Any]) -> int:
     return max(changed)
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(10))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(10)))
 def test_llada2(setting: int, batch_size: int) -> None:
     """The program goes on in the last block if EOS was written before other tokens on its left; ours stops."""
     options = reference("llada2_generate")["settings"][setting]
@@ -63,9 +62,9 @@ def test_llada2_stops_earlier_in_few_runs() -> None:
     assert sum(forwards_until_final(run) == run["num_forwards"] for run in runs) == 39
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize(
-    ("name", "setting"), [*(("llada21_generate", i) for i in range(10)), *(("llada21_editing", i) for i in range(6))]
+    ("name", "setting", "batch_size"),
+    with_batch_sizes([*(("llada21_generate", i) for i in range(10)), *(("llada21_editing", i) for i in range(6))]),
 )
 def test_llada21(name: str, setting: int, batch_size: int) -> None:
     options = reference(name)["settings"][setting]
@@ -89,8 +88,7 @@ def forwards_in_later_blocks(run: dict[str, Any], block_size: int) -> int:
     return next((i for i, is_later in enumerate(reversed(later)) if not is_later), len(later))
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(7))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(7)))
 def test_diffusers(setting: int, batch_size: int) -> None:
     """The pipeline makes a further block if EOS was written before other tokens on its left; ours stops."""
     options = reference("llada2_diffusers")["settings"][setting]

@@ -12,7 +12,7 @@ from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import CausalBlockMasked
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import BATCH_SIZES, published_model, reference, select_runs
+from support.published import published_model, reference, select_runs, with_batch_sizes
 
 EOS = 18
 GOLDEN = reference("nld_generate")
@@ -39,8 +39,7 @@ def expected_forwards(options: dict[str, Any], run: dict[str, Any]) -> int:
     return run["num_forwards"] - 1 - begins_with_eos
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("setting", range(len(GOLDEN["settings"])))
+@pytest.mark.parametrize(("setting", "batch_size"), with_batch_sizes(range(len(GOLDEN["settings"]))))
 def test_texts_and_forwards(setting: int, batch_size: int) -> None:
     options = GOLDEN["settings"][setting]
     runs = select_runs("nld_generate", setting, batch_size)

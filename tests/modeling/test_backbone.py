@@ -64,6 +64,12 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+LLAMA4: dict[str, Any] = {
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 24,
+    "layer_types": ["full_attention", "full_attention"],
+    "floor_scale": 4,
+}
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 24}
 
 
@@ -228,6 +234,8 @@ def test_attention_implementations_agree(model_type: str, options: dict[str, Any
         ("mixtral", MIXTURE),
         ("deepseek_v3", {**LATENT, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}),
         ("gpt_oss", {**MIXTURE, "attn_implementation": "eager"}),
+        ("llama4_text", {**LLAMA4, "no_rope_layers": [1, 0], "attn_temperature_tuning": False}),
+        ("llama4_text", {**LLAMA4, "no_rope_layers": [1, 1]}),
     ],
 )
 def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) -> None:
@@ -259,6 +267,7 @@ def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) 
     ("model_type", "options", "reason"),
     [
         ("qwen3", {"logits_scaling": 8.0}, r"logits_scaling=8.0"),
+        ("llama4_text", {**LLAMA4, "no_rope_layers": [1, 0]}, "place in the KV cache"),
         ("mamba", {"attn_implementation": "eager"}, "takes no position ids"),
         ("bloom", {"n_head": 2, "n_layer": 1, "attn_implementation": "eager"}, "takes no position ids"),
     ],
@@ -336,9 +345,9 @@ def test_batches_and_shared_prefixes_keep_texts_beyond_the_window(model_type: st
     sampling = SamplingParams(max_new_tokens=40)
     batched = decode(model, Autoregressive(), prompts, sampling, batch_size=3, max_cache_tokens=300)
     assert batched.num_shared > 0
+    [alone] = decode(model, Autoregressive(), prompts[2:3], sampling, share_prefixes=False).rows
+    assert batched.rows[2].token_ids == alone.token_ids
     for prompt, row in zip(prompts, batched.rows, strict=True):
-        [alone] = decode(model, Autoregressive(), [prompt], sampling, share_prefixes=False).rows
-        assert row.token_ids == alone.token_ids
         text = torch.tensor([[*prompt.token_ids, *row.token_ids]])
         with torch.no_grad():
             logits = model.model(input_ids=text).logits[0, len(prompt.token_ids) - 1 : -1]

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive
+from refusion_lit.modeling.gguf import load_gguf
 
 gguf = pytest.importorskip("gguf")
 
@@ -105,6 +106,14 @@ def test_other_files_are_refused_in_one_line(
     assert message.count("\n") == 1
     assert re.search(expected, message)
     assert not (tmp_path / "model").exists()
+
+
+def test_a_file_with_values_that_are_not_finite_is_refused(file: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    data = file.read_bytes()
+    damaged.write_bytes(data[:-4] + torch.tensor(torch.nan).numpy().tobytes())
+    with pytest.raises(ValueError, match=r"damaged\.gguf.*NaN"):
+        load_gguf(damaged)
 
 
 def test_a_directory_with_files_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

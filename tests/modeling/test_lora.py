@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import refusion_lit
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata
 from refusion_lit.checkpoints.models import restore_metadata
+from refusion_lit.cli import main
 from refusion_lit.data.tokenizers import load_tokenizer
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import DrafterOptions
@@ -107,6 +109,41 @@ def test_every_way_out_has_the_trained_logits(
     assert_equal(_logits(exported.backbone))
     options = BackboneConfig(source=str(tmp_path / "export"), drafter=DrafterOptions())
     assert_equal(_logits(options.build(exported.tokenizer).eval()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mask", ["added row", "in the vocabulary"])
+def test_a_head_that_is_stored_beside_a_config_that_ties_it_is_kept(tmp_path: Path, mask: str) -> None:
+    """transformers keeps such a head, too, until it adds rows."""
+    characters: Any = [*CHARACTERS, "<|mask|>"] if mask == "in the vocabulary" else CHARACTERS
+    base = make_base(tmp_path / "base", characters, tied=False)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    ids = IDS[:, :2]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(base)(input_ids=ids).logits
+    loaded = refusion_lit.load(base).backbone
+    with torch.no_grad():
+        logits = loaded.logits(loaded(ids, POSITIONS[:, :2]))
+    torch.testing.assert_close(logits[..., : expected.shape[-1]], expected, rtol=1e-5, atol=1e-5)
+
+    trained = _adapt(base, "all-linear")
+    expected = _logits(trained.backbone)
+    state = {f"backbone.{name}": value.clone() for name, value in trained.backbone.state_dict().items()}
+    checkpoint = {METADATA_KEY: CheckpointMetadata.of(trained).to_checkpoint(), "state_dict": state}
+    torch.save(checkpoint, tmp_path / "trained.ckpt")
+    torch.testing.assert_close(_logits(refusion_lit.load(tmp_path / "trained.ckpt").backbone), expected)
+    for name, options in (("export", []), ("adapters", ["--adapter_only=true"])):
+        arguments = ["export", f"--ckpt_path={tmp_path / 'trained.ckpt'}", f"--output={tmp_path / name}", *options]
+        assert main(arguments) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    torch.testing.assert_close(_library_logits(exported), expected, rtol=1e-5, atol=1e-5)
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    if mask == "added row":
+        model.config.tie_word_embeddings = False  # or transformers would tie the head while it adds rows
+        model.resize_token_embeddings(MASK + 1)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapters")
+    torch.testing.assert_close(_library_logits(model), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -24,18 +24,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from refusion_lit import SlotDiffusionModule, load
 from refusion_lit.cli import main
 from refusion_lit.cli.chat import Chat
+from refusion_lit.cli.export import name_decoder
 from refusion_lit.cli.model_options import Setup
 from refusion_lit.contrib.rl import GroupPolicy, Reward
 from refusion_lit.data.detokenizer import Detokenizer
 from refusion_lit.data.examples import encode_example
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer
-from refusion_lit.decoding import Autoregressive
+from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.load import BackboneConfig
-from refusion_lit.modeling.saving import prompt_code
+from refusion_lit.modeling.saving import prompt_code, save_model
 from refusion_lit.tasks import Example, InstructionFiles
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, ModelTraits, Prompt, SamplingParams
 from support.servers import address, serving
 from support.tokenizer_zoo import KINDS, LEGACY, REAL, ZEPHYR, make_model, make_tokenizer
 
@@ -346,3 +347,24 @@ def test_a_conversation_with_tools_is_trained_as_its_template_renders_it(kind: s
         assert [*sample.prompt_ids] == tokenizer.apply_chat_template(WITH_TOOLS[:num_turns], **options)["input_ids"]
         assert ids == whole[: len(ids)]
         assert ids[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *REAL])
+def test_an_exported_program_decodes_as_we_do(kind: str, tmp_path: Path) -> None:
+    """The ReFusion program in an export, run by transformers, on a real tokenizer's prompt and ids."""
+    model = load(make_model(kind, tmp_path / "base"), device="cpu")
+    model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
+    decoder = ReFusion(slot_size=4, slot_threshold=0.3, token_threshold=0.3)
+    name_decoder(model, decoder)
+    save_model(model.backbone, model.tokenizer, tmp_path / "export")
+    library: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    options = {"custom_generate": str(tmp_path / "export"), "trust_remote_code": True, "do_sample": False}
+    for query in (QUERY, "é 世", "def f(x):\n    return x"):
+        scope: dict[str, Any] = {"tokenizer": tokenizer}
+        exec(prompt_code(tokenizer, "{query}").replace('"..."', json.dumps(query)), scope)
+        prompt = scope["input_ids"]
+        assert prompt.tolist() == [model.encode(query)]
+        output = library.generate(prompt, max_new_tokens=24, **options)
+        [row] = model.generate([query], decoder=decoder, max_new_tokens=24)
+        assert output[0, prompt.shape[1] :].tolist() == row.token_ids

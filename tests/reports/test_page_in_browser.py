@@ -24,7 +24,7 @@ def test_texts_are_readable_in_both_schemes(show: Show, tmp_path: Path, scheme: 
         resize(driver, 1200, scheme)
         (background,) = colours(driver, "body", "backgroundColor")
         assert (sum(background) < 384) == (scheme == "dark")
-        texts = colours(driver, "p:not(.note), h1, tbody th, td, .range, caption, sup.mark, dt", "color")
+        texts = colours(driver, "p:not(.note), h1, tbody th, td, .range, .caption, sup.mark, dt", "color")
         assert min(contrast(c, background) for c in texts) >= 4.5
         # Plots are drawn on white; a dark page inverts them as a whole.
         (effect,) = set(js(driver, "[...document.querySelectorAll('.plot')].map(p => getComputedStyle(p).filter)"))

@@ -170,6 +170,16 @@ def test_speeds_of_concurrent_points_are_left_out(tmp_path: Path) -> None:
     assert "num_workers" in comparison.notes[0].replace("\\", "")
 
 
+def test_speeds_of_short_decodes_are_called_uncertain_unless_they_were_measured_in_turns(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0])})
+    results = json.loads((run / "results.json").read_text())
+    for seconds, latency, is_uncertain in ((0.4, {}, True), (40.0, {}, False), (0.4, {"decoders": {"a": {}}}, False)):
+        results["results"]["a"]["seconds"] = seconds
+        results["latency_results"] = latency
+        (run / "results.json").write_text(json.dumps(results))
+        assert ("set latency" in markdown_table(compare(*read_runs([run])))) == is_uncertain
+
+
 def test_tables_and_plots_for_papers(tmp_path: Path) -> None:
     good, bad = predictions([1.0] * 20, forwards=1), predictions([0.0] * 20, forwards=5)
     run = write_run(tmp_path / "run", {"a_b": good, "bad": bad}, mismatches={"bad": ["another attention"]})
@@ -271,7 +281,7 @@ def test_a_row_with_few_prompts_says_so(tmp_path: Path) -> None:
     files = write_report([run], baseline="full", formats=("html", "markdown"))
     page = _page(files[0]).text
     assert "2 of 96" in page
-    assert page.count("lucky (ReFusion)") == 2, "in the table of figures and in that of differences"
+    assert page.count("lucky (ReFusion)") == 3, "in the tables of figures and differences, and in the plot's legend"
     assert "| lucky (ReFusion) | 2 of 96 |" in files[1].read_text()
 
 

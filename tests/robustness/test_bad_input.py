@@ -98,11 +98,11 @@ def _without(directory: Path, name: str) -> None:
     save_file({k: v for k, v in weights.items() if k != key}, path, {"format": "pt"})
 
 
-def _cut(directory: Path, name: str) -> None:
+def _change(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     path = directory / "model.safetensors"
     weights = load_file(path)
     key = next(key for key in weights if name in key)
-    save_file({**weights, key: weights[key][:-1].clone()}, path, {"format": "pt"})
+    save_file({**weights, key: change(weights[key])}, path, {"format": "pt"})
 
 
 def _half(path: Path) -> None:
@@ -259,7 +259,14 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "resuming from a checkpoint whose weights are not finite": lambda p: p.fit(
         p.changed_checkpoint(_with_nan)[-1], "--trainer.max_steps=9"
     ),
-    "weights of another shape": lambda p: p.directory(lambda d: _cut(d, "q_proj")),
+    "a checkpoint whose weights are integers": lambda p: p.changed_checkpoint(_with_integers),
+    "weights of another shape": lambda p: p.directory(
+        lambda d: _change(d, "q_proj", lambda weight: weight[:-1].clone())
+    ),
+    "a directory whose weights are not finite": lambda p: p.directory(
+        lambda d: _change(d, "q_proj", lambda weight: weight * torch.nan)
+    ),
+    "a directory whose weights are integers": lambda p: p.directory(lambda d: _change(d, "q_proj", torch.Tensor.int)),
     "a directory without weights": lambda p: p.directory(lambda d: (d / "model.safetensors").unlink()),
     "a directory without a tokenizer": lambda p: p.directory(lambda d: (d / "tokenizer.json").unlink()),
     "a directory of an unknown architecture": lambda p: p.directory(lambda d: _config(d, model_type="unheard")),
@@ -277,6 +284,12 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "weights that run code": lambda p: p.directory(_pickled),
     "a directory that brings its own code": lambda p: p.directory(_own_code),
 }
+
+
+def _with_integers(values: dict) -> None:
+    weights = values["state_dict"]
+    name = next(iter(weights))
+    weights[name] = weights[name].long()
 
 
 def _with_nan(values: dict) -> None:

@@ -367,7 +367,9 @@ def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path:
     assert not list(tmp_path.glob("*.ckpt"))
 
 
-def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before(tmp_path: Path, fit_args: list[str]) -> None:
+def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before_from_which_the_run_goes_on(
+    tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]]
+) -> None:
     def fill_up() -> None:
         save, count = torch.save, 0
 
@@ -390,6 +392,9 @@ def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before(tmp_path: Pat
     folder = tmp_path / "quickstart" / "version_0" / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"epoch=0-step=3.ckpt", "last.ckpt"}
     assert all(_state(path)["global_step"] == 3 for path in folder.iterdir())
+    assert str(folder) in said
+    assert main(["fit", f"--resume={folder.parent}"]) == 0
+    _assert_like_unbroken(folder.parents[1], unbroken)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(

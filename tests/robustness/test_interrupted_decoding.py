@@ -100,7 +100,7 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     args = _args("predict", tmp_path, "v")
     assert finished(start(args, tmp_path / "log", _signal_at(("ReFusion", 3), signal.SIGKILL))) == -signal.SIGKILL
     assert main([*args, "--model.resume=true", "--model.sampling.max_new_tokens=20"]) == 2
-    assert "predictions.jsonl was made for something else: sampling.max_new_tokens was 48, is 20." in (
+    assert "predictions.jsonl was made for something else: sampling.max_new_tokens was 24, is 20." in (
         capsys.readouterr().err
     )
     assert main([*args, "--model.resume=true", "--data.task.seed=1"]) == 2
@@ -203,7 +203,7 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
             "--model.sampling.max_new_tokens=500",
             "expected at most 12 tokens",
         ),
-        ("--model.decoding.max_cache_tokens=50", "max_cache_tokens: expected at least "),
+        ("--model.decoding.max_cache_tokens=26", "max_cache_tokens: expected at least "),
     ],
 )
 def test_prompts_that_do_not_fit_are_refused_before_any_is_decoded(

@@ -19,7 +19,7 @@ from robustness.conftest import torchrun
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 OPTIONS = [
-    "--config", QUICKSTART, "--trainer.enable_progress_bar=false", "--model.sampling.max_new_tokens=48",
+    "--config", QUICKSTART, "--trainer.enable_progress_bar=false", "--model.sampling.max_new_tokens=24",
     "--model.decoders.refusion.num_serial_blocks=1", "--model.decoders.other=Autoregressive",
     "--model.decoding.allow_mismatch=true", "--data.task.num_train=16", "--data.eval_batch_size=2", "--num_threads=1",
 ]  # fmt: skip

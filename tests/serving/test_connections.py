@@ -133,6 +133,19 @@ def test_requests_one_after_the_other_on_a_connection_have_a_limit_each(model: T
         assert answer.count(b" 408 ") == 1
 
 
+def test_an_idle_connection_outlives_the_limit_of_a_request_and_is_closed_without_an_error(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client would take the error for the answer to its next request."""
+    monkeypatch.setattr(app, "_IDLE_SECONDS", 3)
+    get = "GET /health HTTP/1.1\nHost: localhost\n\n"
+    with serving(model, max_seconds=1.0) as server, raw(server, get) as connection:
+        time.sleep(2)
+        connection.sendall(get.replace("\n", "\r\n").encode())
+        answer = read(connection)
+        assert answer.count(b"HTTP/1.1") == answer.count(b" 200 OK") == 2
+
+
 def test_the_key_is_checked_before_the_body_is_read(model: TextModel) -> None:
     with serving(model, key="secret") as server:
         for body in ("Content-Length: 500000\n\n", "Content-Length: 9\n\n{", "Transfer-Encoding: chunked\n\n"):

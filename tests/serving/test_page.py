@@ -13,6 +13,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 pytest.importorskip("selenium", reason="needs selenium: pip install --group test")
 
 from refusion_lit import load
+from refusion_lit.data.tokenizers import alphabet
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.text_model import TextModel
 from support import browser
@@ -104,6 +105,9 @@ def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
         chrome.get(address(server))
         wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
         assert browser.js(chrome, "document.activeElement.id") == "text"
+        assert "ReFusion" in browser.js(chrome, "document.getElementById('decoder').textContent")
+        assert alphabet(model.tokenizer) in browser.js(chrome, "document.getElementById('status').textContent")
+        assert not browser.js(chrome, "document.getElementById('legend').offsetParent")  # nothing to explain yet
         assert browser.js(chrome, "document.documentElement.scrollWidth") <= 360, "a phone's width"
         assert browser.js(chrome, "[...document.querySelectorAll('input,textarea')].every(e => e.labels.length)")
         browser.js(chrome, "document.getElementById('max_tokens').value = 24")

@@ -12,6 +12,6 @@ def examples(num: int) -> int:
     """Return the number of examples for a test whose examples take at least 20 ms.
 
     Args:
-        num: Number under the profile ``thorough``. Other profiles run a quarter, but at least 3.
+        num: Number under the profile ``thorough``. Other profiles run a sixth, but at least 3.
     """
-    return num if settings.get_current_profile_name() == THOROUGH else max(num // 4, 3)
+    return num if settings.get_current_profile_name() == THOROUGH else max(num // 6, 3)

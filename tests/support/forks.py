@@ -6,8 +6,10 @@ import ctypes
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -98,7 +100,14 @@ with socket.socket(socket.AF_UNIX) as server:
 
 @contextmanager
 def forking_command(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Give a command in place of ``refusion-lit``: a small program lets this process fork one that runs the rest."""
+    """Give a command in place of ``refusion-lit``: a small program lets this process fork one that runs the rest.
+
+    The forked process is killed with the small program, as if both were one.
+    """
+
+    def die_with(client: socket.socket) -> None:
+        if not client.recv(1):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def run(client: socket.socket) -> None:
         message, (given, *descriptors), *_ = socket.recv_fds(client, 1 << 20, 3)
@@ -107,6 +116,7 @@ def forking_command(folder: Path) -> Iterator[tuple[str, ...]]:
             os.dup2(descriptor, number)
         sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it ends with the process
         warnings.simplefilter("default")
+        threading.Thread(target=die_with, args=(client,), daemon=True).start()
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(environment)

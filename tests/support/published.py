@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,13 @@ def reference(name: str) -> dict[str, Any]:
     return json.loads((path if path.is_file() else PUBLISHED_2026 / f"{name}.json").read_text())
 
 
-BATCH_SIZES = [1, 16]
-"""Sizes in which the prompts of a setting are decoded: the first alone, and all at once."""
+def with_batch_sizes(settings: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return settings with batch sizes: all prompts of a setting at once, and for every third setting the first alone.
+
+    Contract tests check for every decoder that rows do not depend on their batch.
+    """
+    cases = [setting if isinstance(setting, tuple) else (setting,) for setting in settings]
+    return [(*case, 16) for case in cases] + [(*case, 1) for case in cases[::3]]
 
 
 def select_runs(name: str, setting: int, batch_size: int | None = None) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from jaxtyping import install_import_hook
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-NUM_CHECKED = 8
+NUM_CHECKED = 3
 """Calls of a function in a test that are checked."""
 
 num_calls: Counter[str] = Counter()

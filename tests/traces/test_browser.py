@@ -47,7 +47,9 @@ def expected(trace: Trace, forwards: int) -> list[set[str]]:
 @pytest.mark.parametrize("trace", [plan_and_verify(), random_trace(3), random_trace(8)])
 def test_arrow_keys_step_through_every_forward(show: Show, trace: Trace) -> None:
     driver = show(page(trace))
-    assert classes(driver) == expected(trace, 0)  # the page opens at the start
+    assert classes(driver) == expected(trace, trace.num_forwards)  # the page opens with the whole text
+    press(driver, Keys.HOME)
+    assert classes(driver) == expected(trace, 0)
     for forwards in range(1, trace.num_forwards + 1):
         press(driver, Keys.ARROW_RIGHT)
         assert classes(driver) == expected(trace, forwards)
@@ -186,6 +188,7 @@ def test_a_line_ends_where_the_text_of_a_slot_ends_one(show: Show) -> None:
 
 def test_phases_are_explained(show: Show) -> None:
     driver = show(page(plan_and_verify()))
+    press(driver, Keys.HOME)
     assert text(driver, "phase") == "Every token of the response is masked."
     press(driver, Keys.ARROW_RIGHT)
     assert text(driver, "phase") == f"This forward {explain('plan')}."

@@ -285,3 +285,26 @@ def test_a_test_that_is_interrupted_resumes_in_the_same_process(tmp_path: Path, 
         if other is not None:
             release_lock(other)
     assert len((tmp_path / "predictions_b.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_sample_above_16384_tokens_has_the_same_loss_packed_as_alone_in_its_row(tmp_path: Path) -> None:
+    rows = [{"query": "12", "response": "0123456789" * 1650}, {"query": "7", "response": "89" * 60}]
+    longest = 17_000
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": longest}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    logged = []
+    for batch_size, pack_length in ((2, None), (1, longest)):
+        data = InstructionDataModule(
+            {"train": rows, "validation": rows[1:]}, CharacterTokenizer(), batch_size,
+            max_length=longest, pack_length=pack_length,
+        )  # fmt: skip
+        backbone = BackboneConfig(config=TINY_QWEN | sizes | heads)
+        module = SlotDiffusionModule(backbone, data.built_tokenizer, Hybrid(slot_sizes=(4,)))
+        trainer = _trainer(tmp_path, max_steps=1, limit_val_batches=0, log_every_n_steps=1)
+        trainer.fit(module, data)
+        logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    plain, packed = logged
+    assert packed["train/num_positions"] < 0.6 * plain["train/num_positions"]
+    for name in ("train/ar", "train/mdm", "train/loss", "train/gradient_norm"):
+        assert packed[name] > 0.5
+        assert packed[name] == pytest.approx(plain[name], rel=1e-5)

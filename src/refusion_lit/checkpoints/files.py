@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from refusion_lit.modeling.fsdp import INDEX, check_index
+from refusion_lit.modeling.stored_tensors import first_not_finite
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
@@ -128,21 +129,44 @@ def find_newest(folders: Sequence[Path], *, resumable: bool = False) -> tuple[Pa
     return None, damaged
 
 
-def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuse weights whose names or shapes differ from a model's, or that are not finite.
+def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: str | Path | None = None) -> None:
+    """Refuse weights whose names, shapes or kinds of numbers differ from a model's, or that are not finite.
 
     Args:
         stored: Weights by name.
         expected: The model's weights by name.
+        path: The checkpoint, for messages.
 
     Raises:
-        ValueError: Naming the first weight that is missing, unexpected, of another shape, infinite or not a number.
+        ValueError: Naming the first weight that is missing, unexpected, of another shape, of integers in place of
+            floating-point numbers, infinite or not a number.
     """
     for name in sorted({*stored, *expected}):
         shape = tuple(stored[name].shape) if name in stored else None
         wanted = tuple(expected[name].shape) if name in expected else None
         fitting = f"weights that fit the architecture in the config, with {name} of shape {wanted}"
         require(shape == wanted, "ckpt_path", fitting, shape, "take the config that the checkpoint was trained with")
-        is_finite = bool(stored[name].isfinite().all())
-        got = "infinities or NaN: the training had diverged"
-        require(is_finite, "ckpt_path", f"finite weights in {name}", got, "take an earlier checkpoint")
+        fits = stored[name].is_floating_point() == expected[name].is_floating_point()
+        numbers = "floating-point numbers" if expected[name].is_floating_point() else str(expected[name].dtype)
+        fitting = f"{numbers} in {name}{_in(path)}"
+        require(fits, "ckpt_path", fitting, str(stored[name].dtype), "take another checkpoint")
+    check_finite(stored, path)
+
+
+def _in(path: str | Path | None) -> str:
+    return "" if path is None else f" of {path}"
+
+
+def check_finite(weights: Mapping[str, Tensor], path: str | Path | None = None) -> None:
+    """Refuse a checkpoint's weights that are infinite or not a number.
+
+    Args:
+        weights: The weights by name.
+        path: The checkpoint, for messages.
+
+    Raises:
+        ValueError: Naming the first such weight.
+    """
+    name = first_not_finite(sorted(weights.items()))
+    got = "infinities or NaN: the training had diverged"
+    require(name is None, "ckpt_path", f"finite weights in {name}{_in(path)}", got, "take an earlier checkpoint")

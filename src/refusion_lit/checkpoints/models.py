@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from refusion_lit.checkpoints.files import (
+    check_finite,
     check_weights,
     is_checkpoint_file,
     is_sharded_checkpoint,
@@ -252,8 +253,9 @@ def load_checkpoint(
     backbone = _rebuild(metadata, tokenizer, options)
     if is_sharded_checkpoint(path):
         load_sharded(path, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})
+        check_finite(backbone.state_dict(), path)
     else:
-        _load_weights(backbone, checkpoint["state_dict"])
+        _load_weights(backbone, checkpoint["state_dict"], path)
     return TextModel(backbone, tokenizer, metadata.prompt_template)
 
 
@@ -303,9 +305,9 @@ def _rebuild(
     return backbone
 
 
-def _load_weights(backbone: Backbone, weights: Mapping[str, Any]) -> None:
+def _load_weights(backbone: Backbone, weights: Mapping[str, Any], path: str | Path | None = None) -> None:
     named = {
         name.removeprefix(_WEIGHTS_PREFIX): value for name, value in weights.items() if name.startswith(_WEIGHTS_PREFIX)
     }
-    check_weights(named, backbone.state_dict())
+    check_weights(named, backbone.state_dict(), path)
     backbone.load_state_dict(named)

@@ -162,6 +162,7 @@ def _card(options: Namespace, model: TextModel, published: CheckpointFormat | No
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.block_drafter import BlockDrafter
     from refusion_lit.modeling.drafter import DrafterOrigin
+    from refusion_lit.modeling.published import published_config
     from refusion_lit.modeling.saving import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
@@ -184,6 +185,8 @@ def _card(options: Namespace, model: TextModel, published: CheckpointFormat | No
         has_block_drafter=isinstance(backbone.drafter, BlockDrafter),
         weights=weights_digest(tested) if results else None, published=published,
         mask_token_id=backbone.special_tokens.mask_token_id,
+        published_values=published_config(backbone, published, published.layout)
+        if published is not None and published.layout is not None else None,
     )  # fmt: skip
 
 

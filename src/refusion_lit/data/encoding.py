@@ -292,7 +292,9 @@ def _render(
     try:
         return str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=is_open, **options))
     except Exception as error:  # a template may raise any error
-        message = f"messages: the chat template refuses turns of {roles} ({error}); reorder them."
+        changeable = [name for name in chat_options or () if name != "continue_final_message"]
+        fix = " or ".join(["reorder them", *(f"change {name}" for name in changeable)])
+        message = f"messages: the chat template refuses turns of {roles} ({error}); {fix}."
         raise ValueError(message) from error
 
 

@@ -275,7 +275,8 @@ class InstructionDataModule(L.LightningDataModule):
         if num_too_long or num_malformed or num_left_out:
             rank_zero_info(
                 f"{split}: {num_too_long} of {len(examples) + num_unread} samples dropped as longer than "
-                f"{self.max_length} tokens, {num_malformed} skipped as malformed, {num_left_out} left out by task.keep"
+                f"{self.max_length} tokens, {num_malformed} skipped as malformed, "
+                f"{num_left_out} left out by data.task.keep"
             )
         expected = f"at least one {split} sample of at most {self.max_length} tokens"
         require(len(samples) > 0, "data.max_length", expected, len(samples), "raise it")

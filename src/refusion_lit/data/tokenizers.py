@@ -337,6 +337,19 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
             )
 
 
+def alphabet(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the characters that a tokenizer of single characters knows; ``None`` for other tokenizers.
+
+    >>> alphabet(CharacterTokenizer(characters="01+").build(None))
+    '01+'
+    """
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
+    names = tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
+    characters = [name for name in names if name is not None and name not in tokenizer.all_special_tokens]
+    is_alphabet = type(backend.model).__name__ == "WordLevel" and all(len(name) == 1 for name in characters)
+    return "".join(characters) if is_alphabet else None
+
+
 def unknown_text(backend: Any, text: str, token: int | None) -> ValueError:  # noqa: ANN401 - a class of tokenizers
     """Return the error for a text that cannot be encoded without a special token."""
     if type(backend.model).__name__ == "WordLevel":
@@ -357,7 +370,8 @@ def unknown_text(backend: Any, text: str, token: int | None) -> ValueError:  # n
 
 def _texts(examples: Iterable[Example]) -> Iterator[str]:
     for example in examples:
-        yield from [turn["content"] for turn in example.messages] or [example.query]
+        # Assistant turns with calls of tools may have no content.
+        yield from [turn["content"] or "" for turn in example.messages] or [example.query]
         yield example.response
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from operator import itemgetter
+from typing import Any
 
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 
@@ -29,6 +32,23 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
     are_callbacks = isinstance(callbacks, Sequence) and all(isinstance(item, GenerationCallback) for item in callbacks)
     require(are_callbacks, "callbacks", "a list of instances of GenerationCallback", callbacks, "put them into a list")
     require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
+
+
+def build_options(named: Mapping[str, Any]) -> DecodingOptions:
+    """Return the options of a decode from their names and values.
+
+    Raises:
+        TypeError: If an option is unknown; the error names a similar option, and where sampling options go.
+        ValueError: If a value is out of range.
+    """
+    known, of_sampling = ([field.name for field in fields(kind)] for kind in (DecodingOptions, SamplingParams))
+    for name in named.keys() - known:
+        near = get_close_matches(name, [*known, *of_sampling], n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}."
+        if name in of_sampling:
+            fix = f"pass sampling=SamplingParams({name}=...)."
+        raise TypeError(f"unexpected keyword argument {name!r}; {fix}")
+    return DecodingOptions(**named)
 
 
 def check_model(

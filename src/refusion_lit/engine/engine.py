@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from refusion_lit.engine.batch import Batch
-from refusion_lit.engine.checks import check_model, check_prompts
+from refusion_lit.engine.checks import build_options, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.logprobs import LogprobRecorder
@@ -80,10 +80,7 @@ def decode(
         TypeError: If an option is unknown.
         ValueError: If an option is out of range, or a prompt is empty or too long.
     """
-    try:
-        options = DecodingOptions(**named)
-    except TypeError as error:
-        raise TypeError(f"{error}; options of sampling go into sampling=SamplingParams(...).") from error
+    options = build_options(named)
     if num_top_logprobs is not None:
         require_at_least("num_top_logprobs", num_top_logprobs, 0)
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")
@@ -316,7 +313,7 @@ class Engine:
             self.output.num_calls += 1
             self.output.num_positions += len(hidden)
             self._count_shape(group, num_positions=batch.num_tokens, cache_length=batch.num_keys)
-        parts = hidden.split([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
+        parts = hidden.split_with_sizes([num_rows * batch.ids.shape[1] for num_rows, _ in batch.shapes])
         for sequence, part, shape, starts in zip(group, parts, batch.shapes, batch.starts, strict=True):
             sequence.record_forward(part, shape, starts)
             sequence.last_call = self.output.num_calls

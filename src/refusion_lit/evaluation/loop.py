@@ -28,9 +28,9 @@ from refusion_lit.evaluation.predictions import (
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
 from refusion_lit.reports.results import (
-    CONCURRENT,
     RESULTS,
     environment,
+    note_on_speeds,
     parse_results,
     ran_concurrently,
     read_latency,
@@ -396,9 +396,15 @@ class Evaluation(L.Callback):
         if self.options.latency is not None and not ran_concurrently(results):
             results["latency_results"] = self._measure_latency(self.options.latency)
         figures = {titles[name]: values for name, values in without_speeds(results)["results"].items()}
-        note = CONCURRENT if ran_concurrently(results) else None
         latency = {titles[name]: values for name, values in read_latency(results).items()}
-        decoder_table(figures, self._batch_size, marked=marked, metrics=self._task.metrics, note=note, latency=latency)
+        decoder_table(
+            figures,
+            self._batch_size,
+            marked=marked,
+            metrics=self._task.metrics,
+            note=note_on_speeds(results),
+            latency=latency,
+        )
         text = json.dumps(results, indent=2)
         write_atomically(self._directory / RESULTS, f"{text}\n")
         predictions = {name: parse_predictions(state.lines) for name, state in self._running.items()}

@@ -88,6 +88,7 @@ def _layout(repository: str, algorithm: str) -> ExportLayout:
         omitted=("bos_token_id",),
         constants={
             "embedding_dropout": 0.0,
+            "moe_router_enable_expert_bias": True,
             "norm_head": False,
             "norm_softmax": False,
             "output_dropout": 0.0,
@@ -109,6 +110,7 @@ def _layout(repository: str, algorithm: str) -> ExportLayout:
             "mask_threshold": "threshold",
             "edit_threshold": "editing_threshold",
         },
+        has_index=True,
         engines=(
             Engine(
                 name="SGLang",

@@ -34,7 +34,8 @@ register(
         family="Zarya 0.6B, 1.7B and 4B",
         model_type="zarya",
         base="qwen3",
-        required={"backbone_class": ("Qwen3ForCausalLM",), "sequential_attn_mode": ("causal",)},
+        required={"backbone_class": ("Qwen3ForCausalLM",), "sequential_attn_mode": ("causal",),
+                  "diffusion_attn_mode": ("causal",)},
         weight_names=(("model", "backbone.model"), ("lm_head", "backbone.lm_head")),
         attention="causal",
         predictions=("mask", "next_token_in_slot"),
@@ -42,14 +43,29 @@ register(
         decoder="ReFusion",
         decoder_options={"slot_size": 16, "num_serial_blocks": 4, "slot_threshold": 0.9, "token_threshold": 0.4},
         layout=ExportLayout(
-            repository=None,
-            classes={},
-            architecture=None,
+            repository="ai-forever/Zarya-0.6B",
+            classes={
+                "AutoConfig": "configuration.ZaryaConfig",
+                "AutoModel": "modeling.Zarya",
+                "AutoModelForMaskedLM": "modeling.Zarya",
+                "AutoModelForCausalLM": "modeling.Zarya",
+            },
+            architecture="Zarya",
             options=("attention_bias", "head_dim", "mask_token_id", "pad_token_id", "torch_dtype"),
-            constants={"backbone_class": "Qwen3ForCausalLM", "sequential_attn_mode": "causal"},
+            constants={
+                "backbone_class": "Qwen3ForCausalLM", "diffusion_attn_mode": "causal", "diffusion_shuffle": True,
+                "sequential_attn_mode": "causal", "sequential_shuffle": True,
+            },
+            decoder_names={
+                "slot_size": "slot_size",
+                "num_serial_blocks": "serial_num_blocks",
+                "slot_threshold": "slot_threshold",
+                "token_threshold": "token_threshold",
+            },
+            generation={"slotted_generation": True, "serial_num_blocks": 2},
         ),
     )
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.models.muse_glimmer_assistant.configuration_muse_glimmer_assistant import MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
@@ -28,9 +27,10 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 )
 
 from refusion_lit.modeling.kv_cache import KVCache
+from refusion_lit.modeling.stored_tensors import check_types, load_checked, missing_shards, read_headers, weight_files
 from refusion_lit.modeling.transformers_forward import LibraryCache
 from refusion_lit.modeling.visibility import AttentionMask, as_mask
-from refusion_lit.modeling.weights import missing_shards, stored_shapes, weights_digest
+from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import check_options, require
 
@@ -322,13 +322,15 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
         raise _refused(folder, "blocks of at least 2 tokens", f"block_size {config.block_size}", "correct config.json")
     if missing := missing_shards(folder):
         raise _refused(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
-    shapes = stored_shapes(folder)
+    tensors = read_headers(folder, "draft")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if not shapes:
         raise _refused(folder, "safetensors files with weights", "none that can be read", "fetch it again")
     for weight in sorted({*wanted, *shapes}):
         if shapes.get(weight) != wanted.get(weight):
             expected = f"weights as config.json says, with {weight} of shape {wanted.get(weight)}"
             raise _refused(folder, expected, f"{shapes.get(weight)}", "fetch it again")
+    check_types(tensors, "draft")
     return config
 
 
@@ -381,9 +383,7 @@ def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtyp
         expected = f"the model of the drafter ({entry.get('base')}; weights {digest})"
         raise _refused(Path(directory), expected, "a model with other weights", "load that model, or train a drafter")
     try:
-        weights: dict[str, Tensor] = {}
-        for file in sorted(Path(directory).glob("*.safetensors")):
-            weights |= load_file(file)
+        weights = load_checked(weight_files(Path(directory)), "draft")
     except (OSError, SafetensorError) as error:
         raise _refused(Path(directory), "weights", error_reason(error), "fetch it again") from error
     drafter = BlockDrafter(config, entry.get("base") if isinstance(entry, dict) else None)

@@ -54,6 +54,28 @@ def check_chat_options(tokenizer: Any, options: object) -> None:  # noqa: ANN401
         require(name in known, CHAT_OPTIONS, "options that the chat template reads", name, fix)
 
 
+def effort_options(tokenizer: Any, effort: str | None) -> dict[str, Any]:  # noqa: ANN401 - a tokenizer of transformers
+    """Return the chat template options that express a reasoning effort, as vLLM and SGLang do.
+
+    ``reasoning_effort`` has the effort. ``enable_thinking`` and ``thinking`` are false for the effort ``none`` and true
+    otherwise. Options that the template does not read are left out.
+
+    Args:
+        tokenizer: The tokenizer.
+        effort: The effort; ``None`` returns no options.
+
+    >>> from types import SimpleNamespace
+    >>> effort_options(SimpleNamespace(chat_template="{% if enable_thinking %}<think>{% endif %}"), "low")
+    {'enable_thinking': True}
+    """
+    if effort is None or not tokenizer.chat_template:
+        return {}
+    known = _names_in(tokenizer.chat_template)
+    is_thinking = effort != "none"
+    options = {"reasoning_effort": effort, "enable_thinking": is_thinking, "thinking": is_thinking}
+    return {name: value for name, value in options.items() if name in known}
+
+
 def _names_in(template: str | Mapping[str, str]) -> set[str]:
     """Return the names that a chat template reads and does not assign.
 

@@ -288,6 +288,12 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
         raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); {_SUPPORTED}.")
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; {_SUPPORTED}.")
+    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+        raise ValueError(
+            f"backbone: {name} scales queries by their place in the KV cache (attn_temperature_tuning), but tokens are "
+            f"stored in any order here; for texts below {config.floor_scale} tokens (floor_scale), which it does not "
+            "scale, set backbone.config.attn_temperature_tuning to false."
+        )
     other = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
     if other:
         raise ValueError(

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,6 +30,7 @@ from refusion_lit.modeling.block_drafter import (
     is_block_drafter,
     load_block_drafter,
 )
+from refusion_lit.modeling.stored_tensors import load_checked
 from refusion_lit.modeling.transformers_forward import library_mask
 from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.modeling.weights import weights_digest
@@ -233,12 +233,12 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
         origin = DrafterOrigin.from_dict(values)
         is_current = values["format"] == FORMAT
         digest = str(values["base_weights"])
-        weights = load_file(path / WEIGHTS_FILE)
-    except (OSError, LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
-        raise ValueError(
-            f"draft: expected a directory with {OPTIONS_FILE} and {WEIGHTS_FILE}, as export writes it, got {path} "
-            f"({error_reason(error)}); check the path, or export the drafter again."
-        ) from error
+    except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise _no_drafter(path, error) from error
+    try:
+        weights = load_checked([path / WEIGHTS_FILE], "draft")
+    except (OSError, SafetensorError) as error:
+        raise _no_drafter(path, error) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
     actual = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
     # In float16, the digest's bfloat16 values have been rounded twice, so that the model's own digest is another one.
@@ -255,6 +255,13 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
     require({n: w.shape for n, w in weights.items()} == expected, "draft", "its options' weights", "others", fix)
     drafter.load_state_dict(weights)
     return drafter
+
+
+def _no_drafter(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"draft: expected a directory with {OPTIONS_FILE} and {WEIGHTS_FILE}, as export writes it, got {path} "
+        f"({error_reason(error)}); check the path, or export the drafter again."
+    )
 
 
 def _linears(body: nn.Module) -> dict[str, nn.Linear]:

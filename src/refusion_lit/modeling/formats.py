@@ -32,12 +32,14 @@ class Engine:
         command: Command line, with ``{model}`` for the directory and ``{block_size}``.
         block_size: The only block size that the program decodes with; ``None``: any.
         mask_token_id: The mask token that the program uses, whatever the config says; ``None``: the model's.
+        values: Config options with the only values that the program loads or computes.
     """
 
     name: str
     command: str
     block_size: int | None = None
     mask_token_id: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class ExportLayout:
         bases: Architectures of transformers that the family has, where there is more than ``base``.
         decoder_names: The authors' names of the decoder's options, for the generation config.
         decoder_values: The authors' values of options by ours, where they differ or are not all known to the authors.
+        generation: Further entries of the generation config, for the format's decoder; its set options replace them.
+        has_index: Whether a program reads ``model.safetensors.index.json``, so that a single file needs it, too.
         engines: Programs that serve models of the format.
     """
 
@@ -68,6 +72,8 @@ class ExportLayout:
     bases: tuple[str, ...] = ()
     decoder_names: Mapping[str, str] = field(default_factory=dict)
     decoder_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    has_index: bool = False
     engines: tuple[Engine, ...] = ()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from refusion_lit.modeling.stored_tensors import first_not_finite
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
@@ -44,6 +45,9 @@ def load_gguf(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
             f"file: {file} cannot be read ({error_reason(error)}); it may be truncated, or of an architecture that "
             "transformers does not read from GGUF files."
         ) from error
+    weight = first_not_finite(loaded.state_dict().items())
+    got = f"NaN or an infinity in {weight}"
+    require(weight is None, "file", f"finite weights in {file}", got, "fetch it again, or convert the model again")
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config  # it would be saved with the model
     with torch.device("meta"):

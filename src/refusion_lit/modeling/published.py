@@ -102,6 +102,7 @@ def save_published(
     }
     name, options = decoder
     if name == published.decoder:
+        generation |= layout.generation
         for ours, theirs in layout.decoder_names.items():
             value: Any = options.get(ours)
             value = layout.decoder_values[ours].get(value) if ours in layout.decoder_values else value
@@ -117,6 +118,11 @@ def save_published(
         for name, weight in weights.items()
     }
     save_torch_state_dict(whole, path, metadata={"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    if layout.has_index and not index.exists():
+        size = sum(weight.nbytes for weight in whole.values())
+        content = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(whole), "model.safetensors")}
+        write_atomically(index, json.dumps(content, indent=2) + "\n")
     tokenizer.save_pretrained(path)
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -24,11 +22,22 @@ from transformers.conversion_mapping import (
 )
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from refusion_lit.modeling.diffusion_gemma import VISION, DiffusionGemmaForBlockDiffusion
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.source import ModelSource
+from refusion_lit.modeling.stored_tensors import (
+    StoredTensor,
+    check_finite,
+    check_shard_names,
+    check_types,
+    missing_shards,
+    read_headers,
+    unreadable,
+    weight_files,
+)
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
@@ -69,7 +78,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     Raises:
         ValueError: If the files are damaged, or do not hold exactly the weights that the config asks for.
     """
-    shapes = _check_stored(source)
+    tensors = _check_stored(source)
     published = source.published
     fused = None if published is None or not published.fused_weights else published
     loader: Any = AutoModelForCausalLM if fused is None else _splitting_class(source.config, fused)
@@ -93,10 +102,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
                 key_mapping=None if published is None else published.key_mapping,
             )
     except Exception as error:  # readers of formats have errors of their own for damaged files
-        raise ValueError(
-            f"backbone.source: the weights of {source.name!r} cannot be loaded ({error_reason(error)}). They may be "
-            "truncated or of another architecture than config.json says; fetch them again."
-        ) from error
+        raise unreadable("backbone.source", source.name, error) from error
     if (Path(source.name) / _DRAFT_ADAPTER).is_dir():
         warnings.warn(
             f"{source.name}: the adapter {_DRAFT_ADAPTER}, which only drafts, is not loaded; LinearSpeculation drafts "
@@ -104,7 +110,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             stacklevel=2,
         )
     model, report = loaded
-    if loader is DiffusionGemmaForBlockDiffusion and (not shapes or any(name.startswith(VISION) for name in shapes)):
+    if loader is DiffusionGemmaForBlockDiffusion and (not tensors or any(name.startswith(VISION) for name in tensors)):
         warnings.warn(f"{source.name}: the vision tower is not loaded; the model reads text only.", stacklevel=2)
     if fused is not None:
         model.__class__ = loader.__base__  # the subclass only loads
@@ -123,7 +129,35 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
             f"backbone.source: expected only weights of the architecture in the config, got {extra[0]} and "
             f"{len(extra) - 1} more in {source.name!r}. Take the config that they were trained with."
         )
+    folder = _folder(source)
+    if not tensors and not _is_quantised(source):  # a hub id, whose files are here only now
+        tensors = read_headers(folder, "backbone.source")
+        check_types(tensors, "backbone.source", _integers(model, tensors))
+    check_finite(model.state_dict(), "backbone.source", weight_files(folder))
+    _record_stored_head(model)
     return model
+
+
+def _record_stored_head(model: Any) -> None:  # noqa: ANN401 - one class per architecture
+    """Correct a config that ties head and embedding although the files hold different weights for them.
+
+    transformers loads such a head as it is stored, but would tie it when it adds rows or builds the model again.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight or not getattr(model.config, "tie_word_embeddings", False):
+        return
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    names = {name for name, parameter in model.named_parameters() if parameter is head.weight}
+    model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k not in names}
+
+
+def _folder(source: ModelSource) -> Path:
+    """Return a source's directory; for a hub id, the directory in the local cache."""
+    if Path(source.name).is_dir():
+        return Path(source.name)
+    config: Any = cached_file(source.name, "config.json", revision=source.revision)
+    return Path(config).parent
 
 
 @contextmanager
@@ -213,24 +247,26 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
     return {name: weights[0] if len(weights) == 1 else torch.cat(weights) for name, weights in ordered.items()}
 
 
-def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
+def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
     """Compare the headers of a directory's files with the config, before memory is allocated for weights.
 
-    Returns the stored tensors' shapes, see :func:`stored_shapes`.
+    Returns the stored tensors by name; nothing for a hub id.
 
     Raises:
-        ValueError: If the config asks for far more weights than the files hold, or for another number of
-            experts, if a published mixture of experts lacks a tensor or has one of another shape, or if a shard is
-            missing.
+        ValueError: If a file is damaged or missing, if the config asks for far more weights than the files hold, or for
+            another number of experts, if a stored tensor has integers in place of floating-point numbers, or if a
+            published mixture of experts lacks a tensor or has one of another shape.
     """
-    _check_shard_names(Path(source.name))
-    missing = missing_shards(Path(source.name))
+    folder = Path(source.name)
+    check_shard_names(folder)
+    missing = missing_shards(folder)
     where = f"backbone.source: {source.name!r}"
     require(not missing, where, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
-    shapes = stored_shapes(Path(source.name))
+    tensors = read_headers(folder, "backbone.source")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     config = source.config.get_text_config()
-    if not shapes or getattr(source.config, "quantization_config", None) is not None:  # quantised weights are packed
-        return shapes
+    if not tensors or _is_quantised(source):
+        return tensors
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     counts = [int(match[1]) + 1 for name in shapes if (match := _EXPERT.search(name))]
     counts += [shape[0] for name, shape in shapes.items() if name.endswith(".experts.down_proj")]
@@ -253,6 +289,7 @@ def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
     num_wanted, num_stored = sum(weight.numel() for weight in model.parameters()), sum(map(prod, shapes.values()))
     if num_wanted > 2 * num_stored:  # smaller differences are named by weight
         raise _too_large(source.name, f"{num_wanted:,} parameters, in files of {num_stored:,}")
+    check_types(tensors, "backbone.source", _integers(model, tensors))
     if source.published is not None and (num_experts or source.published.fused_weights):
         # transformers would not name a tensor that it cannot split or stack.
         wanted = {name: tuple(weight.shape) for name, weight in published_weights(model, source.published).items()}
@@ -261,7 +298,19 @@ def _check_stored(source: ModelSource) -> dict[str, tuple[int, ...]]:
         tied = model.all_tied_weights_keys.keys()
         if missing := sorted(wanted.keys() - shapes.keys() - tied):
             raise _missing(source, missing)
-    return shapes
+    return tensors
+
+
+def _is_quantised(source: ModelSource) -> bool:
+    """Return whether the stored weights are quantised: packed, of other shapes and types than the model's."""
+    return getattr(source.config, "quantization_config", None) is not None
+
+
+def _integers(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return the names of stored tensors that may be integers: the model's own ones, and what it ignores."""
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
+    return integers | {name for name in names if any(pattern.search(name) for pattern in ignored)}
 
 
 def _too_large(name: str, wanted: str) -> ValueError:
@@ -284,44 +333,6 @@ def _missing(source: ModelSource, names: Sequence[str]) -> ValueError:
         f"Fetch them again"
         f"{', or take the config that they were trained with (backbone.config: {})' * bool(source.overrides)}."
     )
-
-
-def _check_shard_names(folder: Path) -> None:
-    """Refuse an index of shards that names a file outside its directory, because directories are not trusted."""
-    for index in folder.glob("*.index.json"):
-        for name in _shards(index):
-            inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-            require(inside, "backbone.source", f"files of the directory in {index}", name, "fetch it again")
-
-
-def _shards(index: Path) -> set[str]:
-    """Return the files that an index names; nothing if the index is damaged, which loading reports."""
-    with suppress(AttributeError, LookupError, TypeError, ValueError):
-        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    return set()
-
-
-def missing_shards(folder: Path) -> list[str]:
-    """Return the safetensors files that a directory's index names and the directory lacks."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file() or (folder / "model.safetensors").is_file():  # transformers prefers the single file
-        return []
-    return sorted(name for name in _shards(index) if not (folder / name).is_file())
-
-
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a directory's safetensors files, by name.
-
-    The result is empty if a file is damaged, which loading reports; :func:`missing_shards` finds missing files.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in folder.glob("*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except (OSError, SafetensorError):
-            return {}
-    return shapes
 
 
 @torch.no_grad()

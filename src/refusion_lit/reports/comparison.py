@@ -16,7 +16,7 @@ from refusion_lit.reports.intervals import (
     score_difference,
     score_interval,
 )
-from refusion_lit.reports.results import CONCURRENT, ran_concurrently, read_latency, shorten_value, with_class
+from refusion_lit.reports.results import note_on_speeds, read_latency, shorten_value, with_class
 from refusion_lit.reports.runs import Run, ScoredPrediction
 
 
@@ -176,8 +176,7 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
         ValueError: If no row, decoder or argument has the baseline's name.
     """
     rows = _make_rows(runs)
-    is_slowed = any(ran_concurrently(run.results) and not read_latency(run.results) for run in runs)
-    notes = [*notes, *_mark_front(rows), *[CONCURRENT] * is_slowed]
+    notes = [*notes, *_mark_front(rows), *filter(None, dict.fromkeys(note_on_speeds(run.results) for run in runs))]
     baseline = baseline or rows[0].label
     pairs = [(row, _find_baseline(row, rows, baseline)) for row in rows]
     return Comparison(

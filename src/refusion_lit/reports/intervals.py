@@ -16,6 +16,9 @@ _LEVEL = 0.95
 _MAX_DRAWN = 1 << 22
 """Maximum number of drawn prompts in memory (32 MB per column)."""
 
+_MAX_DIGITS = 6
+"""Smaller differences are rounding errors."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -24,6 +27,23 @@ class Interval:
     estimate: float
     low: float
     high: float
+
+
+def format_interval(value: Interval, digits: int, *, signed: bool = False) -> tuple[str, str, str]:
+    """Return the texts of an estimate and the ends of its interval.
+
+    An end gets more digits if it would be rounded to 0, because 0 says that the interval contains 0 or ends there.
+
+    >>> format_interval(Interval(0.4, 0.02, 1.0), 1, signed=True)
+    ('+0.40', '+0.02', '+1.00')
+    >>> format_interval(Interval(0.4, 0.0, 1.0), 1, signed=True)
+    ('+0.4', '0.0', '+1.0')
+    """
+    numbers = [round(number, _MAX_DIGITS) for number in (value.estimate, value.low, value.high)]
+    while any(end and not round(end, digits) for end in numbers[1:]):
+        digits += 1
+    estimate, low, high = (f"{number:{'+' if signed and number else ''}.{digits}f}" for number in numbers)
+    return estimate, low, high
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:

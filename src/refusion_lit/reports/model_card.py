@@ -43,6 +43,7 @@ def model_card(
     has_block_drafter: bool = False,
     published: CheckpointFormat | None = None,
     mask_token_id: int | None = None,
+    published_values: Mapping[str, Any] | None = None,
 ) -> str:
     """Return a model card in Markdown, with the metadata that the Hugging Face hub reads.
 
@@ -61,6 +62,7 @@ def model_card(
         has_block_drafter: Whether that is a block drafter.
         published: The published format that the directory has, if it is not transformers'.
         mask_token_id: The mask token, which some engines expect to be a certain one.
+        published_values: The config in the published format.
 
     Raises:
         ValueError: If a file is damaged, or a test run has no results or used other weights.
@@ -103,6 +105,7 @@ def model_card(
         published=published,
         layout=published and published.layout,
         mask_token_id=mask_token_id,
+        published_values=published_values or {},
         tests=tests,
         figures=FIGURES,
         cells=cells,

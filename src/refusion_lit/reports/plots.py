@@ -32,7 +32,7 @@ Curve = list[tuple[float, float]]
 
 # Methods differ without colour, too. The colours are Okabe and Ito's, for colour-blind readers, with more contrast.
 _MARKERS = "os^DvPX*p"  # one more than colours, so that 72 methods differ
-_COLOURS = ("#0072b2", "#c05000", "#00805f", "#b04f8f", "#8f6400", "#20759f", "#000000", "#7a6200")
+_COLOURS = ("#0072b2", "#c05000", "#00805f", "#b04f8f", "#8f6400", "#5e2ca5", "#000000", "#7a6200")
 _GREY = "#6a727b"
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "refusion-lit", "text.parse_math": False, "font.size": 12,
@@ -52,7 +52,10 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
     methods: dict[str, list[ComparisonRow]] = {}
     for row in comparison.rows:
         methods.setdefault(row.method, []).append(row)
-    names = [f"{method}{' *' * any(row.mismatches for row in rows)}" for method, rows in methods.items()]
+    names = [
+        f"{method}{rows[0].title.removeprefix(rows[0].name)}{' *' * any(row.mismatches for row in rows)}"
+        for method, rows in methods.items()
+    ]
     front = sorted(_coordinates(row) for row in comparison.rows if row.on_front)
     with _figure(names) as (figure, ax):
         ax.set_xlabel("tokens per forward (more is faster)")

@@ -38,6 +38,9 @@ _NUM_KEPT = 100
 NUM_CONCURRENT = "REFUSION_LIT_NUM_CONCURRENT"
 """Environment variable in which a sweep passes how many points share the machine."""
 CONCURRENT = "Speeds are left out: points ran concurrently and slowed each other down (launcher.num_workers)."
+SHORT_SECONDS = 5.0
+"""Decodes below this time have uncertain speeds."""
+SHORT = "tokens/s was measured once, in few seconds, and varies: to compare speeds, set latency (docs/metrics.md)."
 _SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
 
 
@@ -82,6 +85,16 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
 def ran_concurrently(results: Mapping[str, Any]) -> bool:
     """Return whether a test ran beside other sweep points, by its ``results.json``."""
     return ((results.get("environment") or {}).get("num_concurrent") or 1) != 1
+
+
+def note_on_speeds(results: Mapping[str, Any]) -> str | None:
+    """Return why speeds in a ``results.json`` are missing or uncertain; ``None`` if neither holds."""
+    if read_latency(results):
+        return None
+    if ran_concurrently(results):
+        return CONCURRENT
+    seconds = [figures["seconds"] for figures in results["results"].values() if figures.get("seconds")]
+    return SHORT if min(seconds, default=SHORT_SECONDS) < SHORT_SECONDS else None
 
 
 def read_latency(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:

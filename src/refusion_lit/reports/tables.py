@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refusion_lit.reports.comparison import Comparison, ComparisonRow
-from refusion_lit.reports.intervals import Interval
+from refusion_lit.reports.intervals import Interval, format_interval
 
 MISMATCH = "the model was not trained for this decoder"
 LATENCY = "times: as fast as the baseline, measured in turns in one process; 95 % intervals over batches of prompts."
@@ -156,23 +156,23 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
             row.title + " *" * bool(row.mismatches),
             *(row.options.get(name, "--") for name in comparison.option_names),
             comparison.count_prompts(row),
-            _interval(row.score, "{:.1f}", row),
+            _interval(row.score, 1, row),
             *cells(row.figures, metrics),
-            _interval(row.tokens_per_forward, "{:.2f}", row),
+            _interval(row.tokens_per_forward, 2, row),
             *latency_cells(row.latency, sizes),
             *cells(row.figures, speeds),
             "--" if size is None else f"{size:.0f}",
-            _interval(difference and difference.score, "{:+.1f}"),
-            _interval(difference and difference.tokens_per_forward, "{:+.2f}"),
+            _interval(difference and difference.score, 1),
+            _interval(difference and difference.tokens_per_forward, 2),
         ])  # fmt: skip
     return head, rows
 
 
-def _interval(value: Interval | None, template: str, row: ComparisonRow | None = None) -> str:
-    """Format an interval; a row without predictions has the estimate alone."""
+def _interval(value: Interval | None, digits: int, row: ComparisonRow | None = None) -> str:
+    """Format a row's interval, or a difference; a row without predictions has the estimate alone."""
     if value is None:
         return "--"
-    estimate, low, high = map(template.format, (value.estimate, value.low, value.high))
+    estimate, low, high = format_interval(value, digits, signed=row is None)
     return f"{estimate} [{low}, {high}]" if row is None or row.has_intervals else estimate
 
 

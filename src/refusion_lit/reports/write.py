@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
-from refusion_lit.reports.intervals import NUM_RESAMPLES
+from refusion_lit.reports.intervals import NUM_RESAMPLES, format_interval
 from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, training_plots
 from refusion_lit.reports.results import describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
@@ -83,8 +83,9 @@ def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[
     fix = "choose another directory"
     require(not others, "output", "a report's directory, or one without such files", f"{directory} with {others}", fix)
     require_writable(directory, "output")
-    files = dict(zip(names, [FORMATS[form][1](comparison) for form in formats], strict=True))
-    files[_PLOT] = tradeoff_plot(comparison)
+    plot = tradeoff_plot(comparison)
+    contents = [html_report(comparison, plot) if form == "html" else FORMATS[form][1](comparison) for form in formats]
+    files = {**dict(zip(names, contents, strict=True)), _PLOT: plot}
     for name, content in files.items():
         write_atomically(directory / name, content)
     return [directory / name for name in files]
@@ -104,8 +105,13 @@ def report_results(directory: Path, run: Run | None = None) -> None:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
 
 
-def html_report(comparison: Comparison) -> str:
-    """Return a comparison as a page."""
+def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
+    """Return a comparison as a page.
+
+    Args:
+        comparison: The comparison.
+        tradeoff: The tradeoff plot as an SVG file; drawn if not given.
+    """
     runs = comparison.runs
     examples, num_differing = _examples(comparison)
     environment = Environment(
@@ -121,8 +127,9 @@ def html_report(comparison: Comparison) -> str:
         comparison=comparison,
         title=", ".join(dict.fromkeys(run.source for run in runs)),
         speed=Markup(speed_plot(comparison)) if any("1" in row.latency for row in comparison.rows) else None,
-        tradeoff=Markup(tradeoff_plot(comparison).decode()),
+        tradeoff=Markup((tradeoff or tradeoff_plot(comparison)).decode()),
         cells=cells,
+        format_interval=format_interval,
         figures=[figure for figure in FIGURES if figure[0] not in _NOT_IN_TABLE],
         metrics=metric_columns(comparison.metrics),
         latency_sizes=latency_sizes(row.latency for row in comparison.rows),

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
+from refusion_lit.data.tokenizers import alphabet
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, ResponsesRequest, describe_error, error_body
 from refusion_lit.serving.service import Service
 
@@ -37,6 +38,9 @@ _STOP_SECONDS = 0.5
 """Seconds that a running model call and streams get to end after a second signal."""
 _REQUEST_SECONDS = 30.0
 """Maximum time in which a client must send a whole request, unless ``max_seconds`` is less."""
+_IDLE_SECONDS = 20
+"""Time after which the server closes a connection without a further request. OpenAI's client keeps a connection idle
+for 5 s and aiohttp for 15 s: a server that closes it at the same moment loses a request."""
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MAX_CONNECTIONS = max((_FILES - 64) // 2, 8) if 0 <= _FILES < 2048 else 1024
 """Maximum number of open connections: about half of the files that the process may have open."""
@@ -107,6 +111,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     has_template = bool(service.model.tokenizer.chat_template)
     card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
     card |= {"has_chat_template": has_template}  # without, the page sends no history
+    card |= {"decoder": type(worker.decoder).__name__, "characters": alphabet(service.model.tokenizer)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -221,7 +226,7 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.request_seconds = min(max_seconds, _REQUEST_SECONDS)
         self.answer_seconds = max_seconds
-        self.state: Literal["waiting", "stalled", "busy"] | None = None
+        self.state: Literal["idle", "waiting", "stalled", "busy"] | None = None
         self.since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
@@ -231,7 +236,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             others = [other for other in self.connections if isinstance(other, Connection) and other is not self]
-            waiting = [other for other in others if other.state == "waiting" and other.app is not _answer_busy]
+            waiting = [other for other in others if other.is_waiting and other.app is not _answer_busy]
             if waiting:
                 min(waiting, key=lambda other: other.since).refuse(503, _TOO_MANY)
             elif len(self.connections) > MAX_CONNECTIONS + _BACKLOG:
@@ -257,7 +262,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self.state = None  # the time limit of the next state starts
         self._follow()
-        if self._is_half_closed and self.state == "waiting":
+        if self._is_half_closed and self.is_waiting:
             self.transport.close()
 
     def pause_writing(self) -> None:
@@ -297,9 +302,19 @@ class Connection(H11Protocol):
         """Whether the answer to a complete request is due."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no complete request has arrived since the last answer."""
+        return self.state in ("idle", "waiting")
+
     def _follow(self) -> None:
         """Set the state, and a new state's time limit."""
-        state = "waiting" if not self.is_answering else "stalled" if self.flow.write_paused else "busy"
+        state: Literal["idle", "waiting", "stalled", "busy"]
+        if self.is_answering:
+            state = "stalled" if self.flow.write_paused else "busy"
+        else:  # idle: after an answer, without any part of a further request
+            is_between = self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.IDLE
+            state = "idle" if is_between and not self.conn.trailing_data[0] else "waiting"
         if state == self.state:
             return
         self.state, self.since = state, time.monotonic()
@@ -307,11 +322,15 @@ class Connection(H11Protocol):
             self._timer.cancel()
         is_unread = state == "stalled" or self.transport.get_write_buffer_size() > 0
         if state != "busy":
-            self._timer = self.loop.call_later(self.answer_seconds if is_unread else self.request_seconds, self._expire)
+            seconds = _IDLE_SECONDS if state == "idle" else self.request_seconds
+            self._timer = self.loop.call_later(self.answer_seconds if is_unread else seconds, self._expire)
 
     def _expire(self) -> None:
         if self.state == "stalled":
             self.transport.abort()
+        elif self.state == "idle":  # without an error, which the client would take for the answer to its next request
+            is_unread = self.transport.get_write_buffer_size() > 0
+            (self.transport.abort if is_unread else self.transport.close)()
         elif self.state == "waiting":
             expected = f"expected all of it within {self.request_seconds:g} s"
             self.refuse(408, f"request: {expected}, got a part or nothing; send it again.")
@@ -353,6 +372,7 @@ class Server(uvicorn.Server):
         self.worker = service.worker
         connection: Any = partial(Connection, max_seconds=self.worker.limits.max_seconds)
         options: dict[str, Any] = {"host": host, "port": port, "http": connection, "backlog": _BACKLOG}
+        options["timeout_keep_alive"] = _IDLE_SECONDS
         super().__init__(uvicorn.Config(app, loop="asyncio", ws="none", access_log=False, **options))
         self._num_aborted = 0
         self._abort_at = math.inf

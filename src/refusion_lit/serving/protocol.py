@@ -31,8 +31,11 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 
-_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
-_SWITCHES = ("echo", "store")
+_NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "modalities": ["text"], "verbosity": "medium",
+    "annotations": [],
+}  # fmt: skip
+_SWITCHES = ("echo", "store", "background")
 """Fields that clients always send. ``_NEUTRAL`` fields have no effect with these values, ``_SWITCHES`` if false."""
 _REASONS = {
     "max_completion_tokens": "max_tokens is given, too",
@@ -65,11 +68,13 @@ class StreamOptions(_Strict):
 
     Attributes:
         include_usage: A last chunk has the token counts.
+        include_obfuscation: Has no effect; OpenAI's servers hide the lengths of chunks with it.
         include_decode: Chunks describe every forward pass: drafted, verified and committed tokens by place. This field
             is not in OpenAI's API.
     """
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None
     include_decode: bool = False
 
 
@@ -102,12 +107,19 @@ class ResponseFormat(_Strict):
 
 
 class _Labels(_Strict):
-    """Fields without effect: names of users, caches and requests."""
+    """Fields without effect: names of users, caches and requests, and wishes that this server need not keep."""
 
     user: str | None = None
     metadata: dict[str, str] = {}
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How long a model is to think; ``none``: not at all."""
 
 
 class BaseRequest(_Labels):
@@ -164,7 +176,7 @@ class Message(_Strict):
         name: The speaker's or tool's name.
         tool_calls: The tools that an assistant's turn calls.
         tool_call_id: The call that a tool's turn answers.
-        reasoning_content: An assistant's thoughts, for templates that write them.
+        reasoning_content: An assistant's thoughts, for templates that write them; also called ``reasoning``.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -175,7 +187,7 @@ class Message(_Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
     @model_validator(mode="after")
     def check_content(self) -> Message:
@@ -284,6 +296,7 @@ class ChatRequest(BaseRequest):
     tool_choice: _Choice = ToolChoice(type="auto")
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
@@ -417,6 +430,20 @@ class TextOptions(_Strict):
     format: TextFormat = TextFormat()
 
 
+class Reasoning(_Strict):
+    """How a model thinks before it answers, in ``/v1/responses``. Nothing summarizes thoughts; they are in the text."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(_Strict):
+    """Options of a stream in ``/v1/responses``, without effect."""
+
+    include_obfuscation: bool | None = None
+
+
 _LOGPROBS = "message.output_text.logprobs"
 _Include = Literal[
     "message.output_text.logprobs", "message.input_image.image_url", "reasoning.encrypted_content",
@@ -447,6 +474,8 @@ class ResponsesRequest(_Labels):
     ] = ResponseToolChoice(type="auto")
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
+    stream_options: ResponseStreamOptions | None = None
     include: list[_Include] = []
     top_logprobs: int = Field(default=0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
@@ -481,6 +510,7 @@ class ResponsesRequest(_Labels):
                     "tool_choice": choice,
                     "response_format": form,
                     "messages": self._turns(),
+                    "reasoning_effort": self.reasoning.effort,
                     "logprobs": has_logprobs,
                     "top_logprobs": self.top_logprobs if has_logprobs else None,
                 }
@@ -536,6 +566,7 @@ class ResponseBuilder:
             "parallel_tool_calls": body.parallel_tool_calls, "previous_response_id": None, "store": False,
             "text": {"format": given["text"]["format"] if body.text.format.type == "json_schema"
                      else {"type": body.text.format.type}},
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "top_logprobs": body.top_logprobs, "truncation": "disabled", "metadata": body.metadata, "usage": None,
         }  # fmt: skip
         self._model = model

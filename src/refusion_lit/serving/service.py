@@ -22,6 +22,7 @@ from refusion_lit.data.schemas import Schemas
 from refusion_lit.data.tool_calls import CallPiece, CallReader, ToolFormat, find_format
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.stopping import TextStream
+from refusion_lit.modeling.chat_template import effort_options
 from refusion_lit.serving.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -378,7 +379,9 @@ class Service:
             expected = "one message of the user, as this model has no chat template"
             require(fits, "messages", expected, len(turns), "use /v1/completions")
             tools = [tool.to_template() for tool in body.tools] if body.functions else []
-            return [self.model.encode(body.messages[-1].text, turns, tools, body.chat_template_kwargs)]
+            effort = effort_options(self.model.tokenizer, body.reasoning_effort)
+            options = {**effort, **(body.chat_template_kwargs or {})}
+            return [self.model.encode(body.messages[-1].text, turns, tools, options)]
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
         return [encode_plain_prompt(self.model.tokenizer, text) for text in body.prompt]

@@ -72,9 +72,9 @@ def run(
     """
     directory = Path(directory).resolve()
     console = console or Console(stderr=True)
+    require_writable(directory, "directory")
     if directory.exists() and any(directory.iterdir()) and not resume:
         raise ValueError(f"directory: expected a new directory, got {directory}, which exists; add --resume.")
-    require_writable(directory, "directory")
     sweep.launcher.check()
     varies_threads = any(name.rpartition(".")[2] == "num_threads" for name in sweep.option_names)
     variable = os.environ.get("OMP_NUM_THREADS") if varies_threads else None

@@ -272,12 +272,12 @@ class InstructionFiles(FileTask):
         """Return whether ``keep`` selects a row."""
         if self.keep == "all":
             return True
-        fix = "let refusion-lit generate or predict write the answers, or set task.keep: all"
+        fix = "let refusion-lit generate or predict write the answers, or set data.task.keep: all"
         is_finished = row.text("finish_reason", fix) == "eos" and bool(row.text("response").strip())
         if self.keep == "finished" or not is_finished:
             return is_finished
         score = row.require_values().get("score")
-        fix = "let refusion-lit score write it, or set task.keep: finished"
+        fix = "let refusion-lit score write it, or set data.task.keep: finished"
         require(isinstance(score, (int, float)), row.location, "a number in field 'score'", score, fix)
         return score == 1
 

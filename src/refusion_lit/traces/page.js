@@ -170,5 +170,5 @@
   }
   for (const [name, value] of Object.entries(data.statistics)) row("statistics", name, value);
   for (const [phase, number, text] of data.phases) row("phases", phase, text, number);
-  show(0);
+  show(count); // the whole text, with the order in which it was decoded
 })();

@@ -168,7 +168,7 @@ class SlotDiffusionModule(L.LightningModule):
             restore_metadata(checkpoint, self.model, self.tokenizer, resumes=resumes)
         # A strategy that shards the weights restores them after the setup; no process holds them all.
         if "state_dict" in checkpoint and (trainer is None or not trainer.strategy.restore_checkpoint_after_setup):
-            check_weights(checkpoint["state_dict"], self.state_dict())
+            check_weights(checkpoint["state_dict"], self.state_dict(), getattr(trainer, "ckpt_path", None))
         self._restored_options = checkpoint.get(_OPTIMIZER)
         self._is_resumed = resumes
         self.figures.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)

@@ -85,6 +85,7 @@ _SDAR_LAYOUT = ExportLayout(
             command="lmdeploy serve api_server {model} --backend pytorch --dllm-block-length {block_size} "
             "--dllm-unmasking-strategy low_confidence_dynamic",
             mask_token_id=151669,
+            values={"hidden_act": "silu"},
         ),
         Engine(
             name="SGLang",
@@ -92,6 +93,7 @@ _SDAR_LAYOUT = ExportLayout(
             "--dllm-algorithm LowConfidence",
             block_size=4,
             mask_token_id=151669,
+            values={"hidden_act": "silu", "tie_word_embeddings": False},
         ),
     ),
 )  # fmt: skip
@@ -109,6 +111,13 @@ _SDAR_MOE_LAYOUT = replace(
         "num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
     ),
     constants={name: value for name, value in _SDAR_LAYOUT.constants.items() if name != "attn_implementation"},
+    engines=(
+        _SDAR_LAYOUT.engines[0],
+        replace(
+            _SDAR_LAYOUT.engines[1],
+            values={"decoder_sparse_step": 1, "hidden_act": "silu", "mlp_only_layers": []},  # experts in every layer
+        ),
+    ),
 )  # fmt: skip
 register(replace(_SDAR, layout=_SDAR_LAYOUT))
 register(

@@ -138,8 +138,8 @@ register(
             engines=(
                 Engine(
                     name="dInfer",
-                    command="python eval_dinfer.py --model dInfer_eval --tasks gsm8k_llada "
-                    "--model_args model_path={model},block_length=32",
+                    command="python benchmarks/benchmark.py --model_name {model} --model_type llada "
+                    "--block_length 32 --gpu 0",
                     mask_token_id=126336,
                 ),
             ),

@@ -1,0 +1,227 @@
+"""Reads and checks the files that store tensors: which files, their headers, and the values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from refusion_lit.utils.errors import error_reason
+from refusion_lit.utils.require import require
+
+_NAMES = "model.safetensors", "pytorch_model.bin"
+"""Names of a file with all weights, in the order in which transformers prefers them; shards have an index."""
+
+_FETCH = "fetch it again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A stored tensor, as its file's header describes it.
+
+    Attributes:
+        file: The file.
+        shape: The sizes.
+        dtype: The name of the type, in the file format's spelling: ``BF16``, ``int32``.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the values are floating-point numbers."""
+        return self.dtype.lower().startswith(("f", "bf"))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a directory's files of weights: what transformers reads, else all safetensors files."""
+    shards = sorted({folder / name for name in _used_index(folder).values()})
+    single = [folder / name for name in _NAMES if (folder / name).is_file()]
+    return shards or single[:1] or sorted(folder.glob("*.safetensors"))
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """Return the files of weights that a directory's index names and the directory lacks."""
+    return [file.name for file in weight_files(folder) if not file.is_file()]
+
+
+def check_shard_names(folder: Path) -> None:
+    """Refuse an index of shards that names a file outside its directory, because directories are not trusted."""
+    for index in folder.glob("*.index.json"):
+        for name in sorted({*_index(index).values()}):
+            inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+            require(inside, "backbone.source", f"files of the directory in {index}", name, _FETCH)
+
+
+def _used_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index that transformers reads; nothing for weights in a single file."""
+    for name in _NAMES:
+        if (folder / name).is_file():
+            break
+        if (index := folder / f"{name}.index.json").is_file():
+            return _index(index)
+    return {}
+
+
+def _index(file: Path) -> dict[str, str]:
+    """Return an index's file of each tensor; nothing if the index is damaged, which loading reports."""
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return {str(tensor): str(name) for tensor, name in shards.items()}
+    return {}
+
+
+def read_headers(folder: Path, where: str) -> dict[str, StoredTensor]:
+    """Return a directory's stored tensors by name, without their values; :func:`missing_shards` finds missing files.
+
+    Args:
+        folder: The directory.
+        where: The option that named the directory, for messages.
+
+    Raises:
+        ValueError: If a file is damaged, two files hold a tensor of the same name, or an index names a tensor that no
+            file holds.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for file in weight_files(folder):
+        for name, tensor in _read_header(file, where).items():
+            twice = name in tensors
+            got = f"{name} in {tensors[name].file.name}, too" if twice else ""
+            require(not twice, f"{where}: {file}", "tensors that no other shard holds", got, "fetch the shards again")
+            tensors[name] = tensor
+    for tensor, name in sorted(_used_index(folder).items()):
+        expected = f"{tensor} in {name}, as its index says"
+        require(tensor in tensors, f"{where}: {folder}", expected, None, "fetch both files again")
+    return tensors
+
+
+def _read_header(file: Path, where: str) -> dict[str, StoredTensor]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+                return {
+                    name: StoredTensor(file=file, shape=tuple(tensor.get_shape()), dtype=tensor.get_dtype())
+                    for name, tensor in slices.items()
+                }
+        return {
+            name: StoredTensor(file=file, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in _load(file, "meta").items()
+        }
+    except Exception as error:  # readers of formats have errors of their own for damaged files
+        raise unreadable(where, file, error) from error
+
+
+def unreadable(where: str, place: str | Path, error: Exception) -> ValueError:
+    """Return the error for weights that cannot be read."""
+    return ValueError(
+        f"{where}: the weights of {str(place)!r} cannot be loaded ({error_reason(error)}). They may be "
+        "truncated or of another architecture than config.json says; fetch them again."
+    )
+
+
+def _load(file: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """Return a file's tensors; no code in it runs."""
+    if file.suffix == ".safetensors":
+        return load_file(file, device)
+    values: Mapping[str, Any] = torch.load(file, map_location=device, weights_only=True)
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def check_types(tensors: Mapping[str, StoredTensor], where: str, integers: Collection[str] = ()) -> None:
+    """Refuse stored integers in place of floating-point weights, which torch would convert without a word.
+
+    Args:
+        tensors: The stored tensors.
+        where: The option that named the directory, for messages.
+        integers: Names of the tensors that the model, too, has as integers.
+
+    Raises:
+        ValueError: Naming the first tensor of another type.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_float and name not in integers:
+            expected = f"floating-point numbers in {name}"
+            fix = "fetch it again, or convert the weights; quantised ones need their quantization_config"
+            require(False, f"{where}: {tensor.file}", expected, tensor.dtype, fix)
+
+
+def first_not_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first weight with NaN or an infinity; ``None`` if all values are finite.
+
+    The smallest and the largest value tell: NaN makes both NaN. They are found in one pass over the memory and
+    without a copy: 25 ms for 100 MB in float32 on a thread, a tenth of ``isfinite``. With the pages of a mapped file,
+    which the first forward pass would read otherwise, loading 109 MB takes 0.27 s in place of 0.20 s.
+
+    >>> first_not_finite([("head", torch.ones(2)), ("norm", torch.tensor([0.0, -torch.inf]))])
+    'norm'
+    """
+    for name, weight in weights:
+        if not weight.is_floating_point() or weight.is_meta or not weight.numel():
+            continue
+        values = weight.detach()
+        values = values.float() if values.dtype.itemsize == 1 else values  # float8 has no minimum
+        if not torch.stack(torch.aminmax(values)).isfinite().all():
+            return name
+    return None
+
+
+def check_finite(weights: Mapping[str, Tensor], where: str, files: Iterable[Path]) -> None:
+    """Refuse weights that are not finite.
+
+    Args:
+        weights: The weights, by the names of the model or of the files.
+        where: The option that named the files, for messages.
+        files: The files that they come from, which are searched only if a weight is not finite.
+
+    Raises:
+        ValueError: Naming the stored tensor and its file; or the weight, if the values are finite in the file and
+            too large for the type that they are loaded in.
+    """
+    weight = first_not_finite(weights.items())
+    if weight is None:
+        return
+    for file in files:
+        if name := first_not_finite(_load(file).items()):
+            raise _not_finite(f"{where}: {file}", name)
+    dtype = str(weights[weight].dtype).removeprefix("torch.")
+    expected = f"weights within the range of {dtype} in {weight}"
+    require(False, where, expected, "larger values", "load them in bfloat16 or float32 (dtype)")
+
+
+def _not_finite(where: str, name: str) -> ValueError:
+    return ValueError(
+        f"{where}: expected finite weights in {name}, got NaN or an infinity; fetch the file again, or take an earlier "
+        "checkpoint: the training may have diverged."
+    )
+
+
+def load_checked(files: Iterable[Path], where: str) -> dict[str, Tensor]:
+    """Return the tensors of files, which must be finite floating-point numbers.
+
+    Args:
+        files: The files.
+        where: The option that named them, for messages.
+
+    Raises:
+        ValueError: Naming file and tensor.
+        OSError, SafetensorError: If a file cannot be read.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        stored = _load(file)
+        check_types(_read_header(file, where), where)
+        if name := first_not_finite(stored.items()):
+            raise _not_finite(f"{where}: {file}", name)
+        weights |= stored
+    return weights

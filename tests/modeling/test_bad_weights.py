@@ -1,0 +1,292 @@
+"""Weights that are no numbers, no floating-point numbers, stored twice or not at all are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed import checkpoint as distributed_checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import refusion_lit
+from modeling.test_bad_checkpoints import ASSISTANT, NAMES, copied, load, no_weights, refusal, split  # noqa: F401 - fixture
+from refusion_lit.modeling.backbone import get_body
+from refusion_lit.modeling.drafter import Drafter, load_drafter
+from refusion_lit.modeling.fsdp import load_sharded
+from refusion_lit.modeling.load import BackboneConfig
+from refusion_lit.modeling.saving import save_drafter
+from support.fakes import tiny_backbone
+from support.published import MODELS
+
+OWN = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
+FILE = "model.safetensors"
+LAYOUTS = ["llada2-tiny", "sdar-tiny", "diffusion-gemma-tiny", ASSISTANT]
+"""Fused tensors, a plain model, two models with shared weights, and a drafter."""
+
+
+def inner_weight(weights: dict[str, Tensor]) -> str:
+    """Return the name of a weight deep inside a model."""
+    return max((name for name in weights if "layers.1." in name and weights[name].ndim >= 2), key=len)
+
+
+def change(path: Path, damage: Callable[[Tensor], Tensor], file: str = FILE) -> str:
+    """Change a weight of a file; return the weight's name."""
+    weights = load_file(path / file)
+    name = inner_weight(weights)
+    weights[name] = damage(weights[name]).contiguous()
+    save_file(weights, path / file, {"format": "pt"})
+    return name
+
+
+def with_value(value: float) -> Callable[[Tensor], Tensor]:
+    def damage(weight: Tensor) -> Tensor:
+        weight = weight.clone()
+        weight.view(-1)[weight.numel() // 2] = value
+        return weight
+
+    return damage
+
+
+def as_pickle(path: Path) -> str:
+    """Store a directory's weights as ``torch.save`` does; return the file's name."""
+    torch.save(load_file(path / FILE), path / "pytorch_model.bin")
+    (path / FILE).unlink()
+    return "pytorch_model.bin"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_that_is_not_finite_is_refused(
+    name: str, value: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = copied(name, tmp_path)
+    weight = change(path, with_value(value))
+    line = refusal(path, capfd)
+    assert weight in line
+    assert f"{path / FILE}: expected finite" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_integers_are_refused_before_weights_are_read(
+    name: str, dtype: torch.dtype, tmp_path: Path, no_weights: None  # noqa: F811 - the fixture
+) -> None:  # fmt: skip
+    path = copied(name, tmp_path)
+    weight = change(path, lambda weight: weight.to(dtype))
+    with pytest.raises(ValueError, match="expected floating-point numbers") as info:
+        refusion_lit.load(path)
+    assert f"{path / FILE}: " in str(info.value)
+    assert weight in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_integers_in_an_assistant_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = copied(ASSISTANT, tmp_path)
+    weight = change(path, lambda weight: weight.int())
+    assert f"floating-point numbers in {weight}" in refusal(path, capfd)
+
+
+@pytest.mark.parametrize("name", ["wedlm-tiny", "llada2-tiny", "additions-clean"])
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [(with_value(float("nan")), "finite weights"), (lambda weight: weight.to(torch.int8), "floating-point numbers")],
+)
+def test_a_pickled_file_is_checked_too(
+    name: str, damage: Callable[[Tensor], Tensor], expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    shutil.copytree(MODELS.get(name, OWN), path)
+    whole = tmp_path / "whole"
+    shutil.copytree(path, whole)
+    as_pickle(whole)
+    assert torch.equal(load(whole).backbone.head.weight, load(path).backbone.head.weight)
+    weight = change(path, damage)
+    file = as_pickle(path)
+    assert f"{path / file}: expected {expected} in {weight}" in refusal(path, capfd)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_type_of_floating_point_numbers_is_read_and_checked(
+    stored: torch.dtype, dtype: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(OWN, path)
+    change(path, lambda weight: weight.to(stored))
+    refusion_lit.load(path, dtype=dtype)
+    change(path, with_value(float("inf")))
+    with pytest.raises(ValueError, match="expected finite weights"):
+        refusion_lit.load(path, dtype=dtype)
+
+
+def test_a_value_that_overflows_in_the_chosen_type_is_refused_with_another_type(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(OWN, path)
+    change(path, with_value(1e5))
+    refusion_lit.load(path, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"range of float16 .* bfloat16 or float32"):
+        refusion_lit.load(path, dtype="float16")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_masks_that_old_checkpoints_store_may_be_booleans(file: str, tmp_path: Path) -> None:
+    """Early GPT-2 directories hold their causal masks, which transformers ignores."""
+    config = GPT2Config(vocab_size=19, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(OWN / name, tmp_path)
+    weights = load_file(tmp_path / FILE)
+    weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()
+    save_file(weights, tmp_path / FILE, {"format": "pt"})
+    if file != FILE:
+        as_pickle(tmp_path)
+    assert refusion_lit.load(tmp_path).backbone.config.n_layer == 2
+    weights["transformer.h.0.attn.c_attn.weight"] = weights["transformer.h.0.attn.c_attn.weight"].to(torch.uint8)
+    save_file(weights, tmp_path / FILE, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"floating-point numbers in transformer\.h\.0\.attn\.c_attn\.weight"):
+        refusion_lit.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [(with_value(float("nan")), "expected finite"), (lambda weight: weight.to(torch.int8), "floating-point numbers")],
+)
+def test_a_drafter_is_checked_too(damage: Callable[[Tensor], Tensor], expected: str, tmp_path: Path) -> None:
+    model = tiny_backbone()
+    assert isinstance(model.drafter, Drafter)
+    save_drafter(model.drafter, get_body(model.model), tmp_path, vocab_size=8)
+    load_drafter(get_body(model.model), tmp_path)
+    weights = load_file(tmp_path / "drafter.safetensors")
+    save_file({**weights, "masks": damage(weights["masks"])}, tmp_path / "drafter.safetensors")
+    with pytest.raises(ValueError, match=f"{expected}.* in masks"):
+        load_drafter(get_body(model.model), tmp_path)
+
+
+# Shards.
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tensor_in_two_shards_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = copied(name, tmp_path)
+    files = split(path)
+    weight = inner_weight(load_file(MODELS[name] / FILE))
+    other = next(file for file in sorted(files.values()) if file != files[weight])
+    weights = load_file(path / other)
+    save_file({**weights, weight: load_file(path / files[weight])[weight] + 1}, path / other, {"format": "pt"})
+    line = refusal(path, capfd)
+    assert weight in line
+    assert other in line
+    assert files[weight] in line
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_index_that_names_a_tensor_no_shard_holds_is_refused(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = copied(name, tmp_path)
+    files = split(path)
+    weight = inner_weight(load_file(MODELS[name] / FILE))
+    weights = load_file(path / files[weight])
+    del weights[weight]
+    save_file(weights, path / files[weight], {"format": "pt"})
+    assert f"expected {weight} in {files[weight]}" in refusal(path, capfd)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_truncated_shard_is_named(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = copied(name, tmp_path)
+    split(path)
+    file = path / "model-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    line = refusal(path, capfd)
+    assert str(file) in line
+    assert "fetch" in line
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_value_in_a_shard_is_found(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = copied(name, tmp_path)
+    files = split(path)
+    weight = inner_weight(load_file(MODELS[name] / FILE))
+    change_one = load_file(path / files[weight])
+    change_one[weight] = with_value(float("nan"))(change_one[weight])
+    save_file(change_one, path / files[weight], {"format": "pt"})
+    assert f"{path / files[weight]}: expected finite weights in {weight}" in refusal(path, capfd)
+
+
+def test_a_name_twice_in_one_header_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(OWN, path)
+    data = (path / FILE).read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].decode().rstrip()
+    stored = json.loads(header)["model.norm.weight"]
+    end, number = len(data) - 8 - size, stored["data_offsets"][1] - stored["data_offsets"][0]
+    entry = json.dumps({"model.norm.weight": {**stored, "data_offsets": [end, end + number]}})[1:-1]
+    header = f"{header[:-1]},{entry}}}".encode()
+    (path / FILE).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :] + bytes(number))
+    with pytest.raises(ValueError, match=r"model\.safetensors.* fetch them again"):
+        refusion_lit.load(path)
+
+
+# Shapes.
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("damage", [lambda weight: weight.mT, lambda weight: weight[:0]])
+def test_transposed_and_empty_weights_are_refused(
+    name: str, damage: Callable[[Tensor], Tensor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = copied(name, tmp_path)
+    weights = load_file(path / FILE)
+    names = [weight for weight in weights if "layers.1." in weight and weights[weight].ndim == 2]
+    weight = next(weight for weight in names if len({*weights[weight].shape}) == 2)
+    save_file({**weights, weight: damage(weights[weight]).contiguous()}, path / FILE, {"format": "pt"})
+    assert weight in refusal(path, capfd)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [(with_value(float("nan")), "finite weights"), (lambda weight: weight.to(torch.int8), "floating-point numbers")],
+)
+def test_a_model_in_the_hubs_cache_is_checked(
+    damage: Callable[[Tensor], Tensor], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are known only after transformers has found them."""
+    folder = tmp_path / "models--some--model" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(OWN, folder)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text(folder.name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for module in (huggingface_hub.constants, huggingface_hub.file_download):
+        monkeypatch.setattr(f"{module.__name__}.HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = BackboneConfig(source="some/model")
+    tokenizer = refusion_lit.load(OWN).tokenizer
+    config.build(tokenizer)
+    weight = change(folder, damage)
+    with pytest.raises(ValueError, match=f"{FILE}: expected {expected} in {weight}"):
+        config.build(tokenizer)
+
+
+# Checkpoints of trainings with sharded weights.
+
+
+def test_integers_in_a_sharded_checkpoint_are_refused(tmp_path: Path) -> None:
+    stored = {"model.norm": torch.ones(4, dtype=torch.int32), "model.head": torch.ones(4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that there is one process
+        distributed_checkpoint.save({"state_dict": stored}, checkpoint_id=str(tmp_path), no_dist=True)
+    wanted = {"model.head": torch.zeros(4)}
+    load_sharded(tmp_path, wanted)
+    assert wanted["model.head"].sum() == 4
+    with pytest.raises(ValueError, match=r"model\.norm holds numbers of type torch\.int32"):
+        load_sharded(tmp_path, {"model.norm": torch.zeros(4)})

@@ -1,0 +1,188 @@
+"""Reasoning effort and thoughts, as OpenAI's client sends and reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs fastapi: pip install --group test")
+pytest.importorskip("openai", reason="needs openai: pip install --group test")
+pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install --group test")
+
+import openai
+
+from refusion_lit import load
+from refusion_lit.decoding import Autoregressive
+from refusion_lit.modeling.chat_template import effort_options
+from refusion_lit.text_model import TextModel
+from refusion_lit.types import SamplingParams
+from support.servers import NAME, address, serving
+from support.tiny import make_bytes_base
+
+QWEN = """\
+{%- for m in messages %}<eos>{{ m.role }}
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content.split('</think>')[-1] }}
+{%- endfor %}
+{%- if add_generation_prompt %}<eos>assistant
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
+"""In the manner of Qwen3: earlier thoughts are dropped from the text of a turn."""
+EFFORT = (
+    "{% if reasoning_effort == 'max' %}{{ raise_exception('no such effort') }}{% endif %}"
+    "<eos>Reasoning: {{ reasoning_effort }}"
+)
+TEMPLATES = {"qwen": QWEN, "gpt_oss": EFFORT + QWEN.replace("enable_thinking", "other"), "both": EFFORT + QWEN}
+TURNS: list[Any] = [{"role": "user", "content": "Rome?"}]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextModel]:
+    path = make_bytes_base(tmp_path_factory.mktemp("base"), max_positions=2048, added=["<think>", "</think>"])
+    models = {}
+    for name, template in TEMPLATES.items():
+        tokenizer_file = path / "tokenizer_config.json"
+        tokenizer_file.write_text(json.dumps(json.loads(tokenizer_file.read_text()) | {"chat_template": template}))
+        models[name] = load(path, device="cpu")
+    return models
+
+
+@pytest.fixture(params=TEMPLATES)
+def served(request: pytest.FixtureRequest, models: dict[str, TextModel]) -> Iterator[tuple[str, TextModel, Any]]:
+    model = models[request.param]
+    with (
+        serving(model, Autoregressive()) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield request.param, model, client
+
+
+def test_an_effort_sets_what_the_template_reads(served: tuple[str, TextModel, Any]) -> None:
+    """In chats and responses. Options of the request come first; what the template refuses is refused by name."""
+    name, model, client = served
+
+    def chat(**options: Any) -> Any:
+        return client.chat.completions.create(model=NAME, messages=TURNS, max_tokens=4, **options)
+
+    for effort, thinking in (("none", False), ("low", True), ("xhigh", True)):
+        options: dict[str, Any] = {}
+        if name != "gpt_oss":
+            options["enable_thinking"] = thinking
+        if name != "qwen":
+            options["reasoning_effort"] = effort
+        expected = len(model.encode("Rome?", TURNS, chat_options=options))
+        answer = chat(reasoning_effort=effort)
+        assert answer.usage.prompt_tokens == expected
+        response = client.responses.create(
+            model=NAME, input="Rome?", max_output_tokens=4, reasoning={"effort": effort, "summary": "auto"}
+        )
+        assert response.usage.input_tokens == expected
+        assert response.output_text == answer.choices[0].message.content
+        assert response.reasoning.effort == effort
+    if name != "gpt_oss":
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        options = {"enable_thinking": False} | ({} if name == "qwen" else {"reasoning_effort": "low"})
+        expected = len(model.encode("Rome?", TURNS, chat_options=options))
+        assert chat(reasoning_effort="low", extra_body=off).usage.prompt_tokens == expected
+    if name != "qwen":
+        with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+            chat(reasoning_effort="max")
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(reasoning_effort="huge")
+    assert caught.value.param == "reasoning_effort"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=NAME, input="Rome?", reasoning={"effort": "huge"})
+    assert caught.value.param == "reasoning.effort"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "options"),
+    [
+        (None, "high", {}),
+        ("{{ messages }}", "high", {}),
+        ("{% if thinking %}{{ messages }}{% endif %}", "none", {"thinking": False}),
+        ("{% set thinking = 1 %}{{ messages[0].enable_thinking }}", "none", {}),
+        ({"default": "{{ messages }}", "tool_use": "{{ reasoning_effort }}"}, "low", {"reasoning_effort": "low"}),
+        ("{{ reasoning_effort }}", None, {}),
+    ],
+)
+def test_options_that_a_template_does_not_read_are_left_out(template: Any, effort: Any, options: Any) -> None:
+    assert effort_options(SimpleNamespace(chat_template=template), effort) == options
+
+
+def test_thoughts_are_a_part_of_the_text(models: dict[str, TextModel]) -> None:
+    """The text is what ``generate`` returns, as with vLLM without a reasoning parser; the template drops it later."""
+    model = models["qwen"]
+    for seed in range(50):
+        options: dict[str, Any] = {"temperature": 1.0, "seed": seed}
+        sampling = SamplingParams(max_new_tokens=150, **options)
+        [row] = model.generate(["Rome?"], decoder=Autoregressive(), sampling=sampling)
+        if "<think>" in row.text and "</think>" in row.text:
+            break
+    else:
+        pytest.fail("no text has thoughts")
+    with (
+        serving(model, Autoregressive()) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.chat.completions.create(model=NAME, messages=TURNS, max_tokens=150, **options)
+        assert answer.choices[0].message.content == row.text
+        chunks = client.chat.completions.create(model=NAME, messages=TURNS, max_tokens=150, stream=True, **options)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == row.text
+        response = client.responses.create(
+            model=NAME, input="Rome?", max_output_tokens=150, temperature=1.0, extra_body={"seed": seed}
+        )
+        assert response.output_text == row.text
+
+        def count(*turns: Any) -> int:
+            answer: Any = client.chat.completions.create(model=NAME, messages=[*turns], max_tokens=1)
+            return answer.usage.prompt_tokens
+
+        question = {"role": "user", "content": "And?"}
+        plain = {"role": "assistant", "content": row.text.rpartition("</think>")[2]}
+        assert count(*TURNS, answer.choices[0].message, question) == count(*TURNS, plain, question)
+        for name in ("reasoning", "reasoning_content"):
+            rendered = [*TURNS, plain | {"reasoning_content": "1+1"}, question]
+            assert count(*TURNS, plain | {name: "1+1"}, question) == len(model.encode("And?", rendered))
+
+
+SENT: list[dict[str, Any]] = [  # by clients of 2026, often by default
+    {"store": False, "metadata": {"run": "1"}, "parallel_tool_calls": True, "service_tier": "auto", "user": "me",
+     "prompt_cache_key": "a", "safety_identifier": "b", "verbosity": "medium", "n": 1, "seed": 3, "logit_bias": {},
+     "stream_options": {"include_usage": True, "include_obfuscation": False}, "max_completion_tokens": 2,
+     "modalities": ["text"], "prompt_cache_retention": "24h", "reasoning_effort": "medium"},
+    {"store": False, "metadata": {"run": "1"}, "parallel_tool_calls": True, "service_tier": "auto", "user": "me",
+     "prompt_cache_key": "a", "safety_identifier": "b", "text": {"verbosity": "medium"}, "truncation": "disabled",
+     "include": ["reasoning.encrypted_content"], "background": False, "max_output_tokens": 2,
+     "stream_options": {"include_obfuscation": False}, "reasoning": {"effort": "medium", "summary": "auto"}},
+]  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # in chats, in responses: each alone
+    ({"store": True}, {"store": True}),
+    ({"verbosity": "low"}, {"text": {"verbosity": "low"}}),
+    ({"logit_bias": {"5": 1}}, {"truncation": "auto"}),
+    ({"modalities": ["text", "audio"]}, {"background": True}),
+    ({"prediction": {"type": "content", "content": "a"}}, {"previous_response_id": "resp_1"}),
+    ({"web_search_options": {}}, {"conversation": "conv_1"}),
+    ({"functions": [{"name": "f"}]}, {"prompt": {"id": "p"}}),
+    ({"audio": {"voice": "a", "format": "wav"}}, {"max_tool_calls": 2}),
+    ({"stream_options": {"include_prompt": True}}, {"reasoning": {"mode": "pro"}}),
+]
+
+
+def test_fields_of_todays_clients_are_accepted_or_refused_by_name(models: dict[str, TextModel]) -> None:
+    with (
+        serving(models["qwen"], Autoregressive()) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: Any = (
+            (client.chat.completions.create, {"messages": TURNS}),
+            (client.responses.create, {"input": "Rome?"}),
+        )
+        for (create, prompt), sent, refused in zip(asked, SENT, zip(*REFUSED, strict=True), strict=True):
+            assert [*create(model=NAME, **prompt, **sent, stream=True)]
+            for options in refused:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    create(model=NAME, **prompt, **options)
+                assert str(caught.value.param).startswith(*options), options
