@@ -394,8 +394,9 @@ def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
     if not isinstance(turn, dict):
         return turn
     turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # columns of Parquet
-    if isinstance(turn.get("tool_calls"), list):
-        turn["tool_calls"] = [*map(_parse_arguments, turn["tool_calls"])]
+    calls = turn.get("tool_calls")
+    if isinstance(calls, list):
+        turn["tool_calls"] = [*map(_parse_arguments, calls)]
     if "from" not in turn or "role" in turn:
         return turn
     role = _SHAREGPT_ROLES.get(str(turn["from"]).lower())
