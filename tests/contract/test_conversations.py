@@ -144,7 +144,8 @@ CALL_TURNS: dict[str, dict[str, Any]] = {
 
 def read_chat(path: Path, turns: list[dict[str, Any]], **options: Any) -> Sequence[Example]:
     path.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
-    return InstructionFiles(train=str(path), preset="messages", validation_fraction=0, **options).examples("train")
+    task = InstructionFiles(train=str(path), preset="messages", validation_fraction=0, assistant_parts="all", **options)
+    return task.examples("train")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_tools_and_calls_of_a_chat_reach_the_template(tmp_path: Path) -> None:
              {"role": "assistant", "content": "Sunny."}]  # fmt: skip
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
-    _, example = InstructionFiles(train=str(path), preset="messages", validation_fraction=0).examples("train")
+    [example] = InstructionFiles(train=str(path), preset="messages", validation_fraction=0).examples("train")
     tokenizer = make_tokenizer("qwen", chat=True, chat_template=TOOL_TEMPLATE)
     sample = encode_example(tokenizer, example)
     actual = [*sample.prompt_ids, *sample.response_ids]
@@ -234,6 +235,8 @@ def test_tools_and_calls_of_a_chat_reach_the_template(tmp_path: Path) -> None:
         ({"content": "bad", "weight": 0}, "weight"),
         ({"content": "4", "weight": 0.5}, "weight"),
         ({"content": " "}, "text"),
+        ({"content": "I look.", "tool_calls": CALL}, "tool_calls"),
+        ({"content": "4", "reasoning_content": "two and two"}, "reasoning_content"),
     ],
 )
 def test_what_an_answer_would_lose_is_refused_by_name(tmp_path: Path, answer: dict[str, Any], word: str) -> None:

@@ -335,7 +335,7 @@ def test_a_conversation_with_tools_is_trained_as_its_template_renders_it(kind: s
     path.write_text(json.dumps({"messages": WITH_TOOLS, "tools": TOOLS}) + "\n")
     samples = [
         encode_example(tokenizer, example)
-        for example in InstructionFiles(train=str(path), validation_fraction=0).examples("train")
+        for example in InstructionFiles(train=str(path), validation_fraction=0, assistant_parts="all").examples("train")
     ]
     assert len(samples) == 3
     whole = tokenizer.apply_chat_template(WITH_TOOLS, tools=TOOLS, return_dict=True)["input_ids"]

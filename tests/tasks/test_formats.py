@@ -41,7 +41,11 @@ def test_turns_of_calls_are_trained_and_turns_of_weight_0_are_context(tmp_path: 
     turns = [CHAT[1], text, {"role": "tool", "content": "1"}, {**CHAT[2], "weight": 0}, CHAT[3], CHAT[4], CHAT[5],
              {**CHAT[4], "weight": 0}]  # fmt: skip
     path = write_jsonl(tmp_path / "x.jsonl", [{"messages": turns}])
-    first, last = InstructionFiles(train=path, validation_fraction=0).examples("train")
+    task = InstructionFiles(train=path, validation_fraction=0)
+    [alone] = task.examples("train")
+    assert task.num_context_turns["train"] == 1
+    first, last = InstructionFiles(train=path, validation_fraction=0, assistant_parts="all").examples("train")
+    assert alone == last
     assert (list(first.messages), first.response, first.answer) == (turns[:1], "", call)
     assert (list(last.messages), last.response, last.answer) == ([turns[0], call, *turns[2:5]], "d", None)
 

@@ -174,6 +174,9 @@ class InstructionDataModule(L.LightningDataModule):
             per_step = self.batch_size * trainer.accumulate_grad_batches * trainer.world_size
             num_epochs = trainer.max_steps * per_step / len(self._load_split("train"))
             text += f"; {trainer.max_steps} steps of {per_step} are {num_epochs:.3g} epochs"
+        if num_turns := getattr(self.task, "num_context_turns", {}).get("train", 0):
+            text += f"; {num_turns} assistant turns with tool calls or reasoning are context alone, and are trained "
+            text += "with data.task.assistant_parts: all"
         samples = self._load_split("train")
         for sample in (samples[index] for index in range(min(self.show_samples, len(samples)))):
             prompt, response = map(self.built_tokenizer.decode, (list(sample.prompt_ids), list(sample.response_ids)))

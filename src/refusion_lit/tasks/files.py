@@ -108,8 +108,9 @@ class InstructionFiles(FileTask):
             (Alpaca), ``prompt``/``completion``, chat ``messages``, or ``conversations`` (ShareGPT's ``from`` and
             ``value``). ``auto``: by the fields of a row.
         assistant_turns: Assistant turns of a chat to train and validate on: ``all`` (an example per turn) or ``last``.
-            Tool calls and reasoning are trained as the chat template renders them. Turns that are empty or have
-            ``weight: 0`` are context. A test prompts for the last trained turn.
+            Turns that are empty or have ``weight: 0`` are context. A test prompts for the last trained turn.
+        assistant_parts: ``text``: assistant turns with tool calls or reasoning are context, and refused where they are
+            last. ``all``: such turns are trained, too, as the chat template renders them.
         query_field: The query field's name, if it differs from the preset's.
         response_field: The response field's name, if it differs from the preset's.
         keep: Which model answers, as ``generate`` and ``predict`` write them, are training samples: ``all``,
@@ -119,6 +120,7 @@ class InstructionFiles(FileTask):
             training and validation samples that cannot be encoded.
         num_malformed: Number of skipped samples, by split, of the splits read so far.
         num_left_out: Number of samples that ``keep`` left out, by split.
+        num_context_turns: Number of assistant turns that ``assistant_parts`` makes context, by split.
 
     >>> import json, tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
@@ -138,12 +140,14 @@ class InstructionFiles(FileTask):
     validation_fraction: float = 0.05
     preset: Preset = "auto"
     assistant_turns: Literal["all", "last"] = "all"
+    assistant_parts: Literal["text", "all"] = "text"
     query_field: str | None = None
     response_field: str | None = None
     keep: Keep = "all"
     malformed: Literal["error", "skip"] = "error"
     num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     num_left_out: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    num_context_turns: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _samples: dict[str, list[list[Example]]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -248,12 +252,13 @@ class InstructionFiles(FileTask):
             samples: list[list[Example]] = []
             num_skipped = num_left_out = 0
             places: dict[str, str] = {}
+            self.num_context_turns[split] = 0
             for row, label in rows:
                 try:
                     if split == "train" and not self._is_kept(row):
                         num_left_out += 1
                         continue
-                    examples = self._examples(row, _read_id(row) or f"{split}:{label}:{row.line}")
+                    examples = self._examples(row, _read_id(row) or f"{split}:{label}:{row.line}", split)
                     for example in examples:
                         place = places.setdefault(example.id, row.location)
                         expected = f"a unique id, not the id of {place}"
@@ -281,19 +286,19 @@ class InstructionFiles(FileTask):
         require(isinstance(score, (int, float)), row.location, "a number in field 'score'", score, fix)
         return score == 1
 
-    def _examples(self, row: DataRow, identity: str) -> list[Example]:
+    def _examples(self, row: DataRow, identity: str, split: Split) -> list[Example]:
         """Return the examples of a row: one, or one for each assistant turn of a chat."""
         values = row.require_values("fix the line, or set malformed: skip in the task")
         preset = self._detect(values) if self.preset == "auto" else self.preset
         if preset in ("messages", "conversations"):
             name = self.query_field or preset
             turns = _read_turns(row, name)
-            return self._from_turns(row, identity, name, turns)
+            return self._from_turns(row, identity, name, turns, split)
         query_field, response_field = _FIELDS[preset]
         query_field, response_field = self.query_field or query_field, self.response_field or response_field
         if isinstance(values.get(query_field), list) and isinstance(values.get(response_field), list):
             first, last = _read_turns(row, query_field), _read_turns(row, response_field)
-            return self._from_turns(row, identity, response_field, [*first, *last], start=len(first))
+            return self._from_turns(row, identity, response_field, [*first, *last], split, start=len(first))
         query = row.text(query_field, _FIX_FIELDS)
         response = row.text(response_field, _FIX_FIELDS)
         if preset == "instruction" and values.get("input"):
@@ -310,7 +315,7 @@ class InstructionFiles(FileTask):
         return next((name for name, names in _FIELDS.items() if {*names} <= values.keys()), "query_response")
 
     def _from_turns(
-        self, row: DataRow, identity: str, name: str, turns: list[dict[str, Any]], start: int = 1
+        self, row: DataRow, identity: str, name: str, turns: list[dict[str, Any]], split: Split, start: int = 1
     ) -> list[Example]:
         """Return an example for each assistant turn that can be trained, or for the last one.
 
@@ -319,6 +324,7 @@ class InstructionFiles(FileTask):
             identity: Its id, which the last example gets.
             name: The field of the turns.
             turns: The turns.
+            split: The split.
             start: The first turn that may be trained.
         """
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= max(start, 1)]
@@ -334,6 +340,13 @@ class InstructionFiles(FileTask):
             where = f"{row.location}: turn {i + 1} (assistant) of {name!r}"
             require(weight in (None, 0, 1), where, "a weight of 0 or 1, or none", weight, "correct or remove the row")
         trained = [i for i in answers if turns[i].get("weight") != 0 and _has_parts(turns[i])]
+        parts = {i: [part for part in _MORE_THAN_TEXT if turns[i].get(part)] for i in trained}
+        if self.assistant_parts == "text":
+            where, fix = f"{row.location}: {name}", "set data.task.assistant_parts: all, or correct or remove the row"
+            expected = f"text without {', '.join(parts.get(last, ()))} in turn {last + 1} (assistant)"
+            require(not parts.get(last), where, expected, turns[last], fix)
+            self.num_context_turns[split] += sum(bool(parts[i]) for i in trained)
+            trained = [i for i in trained if not parts[i]]
         is_trained = bool(trained) and (last in trained or turns[last].get("weight") == 0)
         expected = f"text or tool calls, and a weight of 1 or none, in turn {last + 1} (assistant)"
         require(is_trained, f"{row.location}: {name}", expected, turns[last], "correct or remove the row")
@@ -348,7 +361,7 @@ class InstructionFiles(FileTask):
                 response=turns[i].get("content") or "",
                 messages=tuple(turns[:i]),
                 meta=meta,
-                answer=turns[i] if any(turns[i].get(part) for part in _MORE_THAN_TEXT) else None,
+                answer=turns[i] if parts[i] else None,
             )
             for i in trained
         ]
