@@ -17,7 +17,7 @@ from markupsafe import Markup
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
 from refusion_lit.reports.intervals import NUM_RESAMPLES, format_interval
 from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, training_plots
-from refusion_lit.reports.results import describe_environment
+from refusion_lit.reports.results import SHORT, describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import (
     FIGURES,
@@ -70,6 +70,7 @@ def write_report(
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     require("" not in (*paths, output), "report", "directories with names", "", "write . for this one")
     comparison = compare(*read_runs(paths), baseline)
+    _print_notes(comparison.notes)
     first = Path(paths[0])
     place = Path() if len(paths) > 1 else first.parent if first.is_file() else first
     return write_comparison(comparison, place / "report" if output is None else Path(output), formats)
@@ -77,7 +78,6 @@ def write_report(
 
 def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[str] = ("html",)) -> list[Path]:
     """Write a comparison into a directory; see :func:`write_report`."""
-    sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
     names = [FORMATS[form][0] for form in formats]
     others = [name for name in [*names, _PLOT] if (directory / name).exists() and not (directory / _PLOT).exists()]
     fix = "choose another directory"
@@ -91,6 +91,10 @@ def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[
     return [directory / name for name in files]
 
 
+def _print_notes(notes: Sequence[str]) -> None:
+    sys.stderr.writelines(f"note: {note}\n" for note in notes)
+
+
 def report_results(directory: Path, run: Run | None = None) -> None:
     """Write a finished test's or sweep's report; warn if that fails, because its results are already on disk.
 
@@ -100,6 +104,7 @@ def report_results(directory: Path, run: Run | None = None) -> None:
     """
     try:
         comparison = compare([run], []) if run else compare(*read_runs([directory]))
+        _print_notes([note for note in comparison.notes if note != SHORT])  # the printed table says it
         sys.stderr.write(f"report: {write_comparison(comparison, directory / 'report')[0]}\n")
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
