@@ -219,7 +219,7 @@ def test_a_drafter_that_does_not_fit_is_refused_in_a_line(
     damage(path, name)
     if name != "other model":
         monkeypatch.setattr("refusion_lit.modeling.load.load_weights", None)
-    with pytest.raises(ValueError, match=r"^draft: expected .*, got [^\n]*; [^\n]*\.$"):
+    with pytest.raises(ValueError, match=r"^draft: [^\n]+\.$"):
         refusion_lit.load(base, draft=path)
 
 

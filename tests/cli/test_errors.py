@@ -103,7 +103,7 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
             ["generate"],
             "ckpt_path: expected a value, got none",
         ),
-        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "choose one of Additions, Gsm8k,"),
+        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "choose one of Additions, "),
         (
             ["fit", "--config", QUICKSTART, "--data.task=none.Task"],
             "No module named 'none'",

@@ -50,7 +50,7 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--trainer.max_epochs=x"], "^trainer.max_epochs: expected int, got 'x'"),
         (["--data.task.num_tran=3"], "^data.task: .*'num_tran'.*'num_train'"),
         (["--data.task=Additoins"], "^data.task: expected .*'Additoins'.*'Additions'"),
-        (["--data.task=Hybrid"], "^data.task: .*'Hybrid'.*Additions, Gsm8k"),
+        (["--data.task=Hybrid"], "^data.task: .*'Hybrid'.*Additions, .*Gsm8k"),
         (["--data.task=no_such_package.Task"], "^data.task: .*no_such_package"),
         (["--data.task=no.yaml"], "^data.task: .*no.yaml"),
         (["--data.task=null"], "^data.task: expected .*'None'"),

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import refusion_lit
 from refusion_lit import InstructionDataModule, InstructionFiles, PretrainedTokenizer, SlotDiffusionModule
@@ -83,3 +83,27 @@ def test_wrong_types_of_a_module_are_refused_at_once(arguments: dict[str, Any], 
     given: dict[str, Any] = {"backbone": refusion_lit.BackboneConfig(source="some/model"), **arguments}
     with pytest.raises(ValueError, match=f"{option}: expected"):
         SlotDiffusionModule(**given)
+
+
+@pytest.mark.parametrize("place", ["train_dataloaders", "val_dataloaders"])
+def test_loaders_of_rows_are_refused_by_name(tmp_path: Path, place: str) -> None:
+    source: Any = str(make_model("qwen", tmp_path / "base", chat=True))
+    splits: Any = {"train": ROWS, "validation": ROWS}
+    data = InstructionDataModule(splits, source, batch_size=2)
+    module = SlotDiffusionModule(source, objective=Hybrid(slot_sizes=(4,)), tokenizer=data.built_tokenizer)
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    loaders: Any = {"train_dataloaders": data.train_dataloader(), "val_dataloaders": data.val_dataloader()} | {
+        place: DataLoader(Rows(), batch_size=2)
+    }
+    with pytest.raises(ValueError, match=r"data: .*InstructionDataModule.*dict"):
+        trainer.fit(module, **loaders)
+
+
+def test_a_module_without_a_tokenizer_names_the_data_module(tmp_path: Path) -> None:
+    source: Any = str(make_model("qwen", tmp_path / "base", chat=True))
+    module = SlotDiffusionModule(source, objective=Hybrid(slot_sizes=(4,)))
+    trainer = L.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"tokenizer: .*InstructionDataModule"):
+        trainer.fit(module, DataLoader(Rows(), batch_size=2), DataLoader(Rows()))

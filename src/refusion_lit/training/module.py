@@ -128,7 +128,8 @@ class SlotDiffusionModule(L.LightningModule):
         if self.tokenizer is None and isinstance(data, InstructionDataModule):
             self.tokenizer = data.built_tokenizer
         if self.tokenizer is None:
-            raise ValueError("tokenizer: expected one, got None; pass the data module's built_tokenizer.")
+            fix = "pass an InstructionDataModule to Trainer.fit, or its built_tokenizer to this class"
+            raise ValueError(f"tokenizer: expected a tokenizer, got None; {fix}.")
         check_vocabulary(self.tokenizer, self.backbone_config)
         if self._trainer is not None:
             warn_of_slow_precision(str(self.trainer.precision), self.trainer.strategy.root_device)
@@ -257,8 +258,13 @@ class SlotDiffusionModule(L.LightningModule):
             begin_resumed_epoch(self.trainer)
             self._is_resumed = False  # a later fit may start at the beginning
 
-    def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
-        """Seed dropout by batch, so that a resumed run draws the same masks."""
+    def on_train_batch_start(self, batch: MicroBatch, batch_idx: int) -> None:
+        """Seed dropout by batch, so that a resumed run draws the same masks.
+
+        Raises:
+            ValueError: If the batch is of a loader that is not an InstructionDataModule's.
+        """
+        _require_batch(batch, MicroBatch, ResponseBatch)
         key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
         torch.manual_seed(key & (1 << 63) - 1)
 
@@ -345,6 +351,7 @@ class SlotDiffusionModule(L.LightningModule):
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add a batch's loss; the batch is empty on a process without samples."""
+        _require_batch(batch, ResponseBatch)
         corrupted = self.validation.corrupted(batch, self.model.special_tokens)
         self.validation.means.update(None if corrupted is None else self.loss(corrupted))
 
@@ -357,3 +364,12 @@ class SlotDiffusionModule(L.LightningModule):
         return self.evaluation.step(batch)
 
     test_step = predict_step  # type: ignore[assignment] - Lightning hands the predictions to hooks alone
+
+
+def _require_batch(batch: object, *types: type) -> None:
+    """Refuse batches of other loaders, such as a DataLoader over rows of text, which nothing has encoded."""
+    expected = "batches of an InstructionDataModule"
+    fix = (
+        "pass InstructionDataModule(rows, tokenizer) to Trainer.fit, where rows are dicts or a torch data set of dicts"
+    )
+    require(isinstance(batch, types), "data", expected, type(batch).__name__, fix)
