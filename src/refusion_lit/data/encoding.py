@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from refusion_lit.data.tokenizers import unknown_text
 from refusion_lit.modeling.chat_template import check_chat_options, get_chat_options
 from refusion_lit.modeling.vocabulary import EOS_IDS, get_add_bos, prompt_prefix, starts_with_bos
+from refusion_lit.tasks.base import MORE_THAN_TEXT
 from refusion_lit.utils.require import require
 
 
@@ -114,11 +115,7 @@ def encode_response(
         rendered = ""
     ids = []
     if rendered.startswith(opened):
-        whole = _encode_rendered(tokenizer, guard, rendered)
-        if whole[: len(prompt_ids)] == [*prompt_ids]:
-            ids = whole[len(prompt_ids) :]
-        else:
-            ids = _encode_parts(tokenizer, guard.split(rendered[len(opened) :]), within=True)
+        ids = _encode_rest(tokenizer, guard, rendered, opened, prompt_ids)
     elif response and (marked := guard.mark(response)) in rendered:
         # The template writes an earlier turn of the assistant without the opening, as Qwen3 does with its thoughts.
         ids = _encode_parts(tokenizer, guard.split(marked + rendered.rpartition(marked)[2]), within=True)
@@ -127,6 +124,16 @@ def encode_response(
         if token in special and response.strip() in str(tokenizer.decode(ids[:place])):
             return ids[: place + 1]
     return [*_encode_parts(tokenizer, guard.split(guard.mark(response)), within=True), eos]
+
+
+def _encode_rest(
+    tokenizer: PreTrainedTokenizerBase, guard: _Guard, rendered: str, opened: str, prompt_ids: Sequence[int]
+) -> list[int]:
+    """Encode what follows the prompt's text ``opened`` in a text, as a part of the whole text if the prompt is, too."""
+    whole = _encode_rendered(tokenizer, guard, rendered)
+    if whole[: len(prompt_ids)] == [*prompt_ids]:
+        return whole[len(prompt_ids) :]
+    return _encode_parts(tokenizer, guard.split(rendered[len(opened) :]), within=True)
 
 
 def _encode_answer(
@@ -153,7 +160,7 @@ def _encode_answer(
         ValueError: If the chat template does not render every part of the turn.
     """
     option = f"turn {len(turns) + 1} (assistant)"
-    fix = "use a chat template that renders it, give the turn weight 0, or set data.task.assistant_turns: last"
+    fix = "use a chat template that renders it, give the turn weight 0, or set data.task.assistant_parts: text"
     has_template = bool(tokenizer.chat_template)
     require(has_template, option, "text, as the tokenizer has no chat template", _get_parts(answer), fix)
 
@@ -178,10 +185,7 @@ def _encode_answer(
         end = ends[-1][1]  # calls may end with another token than text, such as <|eom_id|>
     text = rendered[: len(rendered) - num_common if end is None else end]
     if text.startswith(opened):
-        whole = _encode_rendered(tokenizer, guard, text)
-        is_split = whole[: len(prompt_ids)] != [*prompt_ids]
-        rest = guard.split(text[len(opened) :])
-        ids = _encode_parts(tokenizer, rest, within=True) if is_split else whole[len(prompt_ids) :]
+        ids = _encode_rest(tokenizer, guard, text, opened, prompt_ids)
     else:  # The template writes earlier turns of the assistant without the opening.
         require(text.startswith(before), option, "a chat template that renders it after the earlier turns", answer, fix)
         ids = _encode_parts(tokenizer, guard.split(text[len(before) :]), within=True)
@@ -190,7 +194,7 @@ def _encode_answer(
 
 def _get_parts(turn: Mapping[str, Any]) -> list[str]:
     """Return the names of an assistant turn's parts besides its role that are not empty."""
-    return [name for name in ANSWER_PARTS if turn.get(name)]
+    return [name for name in ("content", *MORE_THAN_TEXT) if turn.get(name)]
 
 
 def _leave_out_parts(turn: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -204,10 +208,6 @@ def _leave_out_parts(turn: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, A
                 yield name, {**others, name: [*turn[name][:index], *turn[name][index + 1 :]]}
         else:
             yield name, {"content": "", **others}
-
-
-ANSWER_PARTS = ("content", "reasoning_content", "function_call", "tool_calls")
-"""Parts of an assistant's turn that are trained."""
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -30,7 +30,7 @@ from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.stored_tensors import (
     StoredTensor,
-    check_finite,
+    check_loaded_values,
     check_shard_names,
     check_types,
     missing_shards,
@@ -133,7 +133,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     if not tensors and not _is_quantised(source):  # a hub id, whose files are here only now
         tensors = read_headers(folder, "backbone.source")
         check_types(tensors, "backbone.source", _integers(model, tensors))
-    check_finite(model.state_dict(), "backbone.source", weight_files(folder))
+    check_loaded_values(model.state_dict(), "backbone.source", weight_files(folder))
     _record_stored_head(model)
     return model
 
@@ -141,7 +141,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
 def _record_stored_head(model: Any) -> None:  # noqa: ANN401 - one class per architecture
     """Correct a config that ties head and embedding although the files hold different weights for them.
 
-    transformers loads such a head as it is stored, but would tie it when it adds rows or builds the model again.
+    transformers loads the stored head, but would tie head and embedding when it adds rows or builds the model again.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is embedding.weight or not getattr(model.config, "tie_word_embeddings", False):

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
 from refusion_lit.reports.intervals import NUM_RESAMPLES, format_interval
 from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, training_plots
-from refusion_lit.reports.results import SHORT, describe_environment
+from refusion_lit.reports.results import NOTES_ON_SPEEDS, describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import (
     FIGURES,
@@ -104,7 +104,7 @@ def report_results(directory: Path, run: Run | None = None) -> None:
     """
     try:
         comparison = compare([run], []) if run else compare(*read_runs([directory]))
-        _print_notes([note for note in comparison.notes if note != SHORT])  # the printed table says it
+        _print_notes([note for note in comparison.notes if note not in NOTES_ON_SPEEDS])  # the printed table has them
         sys.stderr.write(f"report: {write_comparison(comparison, directory / 'report')[0]}\n")
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)

@@ -117,7 +117,7 @@ def _apply_landlock(libc: Any, directory: str, readable: Iterable[str]) -> bool:
     """Deny access to all files except a directory (full access) and some paths (read access).
 
     Newer versions of Landlock also deny TCP connections, and signals and abstract sockets that leave the process. The
-    numbers are those of ``linux/landlock.h``.
+    header ``linux/landlock.h`` defines the numbers.
     """
     version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1)  # flag 1 asks for the version
     if version < 3:  # earlier versions cannot deny truncation

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from refusion_lit.noise import uniform_scalar
-from refusion_lit.tasks.base import Example, Split, Task
+from refusion_lit.tasks.base import MORE_THAN_TEXT, Example, Split, Task
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_choice, require_number
 from refusion_lit.utils.rows import DataRow, read_rows, rows_in
@@ -34,8 +34,6 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
 }  # fmt: skip
 """Roles of chat turns by their names in ShareGPT's format."""
-_MORE_THAN_TEXT = ("tool_calls", "function_call", "reasoning_content")
-"""Parts of an assistant's turn that the chat template renders besides the content."""
 _FIX_FIELDS = (
     "add it, or set data.task.query_field and data.task.response_field, or data.task.preset (one of "
     f"{', '.join(_FIELDS)})"
@@ -340,7 +338,7 @@ class InstructionFiles(FileTask):
             where = f"{row.location}: turn {i + 1} (assistant) of {name!r}"
             require(weight in (None, 0, 1), where, "a weight of 0 or 1, or none", weight, "correct or remove the row")
         trained = [i for i in answers if turns[i].get("weight") != 0 and _has_parts(turns[i])]
-        parts = {i: [part for part in _MORE_THAN_TEXT if turns[i].get(part)] for i in trained}
+        parts = {i: [part for part in MORE_THAN_TEXT if turns[i].get(part)] for i in trained}
         if self.assistant_parts == "text":
             where, fix = f"{row.location}: {name}", "set data.task.assistant_parts: all, or correct or remove the row"
             expected = f"text without {', '.join(parts.get(last, ()))} in turn {last + 1} (assistant)"
@@ -449,7 +447,7 @@ def _earlier_turns(row: DataRow, query: str) -> tuple[dict[str, Any], ...]:
 
 def _has_parts(turn: Mapping[str, Any]) -> bool:
     """Return whether an assistant's turn has text or other parts to train."""
-    return bool((turn.get("content") or "").strip()) or any(turn.get(part) for part in _MORE_THAN_TEXT)
+    return bool((turn.get("content") or "").strip()) or any(turn.get(part) for part in MORE_THAN_TEXT)
 
 
 def _is_turn(turn: object) -> bool:
