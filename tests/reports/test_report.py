@@ -218,6 +218,24 @@ def test_the_axis_of_speeds_has_plain_numbers(speeds: tuple[float, ...], tmp_pat
     assert len([number for number in numbers if min(speeds) * 0.8 < number < max(speeds) * 1.2]) >= 2
 
 
+def test_rows_are_compared_with_the_decoder_that_speeds_were_compared_with(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {name: predictions([1.0, 0.0]) for name in ("first", "slow", "last")})
+    results = json.loads((run / "results.json").read_text())
+    ratios = {"first": [2.0, 1.5, 2.5], "slow": [1.0] * 3}
+    results["latency_results"] = {
+        "baseline": "slow",
+        "decoders": {name: {"1": {"tokens_per_second": 9.0, "times_baseline": r}} for name, r in ratios.items()},
+    }
+    (run / "results.json").write_text(json.dumps(results))
+    comparison = compare(*read_runs([run]))
+    assert comparison.baseline == "slow"
+    assert {difference.row.label for difference in comparison.differences} == {"first", "last"}
+    # The speeds stay what they are, whatever the scores are compared with.
+    for text in (markdown_table(compare(*read_runs([run]), "last")), html_report(compare(*read_runs([run]), "last"))):
+        assert "as fast as slow" in text
+        assert "1.50 to 2.50" in text
+
+
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep")
     comparison = compare(*read_runs([sweep]))
