@@ -20,7 +20,7 @@ from refusion_lit.reports.model_card import model_card
 from refusion_lit.reports.plots import curves_plot, speed_plot
 from refusion_lit.reports.runs import read_runs, read_scores
 from refusion_lit.reports.tables import markdown_table
-from refusion_lit.reports.write import report_results, write_report
+from refusion_lit.reports.write import html_report, report_results, write_report
 from refusion_lit.types import ModelTraits
 from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
 from support.parsed_page import ParsedPage
