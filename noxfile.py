@@ -12,7 +12,7 @@ nox.options.sessions = ["lint", "types", "docs", "tests", "tests_experiments", "
 
 CONSTRAINTS = "constraints.txt"
 # Everything that is optional except datasets, which no test needs.
-EXTRAS = "eval,gguf,peft,serve,sweep,tensorboard"
+EXTRAS = "completion,eval,gguf,peft,serve,sweep,tensorboard"
 # Threads that wait for each other must not spin: on a machine with other work that costs a factor of ten. Many images
 # forbid bytecode files; then each process would compile torch and transformers again, for twenty seconds.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
