@@ -355,8 +355,9 @@ def _read_decoder_files(args: Sequence[str]) -> list[str]:
 
 
 def _check_trainer(trainer: Namespace) -> None:
-    """Refuse a device that is missing, and options that Lightning divides by or ignores."""
+    """Refuse a device that is missing, and numbers that Lightning would divide by or silently ignore."""
     name = str(trainer.accelerator)
+    # gpu stands for two kinds of devices. auto, and accelerators given as objects, are not in the registry.
     kinds = [kind for kind in {"gpu": ("cuda", "mps")}.get(name, (name,)) if kind in AcceleratorRegistry]
     is_there = not kinds or any(AcceleratorRegistry[kind]["accelerator"].is_available() for kind in kinds)
     fix = "set it to auto or cpu, or install a torch that sees the device"
