@@ -282,16 +282,16 @@ class Service:
         self._check_context(longest, sampling)
         check_prompts(worker.checked_model, worker.decoder, prompts, sampling)
         notify = partial(asyncio.get_running_loop().call_soon_threadsafe, served.events.put_nowait)
-        # Names of special tokens that begin calls are kept as text, as stop strings are.
-        kept = (
-            sampling.stop if calls is None else (*sampling.stop, calls.tool_format.begin + calls.tool_format.after_name)
-        )
+        # Names of special tokens that begin calls are kept as text.
+        kept = () if calls is None else (calls.tool_format.begin + calls.tool_format.after_name,)
+        detokenize = partial(worker.model.detokenize, stop=sampling.stop, keep=kept)
         served.jobs = [
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, notify=notify,
                 deadline=served.started + worker.limits.max_seconds,
                 wants_rounds=body.stream_options.include_decode, num_top_logprobs=body.num_top_logprobs,
                 reader=calls and CallReader(calls.tool_format, calls.functions, is_constrained=calls.are_forced),
-                stream=TextStream(partial(worker.model.detokenize, after=prompt.token_ids, stop=kept), sampling))
+                detokenize=partial(detokenize, after=prompt.token_ids),
+                stream=TextStream(partial(detokenize, after=prompt.token_ids, is_growing=True), sampling))
             for prompt in prompts
             for number in range(body.n)  # keys the noise of a choice
         ]  # fmt: skip
