@@ -6,8 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import example as also
 from hypothesis import strategies as st
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_prompt, encode_text
 from refusion_lit.data.examples import encode_example

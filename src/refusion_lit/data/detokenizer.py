@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
-from refusion_lit.modeling.vocabulary import EOS_IDS
+from refusion_lit.modeling.vocabulary import read_special_tokens
 
 _NUM_CONTEXT = 8
 """Number of tokens before a text that are decoded with it."""
@@ -44,7 +44,7 @@ class Detokenizer:
         backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
         added = tokenizer.added_tokens_decoder
         self._special = {token: value.content for token, value in added.items() if value.special}
-        self._ends = {tokenizer.eos_token_id, *tokenizer.init_kwargs.get(EOS_IDS, ())}
+        self._ends = {*read_special_tokens(tokenizer).eos_token_ids}
         self._bytes: dict[int, int] = {}
         if "ByteFallback" in str(backend.decoder):
             names = ((token, _BYTE.match(name)) for name, token in tokenizer.get_vocab().items())
