@@ -341,7 +341,6 @@ def _main_results(results: Result, published: Result) -> str:
     return main_results.table(results["results"], published)
 
 
-@table("objective earlier", _path("objective", "earlier.json"))
 @table("objective", _path("objective"))
 def _objective(results: Result) -> str:
     points: dict[tuple[float, float], dict[str, Result]] = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.data.tool_calls import FORMATS, CallReader, find_format
+from refusion_lit.data.tool_calls import FORMATS, CallPiece, CallReader, ThoughtPiece, find_format, find_thought_tags
 from support.tools import TEMPLATES
 
 CALL = '{"name": "f", "arguments": {"a": "</tool_call>", "b": [1]}}'
@@ -49,7 +50,7 @@ def read(name: str, parts: list[str], *, is_constrained: bool = False) -> tuple[
     pieces = [piece for part in parts for piece in reader.read(part)] + reader.read("", is_last=True)
     calls: dict[int, list[str]] = {}
     for piece in pieces:
-        if not isinstance(piece, str):
+        if isinstance(piece, CallPiece):
             call = calls.setdefault(piece.index, ["", ""])
             call[0] += piece.name or ""
             call[1] += piece.arguments
@@ -76,6 +77,68 @@ def test_calls_are_read_and_the_rest_remains_text(
         assert read(name, split(response, {min(cut, len(response)) for cut in cuts})) == (text, calls)
 
     check()
+
+
+CALLS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+    "llama": '{"name": "f", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+    "mistral_args": "[TOOL_CALLS]f[ARGS]{}",
+}
+THOUGHT: list[tuple[str, bool, str, str, int]] = [
+    # response with CALL in place of calls, whether the prompt opens thoughts, its thoughts, its text, number of calls
+    ("<think>Is it CALL?</think>CALL", False, "Is it CALL?", "", 1),
+    ("<think>\nCALL\n</think>\n\nNo.", False, "CALL", "No.", 0),
+    ("CALL</think>\nCALL", True, "CALL", "", 1),
+    ("\nHm, CALL\n\n", True, "Hm, CALL", "", 0),  # cut before the end of the thoughts
+    ("<think>CALL", False, "CALL", "", 0),
+    ("<think></think>\n\nCALL", False, "", "", 1),
+    ("</think>CALL", True, "", "", 1),
+    ("<think>a</think> <think>b <think> CALL</think>CALL", False, "ab <think> CALL", "", 1),
+    ("<think>a < b </thin k> </think> c < d <thi", False, "a < b </thin k>", "c < d <thi", 0),
+    ("<think> \n", False, "", "", 0),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("response", "is_thinking", "thoughts", "text", "num_calls"), THOUGHT)
+def test_calls_within_thoughts_are_thoughts(
+    name: str, response: str, is_thinking: bool, thoughts: str, text: str, num_calls: int
+) -> None:
+    """Whether thoughts are kept in the text or returned apart, in one piece or in characters."""
+    response, thoughts = response.replace("CALL", CALLS[name]), thoughts.replace("CALL", CALLS[name])
+
+    def read(parts: list[str], **options: Any) -> tuple[list[Any], int]:
+        reader = CallReader(FORMATS[name], ["f"], is_thinking=is_thinking, **options)
+        pieces = [piece for part in parts for piece in reader.read(part)] + reader.read("", is_last=True)
+        return pieces, reader.num_calls
+
+    whole = response.removesuffix(CALLS[name]).rstrip() if num_calls else response
+    for parts in ([response], [*response]):
+        pieces, num = read(parts)
+        assert ("".join(piece for piece in pieces if isinstance(piece, str)), num) == (whole, num_calls)
+        pieces, num = read(parts, thoughts="separate")
+        assert ("".join(piece for piece in pieces if isinstance(piece, str)), num) == (text, num_calls)
+        parts_of_thoughts = [piece for piece in pieces if isinstance(piece, ThoughtPiece)]
+        assert "".join(piece.text for piece in parts_of_thoughts) == thoughts
+        if not num_calls:
+            assert "".join(getattr(piece, "source", piece) for piece in pieces) == response
+
+
+def test_tags_within_a_call_are_arguments() -> None:
+    response = '<tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>'
+    assert read("hermes", [*response]) == ("", [("f", '{"a": "<think>"}')])
+    assert read("llama", [*'{"name": "f", "parameters": {"a": "<think>"}}']) == ("", [("f", '{"a": "<think>"}')])
+
+
+def test_tags_are_those_of_the_template() -> None:
+    """Tags that the response's text does not show, because they are special tokens, can be left out."""
+    tags = find_thought_tags({"default": "[THINK]{{ messages }}[/THINK]"})
+    reader = CallReader(FORMATS["mistral"], ["f"], thought_tags=tags, thoughts="untagged")
+    assert "".join(map(str, reader.read(f"[THINK]a{CALLS['mistral']}[/THINK]<think>", is_last=True))) == (
+        f"a{CALLS['mistral']}<think>"
+    )
+    assert find_thought_tags(None) == ("<think>", "</think>")
 
 
 @pytest.mark.parametrize("name", FORMATS)

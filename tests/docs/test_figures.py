@@ -97,8 +97,8 @@ def test_uncommitted_changes_show_in_the_table(registry: ModuleType) -> None:
     text = "commit aaaaaaaaaa; <b>with uncommitted changes</b> to commit bbbbbbbbbb; "
     assert registry.provenance(result) == text + "commit cccccccccc is not in the repository's history"
     assert registry.provenance({"parts": []}) == "no commit recorded"
-    page = (ROOT / "experiments" / "objective" / "details.md").read_text(encoding="utf-8")
-    committed = registry.read("experiments/objective/earlier.json")["environment"]["git"]
+    page = (ROOT / "experiments" / "infilling" / "README.md").read_text(encoding="utf-8")
+    committed = registry.read("experiments/infilling/results.json")["environment"]["git"]
     assert ("<b>with uncommitted changes</b>" in page) == committed["dirty"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,13 @@ import openai
 
 from refusion_lit import load
 from refusion_lit.decoding import Autoregressive
+from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.chat_template import effort_options
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from support.servers import NAME, address, serving
 from support.tiny import make_bytes_base
+from support.tools import TOOLS, make_tool_model
 
 QWEN = """\
 {%- for m in messages %}<eos>{{ m.role }}
@@ -146,6 +149,60 @@ def test_thoughts_are_a_part_of_the_text(models: dict[str, TextModel]) -> None:
         for name in ("reasoning", "reasoning_content"):
             rendered = [*TURNS, plain | {"reasoning_content": "1+1"}, question]
             assert count(*TURNS, plain | {name: "1+1"}, question) == len(model.encode("And?", rendered))
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+WRITTEN = [  # text of the model, whether the template opens thoughts, the thoughts, the text, number of calls
+    (f"<think>\nIs it {CALL}?\n</think>\n\n{CALL}", False, f"Is it {CALL}?", "", 1),
+    (f"Hm: {CALL}\n</think>\n\nNo.", True, f"Hm: {CALL}", "No.", 0),
+    (f"{CALL} and", True, f"{CALL} and", "", 0),
+]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_calls_within_thoughts_are_no_calls(tmp_path: Path, separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chats, responses and streams of both, wherever thoughts begin; thoughts are returned apart on request."""
+    model = make_tool_model(tmp_path)
+    template = model.tokenizer.chat_template
+    functions: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked: dict[str, Any] = {"model": NAME, "messages": TURNS, "tools": TOOLS, "max_tokens": 20, "logprobs": True}
+    include: list[Any] = ["message.output_text.logprobs"]
+    for written, is_open, thoughts, text, num_calls in WRITTEN:
+        model.tokenizer.chat_template = f"{template}{'<think>' if is_open else ''}\n"
+
+        def write(_: Any, sampling: SamplingParams, written: str = written) -> TextStream:
+            return TextStream(lambda tokens: written[: 30 * len(tokens)], sampling)
+
+        monkeypatch.setattr("refusion_lit.serving.service.TextStream", write)
+        whole = written.removesuffix(CALL).rstrip() if num_calls else written
+        expected: tuple[Any, ...] = (thoughts, text, num_calls) if separate else ("", whole, num_calls)
+        with (
+            serving(model, Autoregressive(), separate_reasoning=separate) as server,
+            openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+        ):
+            message = client.chat.completions.create(**asked).choices[0].message
+            calls = message.tool_calls or []
+            assert (getattr(message, "reasoning_content", ""), message.content or "", len(calls)) == expected
+            deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+            streamed = ["".join(getattr(delta, name, "") or "" for delta in deltas)
+                        for name in ("reasoning_content", "content")]  # fmt: skip
+            assert (*streamed, sum(len(delta.tool_calls or []) for delta in deltas)) == expected
+
+            def respond(items: Any, **options: Any) -> Any:
+                return client.responses.create(
+                    model=NAME, input=items, tools=functions, max_output_tokens=20, include=include, **options
+                )
+
+            events = [*respond("Rome?", stream=True)]
+            for response in (respond("Rome?"), events[-1].response):
+                by_type = {kind: [item for item in response.output if item.type == kind]
+                           for kind in ("reasoning", "function_call")}  # fmt: skip
+                apart = "".join(part.text for item in by_type["reasoning"] for part in item.content)
+                assert (apart, response.output_text, len(by_type["function_call"])) == expected
+                assert respond([{"role": "user", "content": "Rome?"}, *response.output]).output
+            kinds = ("response.reasoning_text.delta", "response.output_text.delta")
+            streamed = ["".join(event.delta for event in events if event.type == kind) for kind in kinds]
+            assert streamed == [*expected[:2]]
 
 
 SENT: list[dict[str, Any]] = [  # by clients of 2026, often by default

@@ -28,6 +28,7 @@ def serving(
     key: str | None = None,
     rows: int = 4,
     prepare: Callable[[Worker], None] = lambda worker: None,
+    separate_reasoning: bool = False,
     **limits: Any,
 ) -> Iterator[Server]:
     """Run a server; ``prepare`` may let its model be slow or fail."""
@@ -36,7 +37,7 @@ def serving(
     options = DecodingOptions(batch_size=rows)
     worker = Worker(model, decoder or model.default_decoder, sampling, options, all_limits)
     prepare(worker)
-    service = Service(worker, NAME)
+    service = Service(worker, NAME, separate_reasoning=separate_reasoning)
     server = Server(build_app(service, key=key), service, "127.0.0.1", 0)
     thread = threading.Thread(target=server.run)
     thread.start()

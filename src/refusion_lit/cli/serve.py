@@ -36,6 +36,8 @@ def build_parser() -> ModelParser:
     parser.add_argument("--log_prompts", type=bool, default=False, help="write prompts and answers into the log")
     formats = "how the model writes calls of tools; auto: as its chat template does"
     parser.add_argument("--tool_format", type=Literal["auto", *FORMATS], default="auto", help=formats)
+    separate = "return thoughts (<think>...</think>) as reasoning_content instead of in the text"
+    parser.add_argument("--separate_reasoning", type=bool, default=False, help=separate)
     parser.add_class_arguments(Limits)
     add_model_options(parser, max_new_tokens=256, with_seed=False)
     add_decoding_options(parser, "batch_size", "max_tokens_per_forward", "share_prefixes", "allow_mismatch")
@@ -71,7 +73,8 @@ def run(args: list[str]) -> int:
     setup = load_setup(options)
     setup.check()
     worker = Worker(setup.model, setup.decoder, setup.sampling, setup.decoding, limits)
-    service = Service(worker, options.name or Path(options.ckpt_path).resolve().name, options.tool_format)
+    name = options.name or Path(options.ckpt_path).resolve().name
+    service = Service(worker, name, options.tool_format, separate_reasoning=options.separate_reasoning)
     sys.stderr.write(f"serving {service.name} with {type(setup.decoder).__name__}\n")
     server = Server(build_app(service, key=key), service, options.host, options.port)
     gc.freeze()  # at exit, collecting the libraries' objects takes a second

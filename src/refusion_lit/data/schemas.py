@@ -60,8 +60,16 @@ _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"({_YEAR}-(0[13-9]|1[0-2])-[0-9]{{2}}|{_YEAR}-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
 _TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
-_EXISTING = {"date": f"^{_DATE}", "time": f"^{_TIME}", "date-time": f"^{_DATE}[Tt]{_TIME}"}
-"""Patterns by format. llguidance alone allows 29 February in every year, the year 0, and second 60 in every minute."""
+_LABEL = "[a-zA-Z0-9-]{1,63}"
+_EXISTING: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}"},
+    "time": {"pattern": f"^{_TIME}"},
+    "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}"},
+    "email": {"pattern": rf"^[^@]{{1,64}}@({_LABEL}\.)*{_LABEL}$", "maxLength": 254},
+    "hostname": {"maxLength": 253},
+}
+"""Further keywords by format. llguidance alone allows 29 February in every year, the year 0, second 60 in every minute,
+and longer names of hosts than there are."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value maps names, which are not keywords, to schemas."""
 
@@ -203,9 +211,9 @@ def _make_strict(schema: Any) -> Any:  # noqa: ANN401 - any JSON value
         if bound is not False:  # a number beyond the bound may be rounded to it, but not to the next exact number
             end = float(following(_EXACT.create_decimal(repr(float(bound)))))
             strict[inclusive] = tighter(end, strict.get(inclusive, end))
-    pattern = _EXISTING.get(str(strict.get("format")))
-    if pattern and isinstance(strict.get("allOf", []), list):
-        strict["allOf"] = [{"pattern": pattern}, *strict.get("allOf", [])]
+    more = _EXISTING.get(str(strict.get("format")))
+    if more and isinstance(strict.get("allOf", []), list):
+        strict["allOf"] = [more, *strict.get("allOf", [])]
     if not isinstance(strict.get("items"), list):
         strict.pop("additionalItems", None)  # meaningless here, but llguidance would skip prefixItems
     return strict
@@ -234,6 +242,8 @@ def _check_keyword(
         names = schema.get("required")
         most = 1 + len({*map(str, names)} if isinstance(names, list | tuple) else ())
         yield keyword != "minProperties" or number <= most, f"at most {most}: required names and one more", value
+    elif keyword == "format":
+        yield value != "unknown", "a format that JSON schema defines", value  # llguidance ignores it
     elif keyword in ("pattern", "patternProperties"):
         for pattern in value if isinstance(value, Mapping) else [str(value)]:
             is_clear = not _AMBIGUOUS.search(re.sub(r"\\[^DWdw]", "x", str(pattern)))

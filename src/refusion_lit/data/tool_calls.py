@@ -1,4 +1,4 @@
-"""Tool calls in responses: formats in which models write calls, and a reader for growing responses."""
+"""Tool calls and thoughts in responses: formats in which models write them, and a reader for growing responses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from refusion_lit.utils.require import require_choice
 
@@ -75,7 +75,7 @@ def find_format(chat_template: object, name: str = "auto") -> ToolFormat | None:
     '</tool_call>'
     """
     require_choice("tool_format", name, ["auto", *FORMATS])
-    text = "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
+    text = _join(chat_template)
     if not re.search(r"\btools\b", text):
         return None  # the model would not see the tools
     if name == "auto" and "[TOOL_CALLS]" in text:
@@ -87,6 +87,33 @@ def find_format(chat_template: object, name: str = "auto") -> ToolFormat | None:
     if name == "mistral" and "[TOOL_CALLS] [" in text:  # older templates
         return replace(FORMATS[name], begin="[TOOL_CALLS] [")
     return FORMATS.get(name)
+
+
+def find_thought_tags(chat_template: object) -> tuple[str, str]:
+    """Return the tags around a model's thoughts: Mistral's if the chat template has them, otherwise ``<think>``.
+
+    Args:
+        chat_template: The template, or templates by name, as tokenizers have them.
+    """
+    return ("[THINK]", "[/THINK]") if "[THINK]" in _join(chat_template) else ("<think>", "</think>")
+
+
+def _join(chat_template: object) -> str:
+    """Return the text of a template, or of all templates."""
+    return "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
+
+
+@dataclass(frozen=True)
+class ThoughtPiece:
+    """A part of the thoughts.
+
+    Attributes:
+        text: The thoughts without tags and without white space around them; empty for a tag.
+        source: The text as the model wrote it.
+    """
+
+    text: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -104,17 +131,26 @@ class CallPiece:
     arguments: str
 
 
-class CallReader:
-    """Splits a growing response into text and calls.
+Piece: TypeAlias = str | ThoughtPiece | CallPiece
+"""A part of a response: text, thoughts, or a call."""
 
-    Invalid calls remain text: JSON that does not parse, an unknown name, arguments that are no object. White space
-    before and after calls is dropped, other text is not.
+
+class CallReader:
+    """Splits a growing response into text, thoughts and calls.
+
+    Calls within thoughts are no calls. Invalid calls remain text: JSON that does not parse, an unknown name, arguments
+    that are no object. White space before and after calls is dropped, other text is not. Thoughts without an end last
+    until the end of the response.
 
     Args:
-        tool_format: How the model writes calls.
+        tool_format: How the model writes calls; ``None``: the response has no calls.
         names: Names of the functions.
         is_constrained: Whether a grammar forces calls. The reader then returns arguments piece by piece; otherwise, it
-            returns whole calls, because an incomplete call may turn out to be text.
+            returns whole calls, because an incomplete call may turn out to be text. Forced calls have no thoughts.
+        thought_tags: The tags around thoughts.
+        is_thinking: Whether the response begins within thoughts, because the prompt ends with the opening tag.
+        thoughts: What becomes of thoughts: ``text`` keeps them in the text, as the model wrote them; ``untagged`` does
+            so without the tags; ``separate`` returns :class:`ThoughtPiece`, and drops white space after the thoughts.
 
     >>> reader = CallReader(FORMATS["hermes"], ["add"])
     >>> for text in ("Sum: <tool", '_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', " <tool_call> none"):
@@ -122,31 +158,49 @@ class CallReader:
     ['Sum:']
     [CallPiece(index=0, name='add', arguments='{"a": 1}')]
     [' <tool_call>', ' none']
+    >>> CallReader(None, [], thoughts="separate").read("<think>1 + 1")
+    [ThoughtPiece(text='', source='<think>'), ThoughtPiece(text='1 + 1', source='1 + 1')]
     """
 
-    def __init__(self, tool_format: ToolFormat, names: Iterable[str], *, is_constrained: bool = False) -> None:
-        self._format = tool_format
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        names: Iterable[str],
+        *,
+        is_constrained: bool = False,
+        thought_tags: tuple[str, str] = ("<think>", "</think>"),
+        is_thinking: bool = False,
+        thoughts: Literal["text", "untagged", "separate"] = "text",
+    ) -> None:
+        self._format = tool_format or ToolFormat()
+        self._has_calls = tool_format is not None
         self._names = {*names}
         self._rest = ""
         self._has_text = False
         self.num_calls = 0
         self._next = self._next_constrained if is_constrained else self._next_free
         self._arguments: str | None = None  # of the call that is being read
-        between = tool_format.after_arguments + (tool_format.between or tool_format.end)
-        opening = f"{_loosen(tool_format.begin)}|{_loosen(between)}"
+        self._tags = thought_tags
+        self._is_thinking = is_thinking
+        self._has_thoughts = False  # since the opening tag
+        self._thoughts = thoughts
+        is_separate = thoughts == "separate"
+        self._end_of_thoughts = re.compile(rf"\s*{re.escape(thought_tags[1])}" + r"\s*" * is_separate)
+        between = self._format.after_arguments + (self._format.between or self._format.end)
+        opening = f"{_loosen(self._format.begin)}|{_loosen(between)}"
         name = "|".join(sorted(map(re.escape, self._names), key=len, reverse=True))
-        before_name, after_name = map(_loosen, (tool_format.before_name, tool_format.after_name))
+        before_name, after_name = map(_loosen, (self._format.before_name, self._format.after_name))
         self._head = re.compile(rf"\s*(?:{opening})\s*{before_name}({name}){after_name}")
 
-    def read(self, text: str, *, is_last: bool = False) -> list[str | CallPiece]:
-        """Return new text and new pieces of calls; hold back what may become a call unless ``is_last``."""
+    def read(self, text: str, *, is_last: bool = False) -> list[Piece]:
+        """Return new pieces; hold back what may become a call or a tag of thoughts unless ``is_last``."""
         self._rest += text
-        pieces: list[str | CallPiece] = []
+        pieces: list[Piece] = []
         while (new := self._next(is_last)) is not None:
             pieces += new
         return pieces
 
-    def _next_constrained(self, is_last: bool) -> list[str | CallPiece] | None:
+    def _next_constrained(self, is_last: bool) -> list[Piece] | None:
         """Return the next pieces where a grammar forces calls; ``None`` if there are none yet."""
         if self._arguments is None:
             head = self._head.match(self._rest)
@@ -170,10 +224,20 @@ class CallReader:
         self._rest = whole[end:]
         return [CallPiece(self.num_calls - 1, None, whole[len(before) : end])]
 
-    def _next_free(self, is_last: bool) -> list[str | CallPiece] | None:
-        """Return the next text or calls where no grammar forces calls; ``None`` if neither is complete yet."""
+    def _next_free(self, is_last: bool) -> list[Piece] | None:
+        """Return the next text, thoughts or calls where no grammar forces calls; ``None`` if none is complete yet."""
+        if self._is_thinking:
+            return self._next_thoughts(is_last)
         start = self._find_start(is_last)
-        text = self._rest[:start].rstrip()
+        thoughts = self._find(self._tags[0], is_last)
+        text = self._rest[: min(start, thoughts)].rstrip()
+        if thoughts < start and not text:
+            end = thoughts + len(self._tags[0])
+            if len(self._rest) < end:
+                return None  # a part of the tag
+            self._is_thinking, self._has_thoughts = True, False
+            source, self._rest = self._rest[:end], self._rest[end:]
+            return self._to_pieces("", source, self._tags[0])
         if not text and start == len(self._rest):
             if not is_last or not self._rest:
                 return None
@@ -183,7 +247,7 @@ class CallReader:
             try:
                 result = self._parse(start, is_last)
             except (ValueError, RecursionError):  # no call: the marker is text, and calls may begin after it
-                text = self._rest[: start + len(self._format.marker)] if self._format.marker else self._rest
+                text = self._rest[: start + len(self._format.marker or "{")]
             else:
                 if result is None:
                     return None
@@ -196,17 +260,45 @@ class CallReader:
         self._rest = self._rest[len(text) :]
         return [text]
 
+    def _next_thoughts(self, is_last: bool) -> list[Piece] | None:
+        """Return the next part of the thoughts, or their end; ``None`` if neither is complete yet."""
+        source = self._rest[: self._find(self._tags[1], is_last)].rstrip()
+        if source:
+            self._rest = self._rest[len(source) :]
+            text = source if self._has_thoughts else source.lstrip()
+            self._has_thoughts = True
+            return self._to_pieces(text, source)
+        end = self._end_of_thoughts.match(self._rest)
+        if end is not None and (is_last or self._thoughts != "separate" or end.end() < len(self._rest)):
+            self._is_thinking = False
+            self._rest = self._rest[end.end() :]
+            return self._to_pieces("", end[0], self._tags[1])
+        if is_last and self._rest:
+            source, self._rest = self._rest, ""
+            return self._to_pieces("", source)
+        return None
+
+    def _to_pieces(self, text: str, source: str, tag: str = "") -> list[Piece]:
+        """Return a part of the thoughts as the response shows it."""
+        if self._thoughts == "separate":
+            return [ThoughtPiece(text, source)]
+        return [source.replace(tag, "") if tag and self._thoughts == "untagged" else source]
+
     def _find_start(self, is_last: bool) -> int:
         """Return where calls may begin, or the end of the text."""
-        marker, text = self._format.marker, self._rest
-        if not marker:
-            start = len(text) - len(text.lstrip())
-            return start if text[start : start + 1] == "{" and not self._has_text else len(text)
-        start = text.find(marker)
+        text = self._rest
+        if self._format.marker:
+            return self._find(self._format.marker, is_last)
+        start = len(text) - len(text.lstrip())
+        return start if self._has_calls and text[start : start + 1] == "{" and not self._has_text else len(text)
+
+    def _find(self, tag: str, is_last: bool) -> int:
+        """Return where a tag begins, or a part of it that ends the text and is held back; or the end of the text."""
+        text = self._rest
+        start = text.find(tag)
         if start >= 0:
             return start
-        # The text may end with a part of the marker, which is held back.
-        sizes = (n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n]))
+        sizes = (n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n]))
         return len(text) - (0 if is_last else next(sizes, 0))
 
     def _parse(self, start: int, is_last: bool) -> tuple[list[tuple[str, str]], int] | None:

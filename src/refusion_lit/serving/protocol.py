@@ -25,7 +25,7 @@ from pydantic import (
 )
 from starlette.exceptions import HTTPException
 
-from refusion_lit.data.tool_calls import CallPiece
+from refusion_lit.data.tool_calls import CallPiece, Piece, ThoughtPiece
 from refusion_lit.decoding import TokenLogprob
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
@@ -354,7 +354,7 @@ class CompletionRequest(BaseRequest):
 class ResponseText(_Strict):
     """A part of an item's content in ``/v1/responses``, which must be text."""
 
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
     annotations: list[Any] = []
     logprobs: list[Any] = []
@@ -368,9 +368,9 @@ _Parts = Annotated[list[ResponseText], BeforeValidator(_to_parts)]
 
 
 class InputItem(_Strict):
-    """A turn, a function call, or a call's result; ``id`` and ``status`` have no effect."""
+    """A turn, its thoughts, a function call, or a call's result; ``id``, ``status``, ``summary`` have no effect."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     id: str | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -379,12 +379,14 @@ class InputItem(_Strict):
     name: str | None = None
     arguments: str | None = None
     output: _Parts | None = None
+    summary: list[Any] = []
 
     @model_validator(mode="after")
     def check_fields(self) -> InputItem:
         """Refuse an item without its type's fields."""
         fields = {
             "message": ("role", "content"),
+            "reasoning": (),
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
         }
@@ -521,13 +523,19 @@ class ResponsesRequest(_Labels):
             ) from error
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Return the conversation as a chat; calls after the assistant's text belong to its turn."""
+        """Return the conversation as a chat; the assistant's thoughts, text and calls in this order are one turn."""
         turns: list[dict[str, Any]] = []
         if self.instructions:
             turns.append({"role": "system", "content": self.instructions})
         for item in self.input:
-            if item.type == "message":
-                turns.append({"role": item.role, "content": _join(item.content)})
+            if item.type == "reasoning":
+                thoughts = _join(item.content)  # without, the item has a summary at most
+                turns += [{"role": "assistant", "content": None, "reasoning_content": thoughts}] if thoughts else []
+            elif item.type == "message":
+                turn = {"role": item.role, "content": _join(item.content)}
+                if turns and item.role == "assistant" and turns[-1].keys() == {"role", "content", "reasoning_content"}:
+                    turn = turns.pop() | turn
+                turns.append(turn)
             elif item.type == "function_call_output":
                 turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
             else:
@@ -571,7 +579,8 @@ class ResponseBuilder:
         }  # fmt: skip
         self._model = model
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
-        self._num_covered = 0  # bytes of the tokens that the last item has log-probabilities of
+        self._num_bytes = 0  # of the text and thoughts so far
+        self._num_covered = 0  # bytes of the tokens whose log-probabilities were taken
         self._num_events = 0
         self._item: dict[str, Any] | None = None  # the last item, unless it is complete
 
@@ -593,8 +602,10 @@ class ResponseBuilder:
             self._num_covered += len(taken[-1]["bytes"] or taken[-1]["token"].encode())
         return taken
 
-    def add(self, piece: str | CallPiece) -> list[dict[str, Any]]:
-        """Add a piece of text or of a call; return the events."""
+    def add(self, piece: Piece) -> list[dict[str, Any]]:
+        """Add a piece of text, of thoughts or of a call; return the events."""
+        if isinstance(piece, ThoughtPiece):
+            return self._add_thoughts(piece)
         events: list[dict[str, Any]] = []
         kind = "message" if isinstance(piece, str) else "function_call"
         is_new = self._item is None or self._item["type"] != kind or (not isinstance(piece, str) and piece.name)
@@ -602,14 +613,26 @@ class ResponseBuilder:
             events += [*self._close(), *self._open(piece)]
         assert self._item is not None
         if isinstance(piece, str):
-            text = self._item["content"][0]["text"] + piece
-            events.append(self._add_text(piece, self._take_logprobs(len(text.encode()))))
+            self._num_bytes += len(piece.encode())
+            events.append(self._add_text(piece, self._take_logprobs(self._num_bytes)))
         else:
             self._logprobs.clear()
             self._item["arguments"] += piece.arguments
             if piece.arguments:
                 events.append(self._item_event("function_call_arguments.delta", delta=piece.arguments))
         return events
+
+    def _add_thoughts(self, piece: ThoughtPiece) -> list[dict[str, Any]]:
+        """Add a part of the thoughts, whose tokens have no log-probabilities."""
+        self._num_bytes += len(piece.source.encode())
+        self._take_logprobs(self._num_bytes)
+        if not piece.text:
+            return []
+        is_new = self._item is None or self._item["type"] != "reasoning"
+        events = [*self._close(), *self._open(piece)] if is_new else []
+        assert self._item is not None
+        self._item["content"][0]["text"] += piece.text
+        return [*events, self._item_event("reasoning_text.delta", content_index=0, delta=piece.text)]
 
     def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._item is not None
@@ -623,7 +646,8 @@ class ResponseBuilder:
         is_cut = finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         events = [] if self.response["output"] else self.add("")
-        if self._item is not None and (rest := self._take_logprobs()):
+        is_message = self._item is not None and self._item["type"] == "message"
+        if is_message and (rest := self._take_logprobs()):
             events.append(self._add_text("", rest))
         events += self._close(status)
         self.response |= {
@@ -646,18 +670,23 @@ class ResponseBuilder:
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return self._event("response.failed", response=self.response)
 
-    def _open(self, piece: str | CallPiece) -> list[dict[str, Any]]:
+    def _open(self, piece: Piece) -> list[dict[str, Any]]:
         """Begin an item with its first piece."""
         if isinstance(piece, str):
             self._item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "status": "in_progress",
                           "role": "assistant", "content": []}  # fmt: skip
+        elif isinstance(piece, ThoughtPiece):
+            self._item = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "status": "in_progress",
+                          "summary": [], "content": []}  # fmt: skip
         else:
             self._item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress",
                           "call_id": new_call_id(), "name": piece.name, "arguments": ""}  # fmt: skip
         self.response["output"].append(self._item)
         events = [self._item_event("output_item.added", item=copy.deepcopy(self._item))]
-        if isinstance(piece, str):
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if not isinstance(piece, CallPiece):
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            if isinstance(piece, str):
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._item["content"].append(part)
             events.append(self._item_event("content_part.added", content_index=0, part=copy.deepcopy(part)))
         return events
@@ -671,6 +700,10 @@ class ResponseBuilder:
             [part] = self._item["content"]
             done = {"text": part["text"], "logprobs": part["logprobs"]}
             events = [self._item_event("output_text.done", content_index=0, **done),
+                      self._item_event("content_part.done", content_index=0, part=part)]  # fmt: skip
+        elif self._item["type"] == "reasoning":
+            [part] = self._item["content"]
+            events = [self._item_event("reasoning_text.done", content_index=0, text=part["text"]),
                       self._item_event("content_part.done", content_index=0, part=part)]  # fmt: skip
         else:
             done = {"name": self._item["name"], "arguments": self._item["arguments"]}

@@ -19,7 +19,15 @@ from starlette.exceptions import HTTPException
 
 from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.data.schemas import Schemas
-from refusion_lit.data.tool_calls import CallPiece, CallReader, ToolFormat, find_format
+from refusion_lit.data.tool_calls import (
+    CallPiece,
+    CallReader,
+    Piece,
+    ThoughtPiece,
+    ToolFormat,
+    find_format,
+    find_thought_tags,
+)
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.chat_template import effort_options
@@ -111,27 +119,30 @@ class ServedRequest:
         return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
 
     def make_choice(
-        self, job: Job, pieces: Sequence[str | CallPiece], entries: LogprobEntries, model: TextModel
+        self, job: Job, pieces: Sequence[Piece], entries: LogprobEntries, model: TextModel
     ) -> dict[str, Any]:
         """Return a choice, or a chunk's part of it; a choice's first part has the role.
 
         Args:
             job: The choice's job.
-            pieces: Its text, and the calls of tools in it.
+            pieces: Its text, thoughts, and calls of tools.
             entries: Tokens with their log-probabilities.
             model: Gives the tokens' text.
         """
         text = "".join(piece for piece in pieces if isinstance(piece, str))
+        thoughts = "".join(piece.text for piece in pieces if isinstance(piece, ThoughtPiece))
         calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:
-            if not isinstance(piece, str):
+            if isinstance(piece, CallPiece):
                 calls[piece.index] = _extend_call(calls.get(piece.index), piece)
         has_calls = job.reader is not None and job.reader.num_calls > 0
         reason = job.result and ("stop" if job.result.finish_reason in ("eos", "stop") else "length")
         reason = "tool_calls" if has_calls and reason == "stop" else reason
         message: dict[str, Any] = {} if job.has_begun else {"role": "assistant"}
         job.has_begun = True
-        message["content"] = None if calls and not text else text
+        message["content"] = None if (calls or thoughts) and not text else text
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if calls:
             numbered = [{"index": index, **call} for index, call in calls.items()]
             message["tool_calls"] = numbered if self.body.stream else [*calls.values()]
@@ -163,15 +174,22 @@ class Service:
         name: The model's name.
         tool_format: How the model writes calls of tools: a key of :data:`~refusion_lit.data.tool_calls.FORMATS`, or
             ``auto`` for the chat template's format.
+        separate_reasoning: Whether chats and responses return thoughts beside the text instead of in it.
 
     Attributes:
         registry: Prometheus metrics: requests, tokens, forward passes and times.
     """
 
-    def __init__(self, worker: Worker, name: str, tool_format: str = "auto") -> None:
+    def __init__(
+        self, worker: Worker, name: str, tool_format: str = "auto", *, separate_reasoning: bool = False
+    ) -> None:
         self.worker = worker
         self.name = name
-        self.tool_format = find_format(worker.model.tokenizer.chat_template, tool_format)
+        tokenizer = worker.model.tokenizer
+        self.tool_format = find_format(tokenizer.chat_template, tool_format)
+        self.separate_reasoning = separate_reasoning
+        self.thought_tags = find_thought_tags(tokenizer.chat_template)
+        self._hides_tags = bool({*self.thought_tags} & {*tokenizer.all_special_tokens})
         # Tokenizers are not thread-safe: the worker's thread, requests and the compilation of schemas need a copy.
         self.model = copy.copy(worker.model)
         self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
@@ -282,14 +300,18 @@ class Service:
         self._check_context(longest, sampling)
         check_prompts(worker.checked_model, worker.decoder, prompts, sampling)
         notify = partial(asyncio.get_running_loop().call_soon_threadsafe, served.events.put_nowait)
-        # Names of special tokens that begin calls are kept as text.
-        kept = () if calls is None else (calls.tool_format.begin + calls.tool_format.after_name,)
+        # Names of special tokens that begin calls or enclose thoughts are kept as text.
+        separates = self.separate_reasoning and body.is_chat and body.response_format.type == "text"
+        has_reader = calls is not None or separates
+        kept: tuple[str, ...] = self.thought_tags if has_reader else ()
+        if calls is not None:
+            kept = (*kept, calls.tool_format.begin + calls.tool_format.after_name)
         detokenize = partial(worker.model.detokenize, stop=sampling.stop, keep=kept)
         served.jobs = [
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, notify=notify,
                 deadline=served.started + worker.limits.max_seconds,
                 wants_rounds=body.stream_options.include_decode, num_top_logprobs=body.num_top_logprobs,
-                reader=calls and CallReader(calls.tool_format, calls.functions, is_constrained=calls.are_forced),
+                reader=self._make_reader(prompt, calls) if has_reader else None,
                 detokenize=partial(detokenize, after=prompt.token_ids),
                 stream=TextStream(partial(detokenize, after=prompt.token_ids, is_growing=True), sampling))
             for prompt in prompts
@@ -298,6 +320,18 @@ class Service:
         worker.submit(served.jobs)
         log.debug("%s asked: %r", served.id, body)
         return served
+
+    def _make_reader(self, prompt: Prompt, calls: ToolCalls | None) -> CallReader:
+        """Return a reader of a response that may have thoughts and calls."""
+        opened = str(self.model.tokenizer.decode([*prompt.token_ids[-32:]], skip_special_tokens=False))
+        return CallReader(
+            calls and calls.tool_format,
+            calls.functions if calls else (),
+            is_constrained=calls is not None and calls.are_forced,
+            thought_tags=self.thought_tags,
+            is_thinking=prompt.constraint is None and opened.rstrip().endswith(self.thought_tags[0]),
+            thoughts="separate" if self.separate_reasoning else "untagged" if self._hides_tags else "text",
+        )
 
     def _plan_calls(self, body: ChatRequest | CompletionRequest) -> ToolCalls | None:
         """Return which tools a response may call; ``None``: no tools.
@@ -423,7 +457,7 @@ class Service:
 
     async def _collect(self, served: ServedRequest) -> dict[str, Any]:
         """Return an answer's body."""
-        pieces: dict[int, list[str | CallPiece]] = {id(job): [] for job in served.jobs}
+        pieces: dict[int, list[Piece]] = {id(job): [] for job in served.jobs}
         entries: dict[int, list[Any]] = {id(job): [] for job in served.jobs}
         async for job, update in self._events(served):
             pieces[id(job)] += _read(job, update)
@@ -478,8 +512,8 @@ class Service:
             yield event
 
 
-def _read(job: Job, update: Update) -> list[str | CallPiece]:
-    """Return the text and the pieces of calls in an update."""
+def _read(job: Job, update: Update) -> list[Piece]:
+    """Return the text, the thoughts and the pieces of calls in an update."""
     if job.reader is None:
         return [update.text]
     return job.reader.read(update.text, is_last=update.generation is not None)

@@ -23,6 +23,7 @@ from refusion_lit.data.tool_calls import CallReader
 from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import DecodingOutput, TraceRound
+from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.modeling.devices import is_out_of_memory
 from refusion_lit.modeling.interface import LanguageModel
@@ -282,22 +283,12 @@ class Worker:
             return not self.is_draining or (bool(self.active) and now < self.stop_at)
 
     def _step(self) -> None:
+        """Run the engine's next step, and notify clients of new text and of finished answers."""
         self.engine.num_sharing = len(self.active)
         try:
             finished = self.engine.step()
             for sequence in self.engine.running:
-                job = self.active[sequence.index]
-                state = sequence.state
-                has_committed = state.num_forwards in state.commit_rounds
-                tokens = state.final_prefix() if has_committed else []
-                text = job.stream.piece(tokens) if has_committed else ""
-                # The drafts of the last forward pass may not be complete.
-                trace = sequence.result.trace[: -1 if sequence.awaits_drafts else None]
-                rounds = self._rounds(job, trace)
-                if text or rounds:
-                    is_due = sequence.logprobs is not None and text and job.stream.is_complete(tokens)
-                    entries = sequence.logprobs.of_response(tokens) if sequence.logprobs and is_due else []
-                    job.notify((job, Update(text, rounds, logprobs=job.take_logprobs(tokens, entries))))
+                self._send_progress(self.active[sequence.index], sequence)
         except Exception as error:
             self._recover(error)
             return
@@ -307,6 +298,23 @@ class Worker:
             entries = job.take_logprobs(generation.token_ids, generation.logprobs)
             text = cut_at_stop(job.detokenize(generation.token_ids), job.sampling.stop)
             job.notify((job, Update(job.stream.rest(text), rounds, generation, entries)))
+
+    def _send_progress(self, job: Job, sequence: PromptSequence) -> None:
+        """Send a job's new text with its log-probabilities, and the rounds that are complete."""
+        state = sequence.state
+        tokens: list[int] = []
+        text = ""
+        if state.num_forwards in state.commit_rounds:  # the last forward pass committed tokens
+            tokens = state.final_prefix()
+            text = job.stream.piece(tokens)
+        # The drafts of the last forward pass may not be complete.
+        trace = sequence.result.trace[: -1 if sequence.awaits_drafts else None]
+        rounds = self._rounds(job, trace)
+        if text or rounds:
+            # Log-probabilities wait until the text of all their tokens is sent: a stream may hold back the last part.
+            is_due = text and job.stream.is_complete(tokens)
+            entries = sequence.logprobs.of_response(tokens) if sequence.logprobs is not None and is_due else []
+            job.notify((job, Update(text, rounds, logprobs=job.take_logprobs(tokens, entries))))
 
     def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
         """Return the tokens that new forward passes drafted, verified and committed, by place in the response."""
