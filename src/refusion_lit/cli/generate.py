@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.decoding_progress import DecodingProgress
 from refusion_lit.cli.model_options import ModelParser, Setup, add_decoding_options, add_model_options, load_setup
-from refusion_lit.data.templates import Template, candidates
+from refusion_lit.constraints.templates import Template, candidates
 from refusion_lit.decoding import Generation, GenerationCallback, RowState, TextStream, check_prompts
 from refusion_lit.evaluation.predictions import (
     PredictionsFile,

@@ -17,9 +17,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
-from refusion_lit.data.encoding import encode_plain_prompt
-from refusion_lit.data.schemas import Schemas
-from refusion_lit.data.tool_calls import (
+from refusion_lit.constraints.schemas import Schemas
+from refusion_lit.constraints.tool_calls import (
     CallPiece,
     CallReader,
     Piece,
@@ -28,6 +27,7 @@ from refusion_lit.data.tool_calls import (
     find_format,
     find_thought_tags,
 )
+from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.chat_template import effort_options
@@ -172,8 +172,8 @@ class Service:
     Args:
         worker: Runs the jobs.
         name: The model's name.
-        tool_format: How the model writes calls of tools: a key of :data:`~refusion_lit.data.tool_calls.FORMATS`, or
-            ``auto`` for the chat template's format.
+        tool_format: How the model writes calls of tools: a key of
+            :data:`~refusion_lit.constraints.tool_calls.FORMATS`, or ``auto`` for the chat template's format.
         separate_reasoning: Whether chats and responses return thoughts beside the text instead of in it.
 
     Attributes:

@@ -19,7 +19,7 @@ import torch
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
-from refusion_lit.data.tool_calls import CallReader
+from refusion_lit.constraints.tool_calls import CallReader
 from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import DecodingOutput, TraceRound
