@@ -20,7 +20,7 @@ from refusion_lit.reports.model_card import model_card
 from refusion_lit.reports.plots import curves_plot, speed_plot
 from refusion_lit.reports.runs import read_runs, read_scores
 from refusion_lit.reports.tables import markdown_table
-from refusion_lit.reports.write import report_results, write_report
+from refusion_lit.reports.write import html_report, report_results, write_report
 from refusion_lit.types import ModelTraits
 from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
 from support.parsed_page import ParsedPage
@@ -216,6 +216,24 @@ def test_the_axis_of_speeds_has_plain_numbers(speeds: tuple[float, ...], tmp_pat
     [end] = [i for i, text in enumerate(texts) if text.startswith("tokens per second")]  # its ticks come before it
     numbers = [float(text) for text in texts[:end] if text]
     assert len([number for number in numbers if min(speeds) * 0.8 < number < max(speeds) * 1.2]) >= 2
+
+
+def test_rows_are_compared_with_the_decoder_that_speeds_were_compared_with(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {name: predictions([1.0, 0.0]) for name in ("first", "slow", "last")})
+    results = json.loads((run / "results.json").read_text())
+    ratios = {"first": [2.0, 1.5, 2.5], "slow": [1.0] * 3}
+    results["latency_results"] = {
+        "baseline": "slow",
+        "decoders": {name: {"1": {"tokens_per_second": 9.0, "times_baseline": r}} for name, r in ratios.items()},
+    }
+    (run / "results.json").write_text(json.dumps(results))
+    comparison = compare(*read_runs([run]))
+    assert comparison.baseline == "slow"
+    assert {difference.row.label for difference in comparison.differences} == {"first", "last"}
+    # The speeds stay what they are, whatever the scores are compared with.
+    for text in (markdown_table(compare(*read_runs([run]), "last")), html_report(compare(*read_runs([run]), "last"))):
+        assert "as fast as slow" in text
+        assert "1.50 to 2.50" in text
 
 
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:

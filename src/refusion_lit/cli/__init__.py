@@ -27,6 +27,7 @@ usage: refusion-lit COMMAND [OPTIONS]
   import-gguf  turn a GGUF file (llama.cpp) into a Hugging Face directory
   sweep        run a grid or a list of options, and gather the results
   init         copy the example configs into a directory
+  completion   complete commands and options in bash or zsh
 
 `refusion-lit COMMAND --help` lists the options, `refusion-lit --version` the version.
 """
@@ -43,6 +44,7 @@ COMMANDS = {
     "import-gguf": "export.import_gguf",
     "sweep": "sweep.run",
     "init": "init.run",
+    "completion": "completion.run",
 }
 """Module and function of the commands without a Lightning Trainer."""
 

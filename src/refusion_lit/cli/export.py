@@ -247,17 +247,22 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         ) from error
 
 
+def build_gguf_parser() -> OneLineParser:
+    """Return the parser of ``import-gguf``."""
+    text = "Write the model of a GGUF file as a Hugging Face directory, with weights in float32."
+    parser = OneLineParser(prog="refusion-lit import-gguf", description=text)
+    parser.add_argument("file", type=str, help="a GGUF file of an architecture that transformers reads")
+    parser.add_argument("--output", type=str, required=True, help="new or empty directory")
+    return parser
+
+
 def import_gguf(args: list[str]) -> int:
     """Write a GGUF file's model.
 
     Raises:
         ValueError: If the file cannot be read, or the directory is not empty.
     """
-    text = "Write the model of a GGUF file as a Hugging Face directory, with weights in float32."
-    parser = OneLineParser(prog="refusion-lit import-gguf", description=text)
-    parser.add_argument("file", type=str, help="a GGUF file of an architecture that transformers reads")
-    parser.add_argument("--output", type=str, required=True, help="new or empty directory")
-    options = parser.parse(args)
+    options = build_gguf_parser().parse(args)
     output = Path(options.output)
     require_empty(output)
 

@@ -279,6 +279,27 @@ class RefusionCLI(LightningCLI):
             require(objective.packs, "data.pack_length", expected, type(objective).__name__, "set it to null")
 
 
+class _ParsersOnly(RefusionCLI):
+    """Builds the parsers of all subcommands, and runs none."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002 - Lightning's
+        self.config = Namespace(subcommand=None)
+
+    def _set_seed(self) -> None: ...
+
+    def before_instantiate_classes(self) -> None: ...
+
+    def instantiate_classes(self) -> None: ...
+
+
+def build_parsers() -> dict[str, LightningArgumentParser]:
+    """Return the parsers of ``fit``, ``validate``, ``test`` and ``predict`` by name."""
+    return _ParsersOnly()._subcommand_parsers
+
+
 def _config_files(args: Sequence[str]) -> list[Path]:
     """Return the files that ``--config`` and ``-c`` name."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -334,8 +355,9 @@ def _read_decoder_files(args: Sequence[str]) -> list[str]:
 
 
 def _check_trainer(trainer: Namespace) -> None:
-    """Refuse a device that is missing, and options that Lightning divides by or ignores."""
+    """Refuse a device that is missing, and numbers that Lightning would divide by or silently ignore."""
     name = str(trainer.accelerator)
+    # gpu stands for two kinds of devices. auto, and accelerators given as objects, are not in the registry.
     kinds = [kind for kind in {"gpu": ("cuda", "mps")}.get(name, (name,)) if kind in AcceleratorRegistry]
     is_there = not kinds or any(AcceleratorRegistry[kind]["accelerator"].is_available() for kind in kinds)
     fix = "set it to auto or cpu, or install a torch that sees the device"

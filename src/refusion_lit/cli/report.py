@@ -7,12 +7,8 @@ import sys
 from refusion_lit.cli.parser import OneLineParser
 
 
-def run(args: list[str]) -> int:
-    """Write the report.
-
-    Raises:
-        ValueError: If a folder holds no results, or an option is wrong.
-    """
+def build_parser() -> OneLineParser:
+    """Return the parser of ``report``."""
     parser = OneLineParser(prog="refusion-lit report", description="Compare the decoders of finished tests.")
     parser.add_argument("runs", nargs="+", metavar="RUN_OR_SWEEP", help="folder of a run or a sweep")
     parser.add_argument(
@@ -26,7 +22,16 @@ def run(args: list[str]) -> int:
         "--project", type=str | None, default=None, metavar="MODEL@DEVICE",
         help="predict speeds for a model and a device from the counted calls, e.g. Qwen3-8B@H100; several with commas",
     )  # fmt: skip
-    options = parser.parse(args)
+    return parser
+
+
+def run(args: list[str]) -> int:
+    """Write the report.
+
+    Raises:
+        ValueError: If a folder holds no results, or an option is wrong.
+    """
+    options = build_parser().parse(args)
 
     from refusion_lit.reports.projection import projection_tables
     from refusion_lit.reports.write import FORMATS, write_report

@@ -16,7 +16,7 @@ from refusion_lit.reports.intervals import (
     score_difference,
     score_interval,
 )
-from refusion_lit.reports.results import note_on_speeds, read_latency, shorten_value, with_class
+from refusion_lit.reports.results import is_speed_baseline, note_on_speeds, read_latency, shorten_value, with_class
 from refusion_lit.reports.runs import Run, ScoredPrediction
 
 
@@ -170,14 +170,15 @@ def compare(runs: list[Run], notes: list[str], baseline: str | None = None) -> C
         runs: The runs.
         notes: Remarks for the reader.
         baseline: A row, a decoder (rows are then compared with that decoder in their own run), or an argument (rows
-            are then compared with the argument's decoder with the same name). The first row by default.
+            are then compared with the argument's decoder with the same name). By default the decoder that speeds were
+            compared with, or else the first row.
 
     Raises:
         ValueError: If no row, decoder or argument has the baseline's name.
     """
     rows = _make_rows(runs)
     notes = [*notes, *_mark_front(rows), *filter(None, dict.fromkeys(note_on_speeds(run.results) for run in runs))]
-    baseline = baseline or rows[0].label
+    baseline = baseline or _default_baseline(rows)
     pairs = [(row, _find_baseline(row, rows, baseline)) for row in rows]
     return Comparison(
         runs=runs,
@@ -256,6 +257,15 @@ def _scores(predictions: Iterable[ScoredPrediction]) -> list[float]:
 def _counts(predictions: Collection[ScoredPrediction]) -> tuple[list[float], list[float]]:
     """Return token and forward counts, by prompt."""
     return [float(p.num_tokens) for p in predictions], [float(p.num_forwards) for p in predictions]
+
+
+def _default_baseline(rows: Sequence[ComparisonRow]) -> str:
+    """Return the decoder that speeds were compared with, if it is the same in all runs, or else the first row."""
+    compared = [row for row in rows if is_speed_baseline(row.latency)]
+    if len(compared) == 1:
+        return compared[0].label
+    names = {row.decoder for row in compared}
+    return names.pop() if len(names) == 1 else rows[0].label
 
 
 def _find_baseline(row: ComparisonRow, rows: Sequence[ComparisonRow], name: str) -> ComparisonRow:

@@ -107,6 +107,15 @@ def read_latency(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, An
     return (results.get("latency_results") or {}).get("decoders") or {}
 
 
+def is_speed_baseline(latency: Mapping[str, Mapping[str, Any]] | None) -> bool:
+    """Return whether these are the speeds that the other decoders' speeds were divided by.
+
+    Args:
+        latency: A decoder's entry of :func:`read_latency`, by batch size.
+    """
+    return bool(latency) and all(figures["times_baseline"] == [1.0, 1.0, 1.0] for figures in latency.values())
+
+
 def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
     """Remove speeds from ``results.json`` if the test ran beside other sweep points."""
     if not ran_concurrently(results):

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from refusion_lit.reports.comparison import Comparison, ComparisonRow
 from refusion_lit.reports.intervals import Interval, format_interval
+from refusion_lit.reports.results import is_speed_baseline
 
 MISMATCH = "the model was not trained for this decoder"
-LATENCY = "times: as fast as the baseline, measured in turns in one process; 95 % intervals over batches of prompts."
 INTERVALS = "95 % intervals over prompts: Wilson's for scores that are 0 or 1, else the bootstrap's."
 FIGURES = (
     ("score", "score", "{:.3f}"),
@@ -82,7 +82,7 @@ def print_figures(
 
     Args:
         title: Line above the table.
-        head: Names of the columns with texts.
+        head: Names of the columns with texts; the last of them is the decoder.
         rows: The texts of a row, its figures, and its speeds measured in turns, which replace the speed of the test.
         metrics: The task's further metrics.
         notes: Lines below the table.
@@ -91,13 +91,14 @@ def print_figures(
     columns = with_metrics(PRINTED, metrics)
     if sizes:
         columns = [column for column in columns if column[0] not in ("tokens_per_second", "calls_per_batch")]
-    table = Table(title=title, caption="\n".join([*notes, *[LATENCY] * bool(sizes)]) or None)
+    speeds = latency_note((texts[-1], latency) for texts, _, latency in rows)
+    table = Table(title=title, caption="\n".join([*notes, *speeds]) or None)
     for name in head:
         table.add_column(name, overflow="fold")
     for name in (*(column_title for _, column_title, _ in columns), *latency_head(sizes)):
         table.add_column(name, justify="right", overflow="fold")
     for texts, figures, latency in rows:
-        table.add_row(*map(Text, [*texts, *cells(figures, columns), *latency_cells(latency, sizes)]))
+        table.add_row(*map(Text, [*texts, *cells(figures, columns), *latency_texts(latency, sizes)]))
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
 
 
@@ -112,17 +113,37 @@ def latency_head(sizes: Sequence[str]) -> list[str]:
     return ["tokens/s, alone", *titles] if "1" in sizes else titles
 
 
-def latency_cells(entry: Latency | None, sizes: Sequence[str]) -> list[str]:
-    """Return the cells of a decoder for :func:`latency_head`; ``--`` where nothing was measured."""
+def latency_cells(entry: Latency | None, sizes: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the cells of a decoder for :func:`latency_head`: estimate and range, which is empty without an interval.
+
+    The estimate is ``--`` where nothing was measured.
+    """
     entry = entry or {}
-    texts = ["--" if "1" not in entry else f"{entry['1']['tokens_per_second']:.0f}"] * ("1" in sizes)
+    cells = [("--" if "1" not in entry else f"{entry['1']['tokens_per_second']:.0f}", "")] * ("1" in sizes)
     for size in sizes:
-        if size in entry:
-            estimate, low, high = entry[size]["times_baseline"]
-            texts.append(f"{estimate:.2f}" if low == high else f"{estimate:.2f} ({low:.2f} to {high:.2f})")
-        else:
-            texts.append("--")
-    return texts
+        estimate, low, high = entry[size]["times_baseline"] if size in entry else (None, None, None)
+        text = "--" if estimate is None else f"{estimate:.2f}"
+        cells.append((text, "" if low == high else f"{low:.2f} to {high:.2f}"))
+    return cells
+
+
+def latency_texts(entry: Latency | None, sizes: Sequence[str]) -> list[str]:
+    """Return :func:`latency_cells` with the range in brackets behind the estimate."""
+    return [f"{estimate} ({interval})" if interval else estimate for estimate, interval in latency_cells(entry, sizes)]
+
+
+def latency_note(rows: Iterable[tuple[str, Latency | None]]) -> list[str]:
+    """Return a sentence that names the decoder to which the speeds are compared; nothing without such speeds.
+
+    Args:
+        rows: Decoders and their speeds measured in turns.
+    """
+    rows = list(rows)
+    names = list(dict.fromkeys(name for name, entry in rows if is_speed_baseline(entry)))
+    if not any(entry for _, entry in rows):
+        return []
+    baseline = names[0] if len(names) == 1 else "the decoder of the same run at 1.00"
+    return [f"times: as fast as {baseline}, measured in turns in one process; 95 % intervals over batches of prompts."]
 
 
 def metric_columns(metrics: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -159,7 +180,7 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
             _interval(row.score, 1, row),
             *cells(row.figures, metrics),
             _interval(row.tokens_per_forward, 2, row),
-            *latency_cells(row.latency, sizes),
+            *latency_texts(row.latency, sizes),
             *cells(row.figures, speeds),
             "--" if size is None else f"{size:.0f}",
             _interval(difference and difference.score, 1),
@@ -178,7 +199,7 @@ def _interval(value: Interval | None, digits: int, row: ComparisonRow | None = N
 
 def _captions(comparison: Comparison) -> list[str]:
     """Return the sentences below a comparison's table."""
-    captions = [INTERVALS, *[LATENCY] * any(row.latency for row in comparison.rows)]
+    captions = [INTERVALS, *latency_note((row.title, row.latency) for row in comparison.rows)]
     if comparison.differences:
         captions.append(f"Differences from {comparison.baseline} are over the prompts that both rows have.")
     captions += [

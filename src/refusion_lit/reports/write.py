@@ -21,11 +21,11 @@ from refusion_lit.reports.results import NOTES_ON_SPEEDS, describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import (
     FIGURES,
-    LATENCY,
     cells,
     csv_table,
     latency_cells,
     latency_head,
+    latency_note,
     latency_sizes,
     latex_table,
     markdown_table,
@@ -38,8 +38,8 @@ from refusion_lit.version import __version__
 _PLOT = "tradeoff.svg"  # every report has this file
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
-_NOT_IN_TABLE = ("score", "tokens_per_forward", "num_calls", "tokens_per_call")
-"""Figures without a plain column on the page: two have intervals, and two follow from calls per batch."""
+_NOT_IN_TABLE = ("score", "tokens_per_forward", "num_forwards", "num_calls", "tokens_per_call")
+"""Figures without a plain column on the page: two have intervals, and three follow from other columns."""
 
 
 def write_report(
@@ -55,7 +55,8 @@ def write_report(
         paths: Run or sweep directories, or ``results.json`` files.
         output: Directory to write to. By default ``report`` inside a single path's directory, and ``report`` in the
             working directory for several paths.
-        baseline: Row or decoder that the others are compared with; the first row by default.
+        baseline: Row or decoder that the others are compared with; by default the decoder that speeds were compared
+            with, or else the first row.
         formats: Names in :data:`FORMATS`: ``html`` is the page, ``markdown``, ``latex`` (``booktabs``) and ``csv`` are
             tables, ``pdf`` and ``png`` are plots.
 
@@ -135,12 +136,16 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
         tradeoff=Markup((tradeoff or tradeoff_plot(comparison)).decode()),
         cells=cells,
         format_interval=format_interval,
-        figures=[figure for figure in FIGURES if figure[0] not in _NOT_IN_TABLE],
+        figures=[
+            figure
+            for figure in FIGURES
+            if figure[0] not in _NOT_IN_TABLE and any(row.figures.get(figure[0]) is not None for row in comparison.rows)
+        ],
         metrics=metric_columns(comparison.metrics),
         latency_sizes=latency_sizes(row.latency for row in comparison.rows),
         latency_head=latency_head,
         latency_cells=latency_cells,
-        latency_note=LATENCY,
+        latency_note=" ".join(latency_note((row.title, row.latency) for row in comparison.rows)),
         training=list(map(Markup, training_plots(runs))),
         plot_style=STYLE,
         runs=[(run, _facts(run)) for run in runs],

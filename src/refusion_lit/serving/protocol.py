@@ -25,7 +25,7 @@ from pydantic import (
 )
 from starlette.exceptions import HTTPException
 
-from refusion_lit.data.tool_calls import CallPiece, Piece, ThoughtPiece
+from refusion_lit.constraints.tool_calls import CallPiece, Piece, ThoughtPiece
 from refusion_lit.decoding import TokenLogprob
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams

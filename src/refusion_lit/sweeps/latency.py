@@ -11,7 +11,7 @@ from refusion_lit.checkpoints.models import load
 from refusion_lit.evaluation.latency import Entrant, LatencyOptions, choose_baseline, measure_latency, summarize
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.plugins import find_class
-from refusion_lit.reports.results import RESULTS
+from refusion_lit.reports.results import RESULTS, is_speed_baseline
 from refusion_lit.sweeps.points import Point
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.files import digest, read_object, write_json_atomically
@@ -90,7 +90,7 @@ def summary_sentence(rows: Sequence[Mapping[str, Any]]) -> str | None:
         rows: Rows of the table, with ``score`` and ``latency``.
     """
     measured = [row for row in rows if (row.get("latency") or {}).get("1")]
-    baseline = next((row for row in measured if row["latency"]["1"]["times_baseline"] == [1.0, 1.0, 1.0]), None)
+    baseline = next((row for row in measured if is_speed_baseline(row["latency"])), None)
     if baseline is None:
         return None
     good = [row for row in measured if row is not baseline and row["score"] >= baseline["score"] - 0.02]
