@@ -37,6 +37,7 @@ def model_card(
     *,
     weights: str | None = None,
     adapters: Adapters | None = None,
+    has_own_head: bool = False,
     prompt: str = PLAIN_PROMPT,
     decoder: Decoder | None = None,
     has_drafter: bool = False,
@@ -55,6 +56,7 @@ def model_card(
         results: Test runs with a ``results.json``.
         weights: The weights' digest; results for other weights are refused. ``None`` if unknown.
         adapters: The low-rank adapters, if the directory holds only these.
+        has_own_head: Whether the adapters' base has an LM head that is not tied to its embedding.
         prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
         decoder: The decoder that the directory names. By default the decoder for the model's traits, with the options
             that were tested.
@@ -90,6 +92,7 @@ def model_card(
         name,
         traits=traits,
         adapters=adapters,
+        has_own_head=has_own_head,
         decoder=type(chosen).__name__,
         options=options,
         lacking=[f"`{name}`" for name in options if name not in (*PROGRAM_OPTIONS, "fused", "infill_layout")],
