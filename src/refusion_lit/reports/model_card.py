@@ -26,7 +26,9 @@ from refusion_lit.utils.files import check_fingerprint, read_object
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
-PLAIN_PROMPT = 'input_ids = tokenizer("...", add_special_tokens=False, return_tensors="pt").input_ids'
+PLAIN_PROMPT = (
+    'input_ids = tokenizer("...", add_special_tokens=False, split_special_tokens=True, return_tensors="pt").input_ids'
+)
 
 
 def model_card(
