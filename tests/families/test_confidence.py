@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, decode
+from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, Generation, LLaDA, TokenEditing, decode
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.fakes import OracleModel, oracle_text
 
 LENGTH = 16
 BIDIRECTIONAL = ModelTraits(attention="bidirectional", predictions=("mask",))
-BLOCKS = ModelTraits(attention="block_causal", block_size=LENGTH, predictions=("mask",))
+BLOCKS = ModelTraits(attention="block_causal", block_size=LENGTH, predictions=("mask", "visible"))
 CASES: dict[str, Decoder] = {
     **{order: LLaDA(order=order) for order in ("maskgit_plus", "topk_margin", "entropy")},  # type: ignore[arg-type]
     "fast_dllm": FastDLLM(order="maskgit_plus", block_length=LENGTH, threshold=0.985),
@@ -26,11 +26,16 @@ CASES: dict[str, Decoder] = {
 def unmasked(decoder: Decoder, temperature: float) -> list[list[int]]:
     """Return the positions that each forward unmasks, for a model whose certainty has no order in the text."""
     traits = BLOCKS if isinstance(decoder, BlockDiffusion) else BIDIRECTIONAL
+    trace = decoded(decoder, temperature, traits).trace
+    return [sorted(entry.accepted) for entry in trace if entry.accepted]
+
+
+def decoded(decoder: Decoder, temperature: float, traits: ModelTraits) -> Generation:
     model = OracleModel(oracle_text(None), certainty=lambda place: 0.97 + 0.029 * (place * 7 % 16) / 16, traits=traits)
     sampling = SamplingParams(max_new_tokens=LENGTH, temperature=temperature)
     prompt = Prompt(token_ids=tuple([3] * LENGTH), id="p")
     [row] = decode(model, decoder, [prompt], sampling, trace=True).rows
-    return [sorted(entry.accepted) for entry in row.trace if entry.accepted]
+    return row
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.05, 0.2, 0.5])
@@ -58,3 +63,15 @@ def test_filtered_confidences_warn_of_a_low_temperature(name: str) -> None:
 def test_orders_without_a_choice_refuse_one(make: type[Decoder]) -> None:
     with pytest.raises(ValueError, match="confidence"):
         make(confidence="raw")
+
+
+def test_token_editing_fills_more_masks_by_filtered_confidences() -> None:
+    """A block is committed at once, so that the number of forwards shows what passes the threshold."""
+    raw = TokenEditing(block_size=LENGTH, mask_threshold=0.985, edit_threshold=1.0)
+    filtered = replace(raw, confidence="filtered")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        greedy = decoded(raw, 0.0, BLOCKS).num_forwards
+        assert decoded(filtered, 0.0, BLOCKS).num_forwards == decoded(raw, 0.02, BLOCKS).num_forwards == greedy
+    with pytest.warns(UserWarning, match="confidence: raw"):
+        assert decoded(filtered, 0.02, BLOCKS).num_forwards < greedy

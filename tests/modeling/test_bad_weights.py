@@ -23,6 +23,7 @@ from refusion_lit.modeling.drafter import Drafter, load_drafter
 from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import save_drafter
+from refusion_lit.modeling.stored_tensors import first_not_finite
 from support.fakes import tiny_backbone
 from support.published import MODELS
 
@@ -134,6 +135,16 @@ def test_a_value_that_overflows_in_the_chosen_type_is_refused_with_another_type(
     refusion_lit.load(path, dtype="bfloat16")
     with pytest.raises(ValueError, match=r"range of float16 .* bfloat16 or float32"):
         refusion_lit.load(path, dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_large_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
+    finite = torch.full((3, 1000), 0.75 * torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    assert first_not_finite([("w", finite), ("empty", finite[:0]), ("whole", finite.int())]) is None
+    for values in ([float("nan")], [float("inf")], [float("inf"), float("-inf")]):
+        weight = finite.clone()
+        weight[1, : len(values)] = torch.tensor(values).to(dtype)
+        assert first_not_finite([("small", finite[:1, :1]), ("w", weight.T)]) == "w"
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])

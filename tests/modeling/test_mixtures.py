@@ -97,7 +97,7 @@ BOTH = ("mask", "visible")
     [
         (
             "llada2-tiny", ModelTraits(attention="block_causal", block_size=32, predictions=BOTH), 20, (17,),
-            BlockDiffusion(block_size=32, num_steps=32, threshold=0.95),
+            BlockDiffusion(block_size=32, num_steps=32, threshold=0.95, confidence="filtered"),
         ),
         (
             "sdar-moe-tiny", ModelTraits(attention="block_causal", block_size=4, predictions=("mask",)), 19, (18, 16),
@@ -116,7 +116,7 @@ def test_traits_ids_and_decoder_come_from_the_checkpoint(
 
 
 def test_the_name_of_the_checkpoint_tells_2_1_from_2_0(tmp_path: Path) -> None:
-    editing = TokenEditing(block_size=32, mask_threshold=0.7, edit_threshold=0.5)
+    editing = TokenEditing(block_size=32, mask_threshold=0.7, edit_threshold=0.5, confidence="filtered")
     for folder in ("LLaDA2.1-mini", "llada2.1-flash-tuned"):
         assert refusion_lit.load(copied("llada2-tiny", tmp_path / folder)).default_decoder == editing
     named = BackboneConfig(source="x", checkpoint_format="llada21")

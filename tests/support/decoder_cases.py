@@ -41,7 +41,7 @@ from support.subclasses import concrete_subclasses
 
 for room in (refusion_lit.refusion, refusion_lit.families):
     for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
-        if not module.name.endswith(".export"):  # programs for transformers alone
+        if not module.name.endswith(".custom_generate"):  # programs for transformers alone
             importlib.import_module(module.name)
 
 DECODERS = concrete_subclasses(Decoder)
@@ -97,7 +97,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     SetDiffusion: [{"window_size": 4, "threshold": 0.5}, {"window_size": 6, "threshold": None, "quota": 2}],
     TokenEditing: [
         {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
-        {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1},
+        {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1, "confidence": "filtered"},
     ],
     UniformDiffusion: [
         {"canvas_length": 5, "num_steps": 3, "entropy_bound": 0.5},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -18,12 +19,12 @@ from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_be
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 from refusion_lit.families.block_diffusion.objective import BlockMasked
-from refusion_lit.families.llada.decoder import step_quota
+from refusion_lit.families.llada.decoder import step_quota, warn_of_low_temperature
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio
 from refusion_lit.modeling.devices import to_device
 from refusion_lit.noise import KeyedNoise
-from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.types import ModelTraits, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
 
@@ -49,6 +50,9 @@ class TokenEditing(BlockDecoder):
         edit_threshold: Replace a token by another token that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
         max_post_steps: Maximum number of forwards of a block without masks; stops edits that undo each other.
+        confidence: Distribution of probabilities: ``raw`` softmax, or ``filtered`` by temperature, top-k and top-p, as
+            in the programs of LLaDA2.1 and diffusers. At temperatures below 0.3, filtered probabilities round to 1:
+            they fill masks in text order and pass any threshold.
         min_num_filled: Fill at least this many masks per forward (``num_to_transfer`` in LLaDA2.1).
         num_steps: Steps per block (``num_inference_steps`` in diffusers). A forward fills at least its equal share of
             the block, and a block whose masks last until the final step is not edited afterwards. ``None``: no limit.
@@ -71,6 +75,7 @@ class TokenEditing(BlockDecoder):
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
     max_post_steps: int = 16
+    confidence: Literal["raw", "filtered"] = "raw"
     min_num_filled: int = 1
     num_steps: int | None = None
     stop_at_eos: bool = True
@@ -81,6 +86,11 @@ class TokenEditing(BlockDecoder):
         is_possible = self.stop_at_eos or not self.stop_in_block
         require(is_possible, "stop_in_block", "false with stop_at_eos: false", self.stop_in_block, "drop one of them")
 
+    def check(self, sampling: SamplingParams) -> None:
+        """Warn of filtered confidences at a low temperature."""
+        if self.confidence == "filtered":
+            warn_of_low_temperature(self, sampling)
+
     def step(self, state: RowState) -> Steps[None]:
         """Fill and edit a whole block, then commit it."""
         first = state.prompt_length + state.is_masked.index(True)
@@ -88,19 +98,19 @@ class TokenEditing(BlockDecoder):
         positions = masked_in(state, first, start + self.block_size)
         tokens: list[int | None] = [None] * len(positions)
         num_fills = num_post = 0
+        statistic = "filtered" if self.confidence == "filtered" else None
         while None in tokens or num_post < self.max_post_steps:
             is_post = None not in tokens
-            draw = Draw(sampling=state.sampling, round=state.num_forwards)
+            draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic=statistic)
             branch = self._noisy_branch(state, positions, tokens)
             [reading] = yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw)
             state.num_cached = start
             masked = [i for i, token in enumerate(tokens) if token is None]
-            best = above_or_best(
-                [reading.probabilities[i] for i in masked], self.mask_threshold, self._quota(num_fills)
-            )
+            probabilities = reading.statistic or reading.probabilities
+            best = above_or_best([probabilities[i] for i in masked], self.mask_threshold, self._quota(num_fills))
             edited = [
                 i for i, token in enumerate(tokens)
-                if token not in (None, reading.tokens[i]) and reading.probabilities[i] > self.edit_threshold
+                if token not in (None, reading.tokens[i]) and probabilities[i] > self.edit_threshold
             ]  # fmt: skip
             written = [*edited, *(masked[j] for j in best)]
             for i in written:
