@@ -148,9 +148,9 @@ def real_model(session: nox.Session) -> None:
 
     `fetch` fetches and imports the model, and every other part begins with it. `table` decodes without loss by the
     drafter in the repository, the default. `draft` trains a drafter (six hours of one core). `convert` converts the
-    model to ReFusion on its own answers, in two rounds, and measures (some three hours; resumes where it was): give it
-    `--questions` and `--prompts`, GSM8K's files. `objectives` compares five objectives on human answers: give it
-    `--data DIR`.
+    model to ReFusion on its own answers, in three rounds, and measures (some four and a half hours; resumes where it
+    was): give it `--questions` and `--prompts`, GSM8K's files. `objectives` compares four objectives on human answers:
+    give it `--data DIR`.
     """
     scripts = {
         "fetch": (),

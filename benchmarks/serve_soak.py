@@ -34,8 +34,8 @@ import openai
 import torch
 from benchmarks.common import ROOT, resident_bytes, write
 
+from refusion_lit.constraints.tool_calls import CallReader, find_format
 from refusion_lit.data.encoding import encode_plain_prompt
-from refusion_lit.data.tool_calls import CallReader, find_format
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving import Limits
 from refusion_lit.serving.app import Server, build_app

@@ -14,7 +14,7 @@ from experiments.tasks import Spans
 import refusion_lit
 from cli.conftest import REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.data import templates
+from refusion_lit.constraints import templates
 from refusion_lit.decoding import Generation, GenerationCallback, ReFusion
 from refusion_lit.tasks import Additions
 from refusion_lit.types import SamplingParams

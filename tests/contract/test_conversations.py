@@ -11,12 +11,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from refusion_lit.constraints.templates import Template
 from refusion_lit.data.detokenizer import Detokenizer
 from refusion_lit.data.encoding import encode_prompt, encode_text, end_of_turn
 from refusion_lit.data.evaluation import encode_given
 from refusion_lit.data.examples import encode_example
 from refusion_lit.data.module import InstructionDataModule
-from refusion_lit.data.templates import Template
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.modeling.vocabulary import prompt_prefix
 from refusion_lit.tasks import Example, InstructionFiles

@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from refusion_lit.constraints.schema_templates import Span, TemplateState
 from refusion_lit.contrib import APD, CARD, D2F, Convolutional, SetDiffusion, SlotSearch
-from refusion_lit.data.schema_templates import Span, TemplateState
 from refusion_lit.decoding import (
     Autoregressive,
     BlockDiffusion,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from refusion_lit.constraints.templates import choose_lengths, choose_most_probable, make_probe
 from refusion_lit.contrib import D2F, SlotSearch
-from refusion_lit.data.templates import choose_lengths, choose_most_probable, make_probe
 from refusion_lit.decoding import (
     BlockDiffusion,
     Decoder,

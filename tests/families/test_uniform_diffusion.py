@@ -241,7 +241,7 @@ def test_the_loss_is_the_cross_entropy_of_transformers_logits() -> None:
     )
     lengths = {"prompt_lengths": torch.tensor(prompts), "response_lengths": torch.tensor(responses)}
     batch = ResponseBatch(input_ids=text, sample_keys=torch.arange(3), **lengths)
-    objective = UniformBlock(canvas_length=5, eps=0.1, ar_weight=0.3)
+    objective = UniformBlock(canvas_length=5, ar_weight=0.3)
     corrupted = objective.corrupt(batch, noise, ours.special_tokens)
     with torch.no_grad():
         hidden = ours(
@@ -255,7 +255,7 @@ def test_the_loss_is_the_cross_entropy_of_transformers_logits() -> None:
             end = prompts[row] + responses[row]
             start = prompts[row] + 5 * blocks[row]
             clean = [int(text[row, place]) if place < end else 0 for place in range(start, start + 5)]  # 0: padding
-            ratio = 0.9 * float(t[row]) + 0.1
+            ratio = (1 - 1e-4) * float(t[row]) + 1e-4
             canvas = [int(random[row, i]) if float(uniform[row, i]) < ratio else token for i, token in enumerate(clean)]
             inputs = {"input_ids": text[row : row + 1, :start], "decoder_input_ids": torch.tensor([canvas])}
             logits = theirs(**inputs).logits

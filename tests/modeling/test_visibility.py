@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refusion_lit.modeling.fused.attention import additive_mask, sees_causally, sees_everything
+from refusion_lit.modeling.fused.attention import additive_mask
 from refusion_lit.modeling.visibility import Span, Visibility, as_mask
 from support.ragged import ragged
 from support.shadow_device import SHADOW, ShadowDevice
@@ -40,7 +40,7 @@ def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, in
         assert torch.equal(matrix[real], expected[:, start:stop][real])
         assert matrix.any(-1).all(), "padding sees something"
     causal = torch.ones(visibility.shape[1], visibility.shape[1], dtype=torch.bool).tril()
-    if sees_causally(visibility):
+    if visibility.is_causal:
         for span in visibility.spans:
             tokens = expected[span.sequence, : span.length]
             assert torch.equal(
@@ -69,14 +69,14 @@ def test_a_device_is_sent_ranges_and_makes_the_matrix_itself() -> None:
     ],
 )
 def test_a_prompt_is_causal_and_nothing_else_is(span: Span, is_causal: bool) -> None:
-    assert sees_causally(Visibility([span], (1, 3), 8)) is is_causal
-    assert not sees_causally(Visibility([span, Span(0, 3, 1, 3)], (1, 4), 8))
+    assert Visibility([span], (1, 3), 8).is_causal is is_causal
+    assert not Visibility([span, Span(0, 3, 1, 3)], (1, 4), 8).is_causal
 
 
 def test_single_tokens_after_all_other_keys_need_no_matrix() -> None:
     last = [Span(row, 0, 1, 7, ((0, 7),)) for row in range(2)]
-    assert sees_everything(Visibility(last, (2, 1), 8))
-    assert not sees_everything(Visibility(last, (2, 1), 9))
-    assert not sees_everything(Visibility([last[0], Span(1, 0, 1, 6, ((0, 6),))], (2, 1), 8))
-    assert not sees_everything(Visibility([Span(0, 0, 1, 7, ((1, 7),))], (1, 1), 8))
-    assert not sees_everything(Visibility([Span(0, 0, 2, 6, ((0, 6),))], (1, 2), 8))
+    assert Visibility(last, (2, 1), 8).sees_all_keys
+    assert not Visibility(last, (2, 1), 9).sees_all_keys
+    assert not Visibility([last[0], Span(1, 0, 1, 6, ((0, 6),))], (2, 1), 8).sees_all_keys
+    assert not Visibility([Span(0, 0, 1, 7, ((1, 7),))], (1, 1), 8).sees_all_keys
+    assert not Visibility([Span(0, 0, 2, 6, ((0, 6),))], (1, 2), 8).sees_all_keys

@@ -17,7 +17,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 import openai
 
 from refusion_lit import load
-from refusion_lit.data.tool_calls import CallReader, find_format
+from refusion_lit.constraints.tool_calls import CallReader, find_format
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving.protocol import Function
 from refusion_lit.text_model import TextModel

@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 
 from refusion_lit.cli.decoding_progress import DecodingProgress
 from refusion_lit.cli.model_options import ModelParser, Setup, add_decoding_options, add_model_options, load_setup
-from refusion_lit.data.templates import Template, candidates
+from refusion_lit.constraints.templates import Template, candidates
 from refusion_lit.decoding import Generation, GenerationCallback, RowState, TextStream, check_prompts
 from refusion_lit.evaluation.predictions import (
     PredictionsFile,
@@ -107,7 +107,8 @@ class AnswerStream(GenerationCallback):
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
         """Print the text that has become final."""
         if self._stream is None:
-            detokenize = partial(self._detokenize, after=state.prompt.token_ids, stop=self._sampling.stop)
+            options = {"after": state.prompt.token_ids, "stop": self._sampling.stop, "is_growing": True}
+            detokenize = partial(self._detokenize, **options)
             self._stream = TextStream(detokenize, self._sampling)
         print(self._stream.piece(state.final_prefix()), end="", flush=True)
 

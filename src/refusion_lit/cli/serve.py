@@ -17,7 +17,7 @@ from refusion_lit.cli.model_options import (
     build_options,
     load_setup,
 )
-from refusion_lit.data.tool_calls import FORMATS
+from refusion_lit.constraints.tool_calls import FORMATS
 from refusion_lit.serving import Limits
 from refusion_lit.utils.require import require
 

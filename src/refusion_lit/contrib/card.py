@@ -43,7 +43,8 @@ class CARD(Decoder):
         max_rounds: Maximum number of forwards per block (T_max); the last forward fills all remaining masks. ``None``:
             no limit.
         num_steps: Number of forwards over which a block's masks are spread; a forward fills at least its equal share.
-            ``None``: at least a mask. With ``threshold: 1``, as I-DLM's sampler in NeMo AutoModel fills a block.
+            ``None``: a forward fills at least a mask. I-DLM's sampler in NeMo AutoModel fills blocks like CARD with
+            ``threshold: 1`` and ``num_steps``.
 
     >>> from refusion_lit.decoding import default_decoder
     >>> default_decoder(SoftTail().traits)

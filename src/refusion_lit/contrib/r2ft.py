@@ -180,7 +180,7 @@ class R2FT(Objective):
         return repeated.where(is_rejected, IGNORE_INDEX)
 
     def loss(self, hidden: Float[Tensor, "batch token hidden"], head: Head, corrupted: CorruptedBatch) -> LossOutput:
-        """Compute the loss; see :meth:`Objective.loss`."""
+        """Compute -log sigmoid(beta (w - l)) and -w, with the class docstring's w and l; see :meth:`Objective.loss`."""
         labels = corrupted.labels
         rejected = corrupted.rejected
         assert rejected is not None
@@ -192,11 +192,11 @@ class R2FT(Objective):
             return torch.stack([F.cross_entropy(logits, targets, reduction="none") for targets in pairs.unbind(1)])
 
         values = torch.cat(map_chunks(losses, head, states, pairs, chunk_size=self.chunk_size), 1)
-        spread = values.new_zeros(2, *labels.shape)
-        spread[:, rows, columns] = values  # positions outside the rejected text have no second loss
+        losses_at = values.new_zeros(2, *labels.shape)  # [true or rejected text, sample, position]
+        losses_at[:, rows, columns] = values  # cross_entropy gives 0 for IGNORE_INDEX, outside the rejected text
         is_rejected = rejected != IGNORE_INDEX
-        text = -(spread[0] * corrupted.weights).sum(1)
-        repetition = -spread[1].sum(1) / is_rejected.sum(1).clamp(min=1)
-        preference = -F.logsigmoid(self.beta * (text - repetition))
-        sums = torch.stack((preference.where(is_rejected.any(1), 0.0).sum(), -text.sum()))
+        mean_true = -(losses_at[0] * corrupted.weights).sum(1)  # w
+        mean_rejected = -losses_at[1].sum(1) / is_rejected.sum(1).clamp(min=1)  # l
+        preference = -F.logsigmoid(self.beta * (mean_true - mean_rejected))
+        sums = torch.stack((preference.where(is_rejected.any(1), 0.0).sum(), -mean_true.sum()))
         return LossOutput(sums=sums, counts=corrupted.counts.to(sums.dtype), terms=self.terms)

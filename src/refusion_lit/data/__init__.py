@@ -1,1 +1,1 @@
-"""Data: tokenizers, encoding, JSON schemas, tool calls, batching and the data module."""
+"""Data: tokenizers, encoding, batching and the data module."""

@@ -158,15 +158,19 @@ class TrainingLoader(DataLoader[ResponseBatch]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after the micro-batches that were yielded.
+        """Resume after the micro-batches that were yielded before the checkpoint.
+
+        Args:
+            state: What :meth:`state_dict` returned.
 
         Raises:
             ValueError: In mid-epoch, if the options give another order: samples would be repeated or left out.
         """
-        for option, before in state.get("order", {}).items():
-            got = self.sampler.order[option] if isinstance(self.sampler, LengthGroupedBatches) else None
-            expected = f"{before}{' samples' * (option == 'data.task')}, as the epoch was begun with"
-            require(got == before, option, expected, got, "resume with the options of the run's start")
+        for option, value in state.get("order", {}).items():
+            new_value = self.sampler.order[option] if isinstance(self.sampler, LengthGroupedBatches) else None
+            unit = " samples" if option == "data.task" else ""  # whose value is the number of samples
+            expected = f"{value}{unit}, with which the epoch began"
+            require(new_value == value, option, expected, new_value, "resume with the options of the run's start")
         self._resumed = (int(state["epoch"]), int(state["num_batches"]))
 
 

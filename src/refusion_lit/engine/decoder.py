@@ -2,7 +2,6 @@
 
 # No postponed annotations: jsonargparse would evaluate those of Decoder in the modules of its subclasses, which need
 # not import their names, and then check no option's type.
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
@@ -12,20 +11,6 @@ from refusion_lit.engine.requests import Steps
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import check_options, require
-
-_LOW_TEMPERATURE = 0.3
-"""Below it, probabilities after temperature round to 1 at most places, so that they rank and select nothing."""
-
-
-def warn_of_low_temperature(decoder: object, sampling: SamplingParams) -> None:
-    """Warn that confidences after a low temperature unmask from left to right, and pass any threshold."""
-    if 0 < sampling.temperature < _LOW_TEMPERATURE:
-        warnings.warn(
-            f"{type(decoder).__name__} ranks masks by confidences after temperature (confidence: filtered). At "
-            f"temperature {sampling.temperature:g}, most of them round to 1: masks are unmasked from left to right, "
-            "and thresholds pass more tokens. Set confidence: raw to rank by the model's own probabilities.",
-            stacklevel=3,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

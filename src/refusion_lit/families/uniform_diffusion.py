@@ -19,6 +19,9 @@ from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import ModelTraits, Prediction, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
 
+_EPS = 1e-4
+"""Smallest probability that training replaces a token of a canvas."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UniformDiffusion(Decoder):
@@ -180,9 +183,10 @@ class UniformBlock(Objective):
     """Predicts all tokens of a response block, of which random tokens have replaced some, from the text before it.
 
     A sample shows its text, read causally, and one canvas behind it: a block of the response at a random multiple of
-    ``canvas_length``. It draws t, and every token of the canvas is replaced, with probability t = (1 - eps) u + eps, by
-    a token drawn uniformly from the vocabulary. The term ``diffusion`` is the mean cross-entropy over all tokens of the
-    canvases, replaced or not, with equal weights. The term ``ar`` is the mean cross-entropy of the text's next token.
+    ``canvas_length``. It draws u uniformly from [0, 1], and replaces every token of the canvas with probability
+    t = (1 - eps) u + eps, where eps is 0.0001, by a token drawn uniformly from the vocabulary. The term ``diffusion``
+    is the mean cross-entropy over all tokens of the canvases, replaced or not, with equal weights. The term ``ar`` is
+    the mean cross-entropy of the text's next token.
 
     DiffusionGemma computes the canvas with its decoder. With probability ``self_conditioning``, a first pass of the
     decoder, without gradients, conditions the second. Models without self-conditioning compute text and canvas in
@@ -193,7 +197,6 @@ class UniformBlock(Objective):
 
     Attributes:
         canvas_length: Tokens per canvas, at least 1.
-        eps: Smallest probability of replacement, in (0, 1].
         self_conditioning: Share of samples with self-conditioning, in [0, 1].
         ar_weight: Coefficient of the term ``ar``, at least 0.
 
@@ -206,9 +209,8 @@ class UniformBlock(Objective):
     """
 
     packs = False
-    ranges = {"canvas_length": 1, "eps": "(0, 1]", "self_conditioning": "[0, 1]", "ar_weight": 0.0}
+    ranges = {"canvas_length": 1, "self_conditioning": "[0, 1]", "ar_weight": 0.0}
     canvas_length: int = 32
-    eps: float = 1e-4
     self_conditioning: float = 0.5
     ar_weight: float = 1.0
 
@@ -237,7 +239,7 @@ class UniformBlock(Objective):
         end = special_tokens.pad_token_id if special_tokens.draws_padding else special_tokens.eos_token_ids[0]
         clean = batch.input_ids.gather(1, positions.clamp(max=num_text - 1))
         clean = clean.where(positions < batch.ends[:, None], end)
-        ratio = mask_probability(noise, self.eps, mask_ratio)[:, None]
+        ratio = mask_probability(noise, _EPS, mask_ratio)[:, None]
         is_replaced = noise.uniform("replaced", self.canvas_length) < ratio
         random = noise.bits("random_token", self.canvas_length) % special_tokens.vocab_size
         text = batch.positions.expand(num_rows, -1)

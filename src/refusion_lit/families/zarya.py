@@ -212,11 +212,14 @@ class FirstHitting(Decoder):
         for size in self._sizes(state, len(places)):
             state.groups.append(places[:size])
             del places[:size]
-        state.groups += [places] if self.diffusion_share == 1 and places else [[place] for place in places]
+        if self.diffusion_share < 1:
+            state.groups += [[place] for place in places]
+        elif places:
+            state.groups.append(places)
         return state
 
     def _sizes(self, state: RowState, num_masks: int) -> Iterator[int]:
-        """Yield the diffusion phase's group sizes."""
+        """Yield the group sizes of the diffusion phase, whose steps unmask every mask with the same chance."""
         num_steps = max(-(-num_masks // 4), 1) if self.num_steps is None else self.num_steps
         for step in range(num_steps):
             before, after = (self._share_known(1 - (step + i) / num_steps) for i in (0, 1))

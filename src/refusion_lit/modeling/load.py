@@ -146,13 +146,8 @@ class BackboneConfig:
         if source is None and self.source is not None:
             source = self.open_source()
         config = new_config(self.config, tokenizer) if source is None else source.config
-        shares = config.model_type == "diffusion_gemma"
-        fix = "train all weights"
-        expected = "null for a model whose encoder and decoder share weights"
-        require(self.lora is None or not shares, "backbone.lora", expected, self.lora, fix)
-        expected = "a strategy with whole weights for a model whose encoder and decoder share weights"
-        fits = not (is_sharded and shares)
-        require(fits, "trainer.strategy", expected, "one that shards weights", "use the strategy ddp")
+        if config.model_type == "diffusion_gemma":
+            self._check_shared_weights(is_sharded=is_sharded)
         name = decoding_dtype(config, default_device()) if self.dtype == "auto" else self.dtype
         if self.draft is not None:
             check_draft(self.draft, config, tokenizer.get_vocab())
@@ -186,6 +181,13 @@ class BackboneConfig:
                 new_token_ids=new_token_ids,
             )
         return backbone
+
+    def _check_shared_weights(self, *, is_sharded: bool) -> None:
+        """Refuse low-rank adapters and sharding for a model whose encoder and decoder share weights."""
+        expected = "null for a model whose encoder and decoder share weights"
+        require(self.lora is None, "backbone.lora", expected, self.lora, "train all weights")
+        expected = "a strategy with whole weights for a model whose encoder and decoder share weights"
+        require(not is_sharded, "trainer.strategy", expected, "one that shards weights", "use the strategy ddp")
 
 
 def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelTraits:  # noqa: ANN401 - one class per architecture

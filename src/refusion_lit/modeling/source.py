@@ -20,6 +20,7 @@ from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_template
 
 _SECONDS = 10.0
+"""Time for the hub to answer."""
 _ASSISTANT = "muse_glimmer_assistant"
 """Model type of drafters in transformers' assistant layout."""
 
@@ -191,26 +192,28 @@ def _warn_of_remote_code(name: str) -> None:
 
 
 def _check_hub(name: str, option: str) -> None:
-    """Try once whether the hub answers; otherwise refuse sources that are not in the hub's local cache."""
+    """Check that a source can be read from the hub or, if the hub does not answer, from the hub's local cache.
+
+    With a cached source, the process then uses the cache only, so that later reads do not wait for the hub again.
+
+    Raises:
+        ValueError: If the name cannot be a hub id, or the source is not cached and the hub cannot be reached.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, get_session
 
-    reason = "offline mode is on"
+    problem = f"{option}: expected a directory or a hub id, got {name!r}: there is no such directory, and"
     try:
         is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError:
-        is_cached = False
-        reason = "and it cannot be a hub id"
-    else:
-        if not constants.HF_HUB_OFFLINE:
-            try:
-                get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-                return
-            except Exception as error:  # any error of the library's HTTP client
-                constants.HF_HUB_OFFLINE = is_cached  # a source that is not there must not put a process offline
-                reason = error_reason(error)
+        raise ValueError(f"{problem} a hub id has the form OWNER/NAME. Check the path.") from None
+    reason = "offline mode is on"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+            return
+        except Exception as error:  # any error of the library's HTTP client
+            constants.HF_HUB_OFFLINE = is_cached  # a source that is missing must not put the process offline
+            reason = error_reason(error)
     if not is_cached:
-        raise ValueError(
-            f"{option}: expected a directory or a hub id, got {name!r}: there is no such directory, and the hub "
-            f"cannot be asked ({reason}). Check the path, or the network."
-        )
+        raise ValueError(f"{problem} the hub cannot be reached ({reason}). Check the path, or the network.")

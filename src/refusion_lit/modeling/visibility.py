@@ -70,6 +70,23 @@ class Visibility:
     shape: tuple[int, int]
     num_keys: int
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether every sequence sees its own tokens only, causally, and all sequences have the same first key."""
+        first = self.spans[0].first_key
+        return len(self.spans) == self.shape[0] and all(
+            span.order is None and span.first_key == first and all(start >= stop for start, stop in span.context)
+            for span in self.spans
+        )
+
+    @property
+    def sees_all_keys(self) -> bool:
+        """Whether every sequence is a single token that sees all keys, of which its own key is the last."""
+        return all(
+            span.length == 1 and span.first_key == self.num_keys - 1 and span.context == ((0, span.first_key),)
+            for span in self.spans
+        )
+
     def ranges(self, window: int | None = None) -> Int[Tensor, "sequence token range 2"]:
         """Return ranges of keys on the host; a token sees the union of its ranges, and unused ranges are empty.
 

@@ -1,4 +1,7 @@
-"""Serves a model over HTTP: OpenAI's API and a chat page."""
+"""Serves a model over HTTP: OpenAI's API and a chat page.
+
+The limits are defined here, because ``serve --help`` shows them even if the server's packages are not installed.
+"""
 
 from __future__ import annotations
 

@@ -19,11 +19,12 @@ import torch
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
-from refusion_lit.data.tool_calls import CallReader
+from refusion_lit.constraints.tool_calls import CallReader
 from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import DecodingOutput, TraceRound
-from refusion_lit.engine.stopping import TextStream
+from refusion_lit.engine.sequence import PromptSequence
+from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.modeling.devices import is_out_of_memory
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
@@ -64,6 +65,7 @@ class Job:
         deadline: Time (:func:`time.monotonic`) at which the job is dropped; 0 if no client waits for it.
         wants_rounds: Whether updates describe every forward pass.
         num_top_logprobs: Number of alternatives per token with log-probabilities; ``None``: no log-probabilities.
+        detokenize: Turns the response's tokens into text.
         stream: Splits the text into pieces.
         num_rounds: Number of forward passes that updates have described.
         num_sent: Number of tokens whose log-probabilities were sent.
@@ -78,6 +80,7 @@ class Job:
     notify: Callable[[tuple[Job, Update | HTTPException]], object]
     deadline: float
     wants_rounds: bool
+    detokenize: Callable[[list[int]], str]
     stream: TextStream
     num_top_logprobs: int | None = None
     num_rounds: int = 0
@@ -280,22 +283,12 @@ class Worker:
             return not self.is_draining or (bool(self.active) and now < self.stop_at)
 
     def _step(self) -> None:
+        """Run the engine's next step, and notify clients of new text and of finished answers."""
         self.engine.num_sharing = len(self.active)
         try:
             finished = self.engine.step()
             for sequence in self.engine.running:
-                job = self.active[sequence.index]
-                state = sequence.state
-                has_committed = state.num_forwards in state.commit_rounds
-                tokens = state.final_prefix() if has_committed else []
-                text = job.stream.piece(tokens) if has_committed else ""
-                # The drafts of the last forward pass may not be complete.
-                trace = sequence.result.trace[: -1 if sequence.awaits_drafts else None]
-                rounds = self._rounds(job, trace)
-                if text or rounds:
-                    is_due = sequence.logprobs is not None and text and job.stream.is_complete(tokens)
-                    entries = sequence.logprobs.of_response(tokens) if sequence.logprobs and is_due else []
-                    job.notify((job, Update(text, rounds, logprobs=job.take_logprobs(tokens, entries))))
+                self._send_progress(self.active[sequence.index], sequence)
         except Exception as error:
             self._recover(error)
             return
@@ -303,7 +296,25 @@ class Worker:
             job = self.active.pop(number)
             rounds = self._rounds(job, generation.trace)
             entries = job.take_logprobs(generation.token_ids, generation.logprobs)
-            job.notify((job, Update(job.stream.finish(generation.token_ids), rounds, generation, entries)))
+            text = cut_at_stop(job.detokenize(generation.token_ids), job.sampling.stop)
+            job.notify((job, Update(job.stream.rest(text), rounds, generation, entries)))
+
+    def _send_progress(self, job: Job, sequence: PromptSequence) -> None:
+        """Send a job's new text with its log-probabilities, and the rounds that are complete."""
+        state = sequence.state
+        tokens: list[int] = []
+        text = ""
+        if state.num_forwards in state.commit_rounds:  # the last forward pass committed tokens
+            tokens = state.final_prefix()
+            text = job.stream.piece(tokens)
+        # The drafts of the last forward pass may not be complete.
+        trace = sequence.result.trace[: -1 if sequence.awaits_drafts else None]
+        rounds = self._rounds(job, trace)
+        if text or rounds:
+            # Log-probabilities wait until the text of all their tokens is sent: a stream may hold back the last part.
+            is_due = text and job.stream.is_complete(tokens)
+            entries = sequence.logprobs.of_response(tokens) if sequence.logprobs is not None and is_due else []
+            job.notify((job, Update(text, rounds, logprobs=job.take_logprobs(tokens, entries))))
 
     def _rounds(self, job: Job, trace: Sequence[TraceRound]) -> list[dict[str, Any]]:
         """Return the tokens that new forward passes drafted, verified and committed, by place in the response."""

@@ -35,6 +35,7 @@ _NAMES = (
     "ada amy ann ben bob cleo dan dora eli emma eve finn gus hana ida ivan joe kim leo mia nina omar rosa tom".split()  # noqa: SIM905
 )
 _AGES = range(10, 100)
+_MIN_ROWS = 2
 _CITIES = "accra bern cairo delhi kyiv lima lyon milan oslo paris quito riga rome seoul tokyo turin".split()  # noqa: SIM905
 
 
@@ -270,37 +271,35 @@ class Sheet(GeneratedTask):
 
 @dataclass(frozen=True, kw_only=True)
 class Records(GeneratedTask):
-    """Two to four people to sort by name, age or city; the values of a column are distinct, so there are no ties.
+    """People to sort by name, age or city; the values of a column are distinct, so there are no ties.
 
     The output has long-range dependencies and a fixed format: the response to
     ``sort by age: eve 82 rome; bob 31 oslo`` is
     ``[{"name":"bob","age":31,"city":"oslo"},{"name":"eve","age":82,"city":"rome"}]``.
 
-    The key determines name and age in the first ``min_rows`` rows. The number of rows is uniformly distributed.
+    A query has two or more rows; their number is uniformly distributed. The key determines the name and age in the
+    first two rows.
 
     Attributes:
-        min_rows: Minimum number of rows in a query, 2 to 16.
-        max_rows: Maximum number of rows in a query, ``min_rows`` to 16.
+        max_rows: Maximum number of rows in a query, 2 to 16.
     """
 
-    min_rows: int = 2
     max_rows: int = 4
 
     def __post_init__(self) -> None:
-        require_between("min_rows", self.min_rows, 2, len(_CITIES))
-        require_between("max_rows", self.max_rows, self.min_rows, len(_CITIES))
+        require_between("max_rows", self.max_rows, _MIN_ROWS, len(_CITIES))
         super().__post_init__()
 
     @property
     def num_keys(self) -> int:
-        """Number of choices of distinct names and ages for ``min_rows`` rows."""
-        return perm(len(_NAMES), self.min_rows) * perm(len(_AGES), self.min_rows)
+        """Number of choices of distinct names and ages for two rows."""
+        return perm(len(_NAMES), _MIN_ROWS) * perm(len(_AGES), _MIN_ROWS)
 
     def draw(self, key: int, rng: Random) -> tuple[str, str]:
         """Return unsorted rows, and the sorted rows as JSON."""
-        num_rows = rng.randint(self.min_rows, self.max_rows)
-        num_more = num_rows - self.min_rows
-        num_left = (len(_NAMES) - self.min_rows, len(_AGES) - self.min_rows)
+        num_rows = rng.randint(_MIN_ROWS, self.max_rows)
+        num_more = num_rows - _MIN_ROWS
+        num_left = (len(_NAMES) - _MIN_ROWS, len(_AGES) - _MIN_ROWS)
         number = key + self.num_keys * rng.randrange(perm(num_left[0], num_more) * perm(num_left[1], num_more))
         names = list(_NAMES)
         ages = list(_AGES)

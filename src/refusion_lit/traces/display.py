@@ -121,7 +121,7 @@ def page(trace: Trace) -> str:
         style_hash=_hash(style),
         script_hash=_hash(script),
         format=FORMAT,
-        data=htmlsafe_json_dumps(_data(trace), separators=(",", ":"), allow_nan=False),
+        data=htmlsafe_json_dumps(_page_values(trace), separators=(",", ":"), allow_nan=False),
     )
 
 
@@ -133,8 +133,8 @@ def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _data(trace: Trace) -> dict[str, Any]:
-    """Return the values for ``page.js``; token texts are stored once, in ``pieces``."""
+def _page_values(trace: Trace) -> dict[str, Any]:
+    """Return the values that ``page.js`` shows. ``pieces`` stores every token text once; changes refer to its index."""
     history = timeline(trace)
     pieces: dict[str, int] = {}
 

@@ -74,38 +74,41 @@ class Timeline:
 
 
 def timeline(trace: Trace) -> Timeline:
-    """Compute the status of every response token after every forward."""
-    judge_from = _judging_forwards(trace.rounds)
+    """Compute the status of every response token after every forward, by the rules at the top of this file."""
+    next_judge = _judging_forwards(trace.rounds)
     by_forward: list[dict[int, Change]] = [{} for _ in trace.rounds]
-    drafts: dict[int, list[Change]] = {}
-    drafted_by: dict[int, int] = {}
+    drafts: dict[int, list[Change]] = {}  # all drafts so far, by index in the response
+    drafted_by: dict[int, int] = {}  # the forward of the last draft, by index
     accepted: set[int] = set()
     for forward, entry in enumerate(trace.rounds):
         for position, token, probability in zip(entry.positions, entry.tokens, entry.probabilities, strict=True):
             index = position - trace.prompt_length
             if index in accepted:
                 continue  # a forward may recompute accepted positions
-            known = drafts.setdefault(index, [])
-            before = drafted_by.get(index)
-            if before == forward:  # drafted twice by one forward: the later draft replaces it
-                known.pop()
-            elif before is not None:
-                judge = judge_from[before + bool(trace.rounds[before].scores)]
+            earlier = drafts.setdefault(index, [])
+            last_forward = drafted_by.get(index)
+            if last_forward == forward:  # a forward that drafts a position twice replaces its first draft
+                earlier.pop()
+            elif last_forward is not None:
+                # The scores of the draft's own forward verify earlier drafts, so such a forward does not judge it.
+                has_scores = bool(trace.rounds[last_forward].scores)
+                judge = next_judge[last_forward + 1 if has_scores else last_forward]
                 if judge < forward:
-                    by_forward[judge][index] = replace(known[-1], status="rejected")
-            known.append(Change(index, token, probability, "drafted", num_drafts=len(known) + 1))
-            by_forward[forward][index] = known[-1]
+                    by_forward[judge][index] = replace(earlier[-1], status="rejected")
+            draft = Change(index, token, probability, "drafted", num_drafts=len(earlier) + 1)
+            earlier.append(draft)
+            by_forward[forward][index] = draft
             drafted_by[index] = forward
-        newly = {position - trace.prompt_length for position in entry.accepted} - accepted
-        accepted |= newly
-        for index in newly:
-            by_forward[forward][index] = _acceptance(trace, index, drafts.get(index, ()))
-    changes = tuple(tuple(change for _, change in sorted(new.items())) for new in by_forward)
+        new_indices = {position - trace.prompt_length for position in entry.accepted} - accepted
+        accepted |= new_indices
+        for index in new_indices:
+            by_forward[forward][index] = _accept(trace, index, drafts.get(index, ()))
+    changes = tuple(tuple(change for _, change in sorted(by_index.items())) for by_index in by_forward)
     return Timeline(changes=changes, canvas_length=trace.canvas_length)
 
 
 def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
-    """Return, by forward, the first forward from there on that judges drafts; ``len(rounds)`` if none does.
+    """Return, for every forward, the first forward from it on that judges drafts; ``len(rounds)`` if none does.
 
     A forward judges drafts if it accepted tokens or computed scores.
     """
@@ -116,10 +119,10 @@ def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
     return judges
 
 
-def _acceptance(trace: Trace, index: int, drafts: Sequence[Change]) -> Change:
-    """Return a token's acceptance, with the response's id or, after the response's end, the last draft's id."""
-    last = drafts[-1].token if drafts else None
-    token = trace.token_ids[index] if index < len(trace.token_ids) else last
+def _accept(trace: Trace, index: int, drafts: Sequence[Change]) -> Change:
+    """Return the change that accepts a token. After the response's end, the accepted token is the last draft."""
+    last_draft = drafts[-1].token if drafts else None
+    token = trace.token_ids[index] if index < len(trace.token_ids) else last_draft
     probability = next((draft.probability for draft in reversed(drafts) if draft.token == token), None)
     return Change(index, token, probability, "accepted", num_drafts=len(drafts))
 

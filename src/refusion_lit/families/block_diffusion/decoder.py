@@ -16,10 +16,9 @@ from refusion_lit.engine.decoder import (
     above_or_best,
     max_length,
     most_certain,
-    warn_of_low_temperature,
 )
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
-from refusion_lit.families.llada.decoder import step_quota
+from refusion_lit.families.llada.decoder import step_quota, warn_of_low_temperature
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.branches import masked_in
-from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best, warn_of_low_temperature
+from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 from refusion_lit.families.block_diffusion.objective import BlockMasked
-from refusion_lit.families.llada.decoder import step_quota
+from refusion_lit.families.llada.decoder import step_quota, warn_of_low_temperature
 from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio
 from refusion_lit.modeling.devices import to_device

@@ -7,12 +7,13 @@ go to the lower position; quotas are counted by row, never pooled over a batch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from refusion_lit.engine.branches import text_branch
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain, warn_of_low_temperature
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
@@ -21,6 +22,8 @@ from refusion_lit.utils.require import require
 STATISTIC: dict[str, Statistic] = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
 _DREAM = ("origin", *STATISTIC)
 _END = 1e-3
+_LOW_TEMPERATURE = 0.3
+"""Below it, probabilities after temperature round to 1 at most places, so that they rank and select nothing."""
 
 
 @dataclass(kw_only=True)
@@ -180,6 +183,20 @@ class LLaDA(Decoder):
 
     def _chance(self, state: RowState, number: int, place: int) -> float:
         return uniform_scalar("order", state.sampling.seed, state.prompt.id, number, place)
+
+
+def warn_of_low_temperature(decoder: Decoder, sampling: SamplingParams) -> None:
+    """Warn about a temperature at which a decoder's filtered confidences round to 1.
+
+    Equal confidences leave masks in text order, and confidences of 1 pass any threshold.
+    """
+    if 0 < sampling.temperature < _LOW_TEMPERATURE:
+        warnings.warn(
+            f"{type(decoder).__name__} ranks masks by confidences after temperature (confidence: filtered). At "
+            f"temperature {sampling.temperature:g}, most of them round to 1: masks are unmasked from left to right, "
+            "and thresholds pass more tokens. Set confidence: raw to rank by the model's own probabilities.",
+            stacklevel=3,
+        )
 
 
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from refusion_lit.engine.branches import rounds_since, text_branch
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain, warn_of_low_temperature
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
-from refusion_lit.families.llada.decoder import STATISTIC, paced_steps, step_quota, time_share
+from refusion_lit.families.llada.decoder import STATISTIC, paced_steps, step_quota, time_share, warn_of_low_temperature
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 

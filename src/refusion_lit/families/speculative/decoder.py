@@ -78,14 +78,14 @@ class SelfSpeculative(Decoder):
         num_drafts: Maximum number of drafts verified by a forward; ``None``: the drafter's number of masks, or
             ``slot_size``. A block drafter also takes numbers above the number that it was trained with.
         slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
-        layout: ``two_forwards``: draft and verify in turn. ``single_forward``: masks after every possible acceptance,
-            so that all forwards verify and draft, which computes more positions. ``None``: the layout with less time
-            per token, given ``forward_cost`` and the recent acceptance rate, or no drafts if few are accepted or many
-            rows share the cost; see :func:`cheapest`. Changes forwards, and the text only with
-            ``coupling: rejection``. A block drafter always drafts and verifies in turn.
-        forward_cost: Fixed cost of a forward, in positions: a / b in a cost a + b * positions. ``None``: 0.32 (with a
-            drafter) or 0.6 (with ``slot_size``) times 32 on CPUs (10 to 108 were measured) or 256 on accelerators
-            (assumed).
+        layout: What a forward does. ``two_forwards``: forwards draft and verify in turn. ``single_forward``: every
+            forward verifies and drafts, with a group of masks for every number of drafts that may be accepted, so it
+            computes more positions. ``None``: :func:`cheapest` chooses before every forward, by ``forward_cost`` and
+            the recent acceptance rate; it drafts nothing if drafts save no time. The layout changes the number of
+            forwards, and with ``coupling: rejection`` also the text. A block drafter allows ``two_forwards`` only.
+        forward_cost: Fixed cost of a forward, divided by the cost of a position: a / b if a forward with n positions
+            costs a + b n. ``None``: 32 on CPUs and 256 on accelerators, times a discount (0.32 with a drafter, 0.6 with
+            ``slot_size``).
         coupling: Dependence between sampled drafts and verified tokens; without effect at temperature 0.
             ``shared_noise``: both are drawn with the same noise, so that the text is the sequential decoder's, token
             for token. ``rejection``: rejection sampling, which keeps the largest possible number of drafts. The text
@@ -112,7 +112,7 @@ class SelfSpeculative(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expected = "shared_noise where no layout is named, as rejection makes the text depend on it"
+        expected = "shared_noise without a layout, because with rejection the text depends on the layout"
         fix = "set layout to single_forward or two_forwards"
         require(self.coupling == "shared_noise" or self.layout is not None, "coupling", expected, self.coupling, fix)
 
@@ -129,7 +129,7 @@ class SelfSpeculative(Decoder):
         return fix if fits else super().mismatch_fix(traits)
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create a prompt's state; refuse a layout that a block drafter lacks."""
+        """Create a prompt's state; with a block drafter, refuse the layout ``single_forward``."""
         fits = self.layout != "single_forward" or not self._drafts_block(special_tokens)
         expected = "two_forwards with a block drafter, which drafts after verification"
         require(fits, "layout", expected, self.layout, "leave it out")

@@ -199,7 +199,7 @@ def plan_attention(
         return invariant_attention(rows, attention, cache, like)
     if isinstance(attention, Visibility) and like.device.type == "cpu":
         size = attention.shape[0] * attention.shape[1] * attention.num_keys
-        if size > _MAX_MASK and not sees_causally(attention) and not sees_everything(attention):
+        if size > _MAX_MASK and not attention.is_causal and not attention.sees_all_keys:
             return RowAttention(rows, chunked_calls(attention, cache, like.dtype), cache)
     return RowAttention(rows, [padded_call(rows, attention, cache, like)], cache)
 
@@ -242,32 +242,15 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
     if attention is None:
         return Call(_ALL, storage, _ALL, keys, is_causal=True)
     if isinstance(attention, Visibility):
-        if sees_causally(attention):
+        if attention.is_causal:
             first = attention.spans[0].first_key
             return Call(_ALL, storage, _ALL, slice(first, first + num_tokens), is_causal=True)
-        if sees_everything(attention):
+        if attention.sees_all_keys:
             return Call(_ALL, storage, _ALL, keys)
     elif isinstance(ranges := sdpa_mask(attention, num_tokens, like.device), RangeMask):
         return Call(_ALL, storage, _ALL, keys, ranges)
     # Attention would convert a boolean mask in every layer.
     return Call(_ALL, storage, _ALL, keys, _additive(attention, num_tokens, like.dtype, like.device))
-
-
-def sees_causally(visibility: Visibility) -> bool:
-    """Whether every sequence is a single span that sees itself, causally, and nothing else, from the same key on."""
-    first = visibility.spans[0].first_key
-    return len(visibility.spans) == visibility.shape[0] and all(
-        span.order is None and span.first_key == first and all(start >= stop for start, stop in span.context)
-        for span in visibility.spans
-    )
-
-
-def sees_everything(visibility: Visibility) -> bool:
-    """Whether every sequence is a single token after all other keys, and sees them all."""
-    return all(
-        span.length == 1 and span.first_key == visibility.num_keys - 1 and span.context == ((0, span.first_key),)
-        for span in visibility.spans
-    )
 
 
 def _additive(

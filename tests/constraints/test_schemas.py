@@ -19,7 +19,7 @@ import jsonschema
 
 from refusion_lit import load
 from refusion_lit.cli import main
-from refusion_lit.data.schemas import Schemas
+from refusion_lit.constraints.schemas import Schemas
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Constraint, Prompt, SamplingParams

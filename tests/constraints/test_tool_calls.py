@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.data.tool_calls import FORMATS, CallPiece, CallReader, ThoughtPiece, find_format, find_thought_tags
+from refusion_lit.constraints.tool_calls import (
+    FORMATS,
+    CallPiece,
+    CallReader,
+    ThoughtPiece,
+    find_format,
+    find_thought_tags,
+)
 from support.tools import TEMPLATES
 
 CALL = '{"name": "f", "arguments": {"a": "</tool_call>", "b": [1]}}'

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusion_lit import load
+from refusion_lit.constraints import schema_templates
 from refusion_lit.contrib import CARD
-from refusion_lit.data import schema_templates
 from refusion_lit.decoding import Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from refusion_lit.cli.generate import read_template
+from refusion_lit.constraints.templates import Template
 from refusion_lit.data.evaluation import encode_given
-from refusion_lit.data.templates import Template
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.tasks import Example
 

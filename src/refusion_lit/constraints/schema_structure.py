@@ -1,6 +1,6 @@
 """The structure of JSON schemas: references, the number of values, and whether two schemas have a value in common.
 
-:mod:`~refusion_lit.data.schema_templates` compiles the schemas whose structure is known.
+:mod:`~refusion_lit.constraints.schema_templates` compiles the schemas whose structure is known.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from urllib.parse import unquote
 
 from refusion_lit.utils.require import OptionError
 
+OPTION = "json_schema"
+"""The option that errors name."""
 MAX_ITEMS = 4
 """Maximum number of items in an array without ``maxItems``."""
 NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
@@ -159,5 +161,5 @@ def refusal(what: str, name: str) -> OptionError:
         what: The part.
         name: The value that has the part.
     """
-    message = f"json_schema: a decoder that draws in any order cannot keep {what} in {name}; {FIX}."
-    return OptionError(message, "json_schema")
+    message = f"{OPTION}: a decoder that draws in any order cannot keep {what} in {name}; {FIX}."
+    return OptionError(message, OPTION)

@@ -1,11 +1,14 @@
 # ruff: noqa: ANN401 - transformers' classes
 """Self-speculative decoding for transformers' ``generate``: one prompt, greedy, the model's own text in fewer forwards.
 
+refusion-lit copies this program into exported directories of drafters, as ``custom_generate/generate.py``, so that they
+decode without refusion-lit:
+
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, draft=DIRECTORY, max_new_tokens=128)
 
-``draft`` is the directory or hub id of a drafter, by default that of the model: mask embeddings, and adapters of the
-linear layers that act at masks alone. Masks after the last token draft the tokens after the next one; the model's
-next-token predictions verify them.
+``draft`` is the directory or hub id of the drafter; by default, the model's directory also holds the drafter. A drafter
+consists of mask embeddings, and of adapters of the linear layers that act at masks only. Masks at the end of the text
+draft the tokens after the next token. The model's next-token predictions verify the drafts in the next forward.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 from transformers.utils import cached_file
 
-from refusion_lit.modeling.saving import request, respond, settings
+from refusion_lit.modeling.custom_generate import read_options, read_request, respond
 from refusion_lit.modeling.weights import weights_digest
 
 
@@ -30,19 +33,19 @@ def generate(
     """Return the prompt and the response [1, token].
 
     Args:
-        inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
-        generation_config: Where options come from that are not in ``kwargs``; by default the model's.
+        inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` has the same meaning.
+        generation_config: Options that are not in ``kwargs``; by default the model's generation config.
         model: The causal model that the drafter was trained for.
-        draft: Directory or hub id of the drafter; ``None``: the model's own.
-        kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` of ones, and
-            a ``streamer``, which is given the tokens of each forward.
+        draft: Directory or hub id of the drafter; ``None``: the model's directory.
+        kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` without
+            zeros, and a ``streamer``, which receives the final tokens after every forward.
 
     Raises:
-        ValueError: If there is more than one prompt, it is too long, an option is one that this decoder lacks, or there
-            is no drafter, or another model's.
+        ValueError: If there is a second prompt, prompt and response exceed the context, an option is unknown, or the
+            drafter is missing or was trained for another model.
     """
-    asked = settings(model, generation_config, kwargs)
-    ids, limit, eos = request(model, inputs, asked, kwargs)
+    values = read_options(model, generation_config, kwargs)
+    ids, limit, eos = read_request(model, inputs, values, kwargs)
     drafter = _Drafter(model, str(draft or model.config._name_or_path))
     try:
         return respond(ids, _Decoding(model, drafter, ids[0].tolist(), limit, eos).run, kwargs.get("streamer"))
@@ -51,7 +54,7 @@ def generate(
 
 
 class _Drafter:
-    """Masks and adapters; ``num_masks`` says how many of the last tokens of the running forward are masks."""
+    """Masks and adapters. ``num_masks`` is the number of masks at the end of the next forward's tokens."""
 
     def __init__(self, model: Any, directory: str) -> None:
         files = [cached_file(directory, name, _raise_exceptions_for_missing_entries=False)
@@ -63,12 +66,12 @@ class _Drafter:
         self.vocab_size = description.get("vocab_size", model.config.vocab_size)
         self.unused_token_ids = description.get("unused_token_ids", [])
         digest = description["base_weights"]
-        is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
+        is_rounded = model.dtype == torch.float16  # the digest of rounded weights differs
         if digest is not None and not is_rounded and digest != weights_digest(model.get_decoder().layers):
             raise ValueError(
                 f"draft: expected a drafter of this model, got {directory}, which is another model's; give its own."
             )
-        weights = {name: one.to(model.device, model.dtype) for name, one in load_file(str(files[1])).items()}
+        weights = {name: weight.to(model.device, model.dtype) for name, weight in load_file(str(files[1])).items()}
         self.masks = weights["masks"]
         self.scale = options["alpha"] / options["rank"]
         self.num_masks = 0
@@ -96,7 +99,7 @@ class _Drafter:
 
 
 class _Decoding:
-    """One prompt. The cache holds all tokens but the last one."""
+    """A prompt in flight. The cache contains all tokens but the last token."""
 
     def __init__(self, model: Any, drafter: _Drafter, prompt: list[int], limit: int, eos: set[int]) -> None:
         self.model = model
@@ -132,7 +135,15 @@ class _Decoding:
         return self.text[length:]
 
     def forward(self, drafts: list[int], num_masks: int) -> tuple[list[int], list[int]]:
-        """Return the tokens after the last one and after each draft, and those that masks after them draft."""
+        """Feed the last token, drafts and masks. Return the next token after each of them.
+
+        Args:
+            drafts: Drafts to verify.
+            num_masks: Number of masks that draft further tokens.
+
+        Returns:
+            The model's tokens after the last token and after every draft, and the masks' drafts.
+        """
         length = self.cache.get_seq_length()
         device = self.model.device
         tokens = [*self.text[length:], *drafts]

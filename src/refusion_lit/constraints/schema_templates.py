@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_text, encode_within, split_added_tokens
-from refusion_lit.data.schema_structure import (
+from refusion_lit.constraints.schema_structure import (
     FIX,
     MAX_ITEMS,
     NOTES,
+    OPTION,
     TYPES,
     UNIONS,
     VALUES,
@@ -32,7 +32,8 @@ from refusion_lit.data.schema_structure import (
     inline_references,
     refusal,
 )
-from refusion_lit.data.tool_calls import ToolFormat
+from refusion_lit.constraints.tool_calls import ToolFormat
+from refusion_lit.data.encoding import encode_text, encode_within, split_added_tokens
 from refusion_lit.types import Constraint, ConstraintState
 from refusion_lit.utils.require import OptionError
 
@@ -250,7 +251,7 @@ class TemplateCompiler:
                 if num_tokens > MAX_TOTAL:
                     raise refusal(f"more than {MAX_TOTAL} tokens of possible values", "the schema")
         except (AttributeError, TypeError, RecursionError) as error:  # a value of a keyword has another type
-            raise OptionError(f"json_schema: this schema is wrong: {error}.", "json_schema") from error
+            raise OptionError(f"{OPTION}: this schema is wrong: {error}.", OPTION) from error
         given: list[int | None] = []
         spans: dict[int, Span | Choice] = {}
         for kind, group in groupby(kept, type):
@@ -449,16 +450,16 @@ class TemplateCompiler:
             ids = [token for text in texts for token in self._ids.get(text, ())]
             if not ids:
                 names = ", ".join(map(repr, texts))
-                message = f"json_schema: this tokenizer has no token for any of {names}; {FIX}."
-                raise OptionError(message, "json_schema")
+                message = f"{OPTION}: this tokenizer has no token for any of {names}; {FIX}."
+                raise OptionError(message, OPTION)
             self._sets[texts] = torch.tensor(ids)
         return self._sets[texts]
 
     def _encode(self, text: str) -> list[int]:
         ids = encode_within(self._tokenizer, text)
         if "".join(self._texts[token] for token in ids) != text:
-            message = f"json_schema: this tokenizer cannot write {text[:40]!r}; {FIX}."
-            raise OptionError(message, "json_schema")
+            message = f"{OPTION}: this tokenizer cannot write {text[:40]!r}; {FIX}."
+            raise OptionError(message, OPTION)
         return ids
 
 

@@ -1,0 +1,1 @@
+"""Constraints: JSON schemas, calls of tools and templates that responses follow."""

@@ -1,0 +1,237 @@
+"""Grammars for decoders that sample from left to right, compiled from JSON schemas by llguidance."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.constraints.schema_structure import OPTION
+from refusion_lit.constraints.strict_schemas import EXACT
+from refusion_lit.constraints.tool_calls import ToolFormat
+from refusion_lit.data.encoding import split_added_tokens
+from refusion_lit.types import ConstraintState, SpecialTokens
+from refusion_lit.utils.require import OptionError, require
+
+_SEPARATORS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf"\\',  # others would hide the name of a property
+}
+"""Options of llguidance."""
+_ENDS = b'}]",:'
+_LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_BYTE_ORDERS = (_ENDS + b"@./0123456789-_+ " + _LETTERS, *[_ENDS + _LETTERS + b"9876543210@./-_+ "] * 2)
+"""Orders in which bytes are tried to complete a text, used in turn. Bytes that end a value come first (but last within
+strings). With a single order, a completion could repeat a byte forever, for example in a number above 0."""
+MAX_COMPLETION = 2048
+"""Maximum number of tokens of a completion."""
+_LONG_NUMBER = re.compile(rb"([0-9]{150}|[eE][+-]?[0-9]{3,})\Z")
+"""The end of a text whose last number may be infinite as a float."""
+_MAX_DEPTH = 64
+"""Maximum depth of nested lists and objects in a text, because parsers and validators are recursive."""
+
+
+class GrammarCompiler:
+    """Compiles JSON schemas to llguidance's grammars for a tokenizer.
+
+    Attributes:
+        eos_token_ids: EOS tokens.
+        vocab_size: Number of ids.
+        hub_tokenizer: transformers' tokenizer.
+        tokenizer: llguidance's wrapper of the tokenizer.
+        byte_tokens: Tokens of single bytes, in each order of ``_BYTE_ORDERS``.
+        quotes: The token of a double quote; empty if the vocabulary lacks it.
+        percent: The token of ``%``, which JSON allows within strings only; ``None`` if the vocabulary lacks it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens) -> None:
+        try:
+            self._library: Any = importlib.import_module("llguidance")
+            wrap: Any = importlib.import_module("llguidance.hf").from_tokenizer
+        except ImportError as error:
+            message = f"{OPTION}: needs the package llguidance; run pip install llguidance."
+            raise OptionError(message, OPTION) from error
+        self.eos_token_ids = list(special.eos_token_ids)
+        self.vocab_size = special.vocab_size
+        self.hub_tokenizer = tokenizer
+        try:
+            self.tokenizer = wrap(tokenizer, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
+        except ValueError as error:
+            message = f"{OPTION}: this tokenizer cannot keep a schema: {error}; leave it out."
+            raise OptionError(message, OPTION) from error
+        usable = [token for token in reversed(range(self.vocab_size)) if not self.tokenizer.is_special_token(token)]
+        by_text = {self.tokenizer.decode_bytes([token]): token for token in usable}
+        by_byte = {byte: by_text[bytes([byte])] for byte in range(256) if bytes([byte]) in by_text}
+        orders = [dict.fromkeys([*order, *range(256)]) for order in _BYTE_ORDERS]  # every byte once
+        self.byte_tokens = [[by_byte[byte] for byte in order if byte in by_byte] for order in orders]
+        self.quotes = [by_text[text] for text in (b'"',) if text in by_text]
+        self.percent = by_text.get(b"%")
+
+    def compile(self, schema: object) -> str:
+        """Return a schema's grammar.
+
+        Raises:
+            ValueError: If the schema is wrong or cannot be guaranteed.
+        """
+        text = json.dumps({} if schema is True else schema)  # options of llguidance apply to objects only
+        integers, fractions = list[str](), list[str]()
+        json.loads(text, parse_int=integers.append, parse_float=fractions.append)
+        rounded = [number for number in fractions if float(EXACT.create_decimal(number)) != float(number)]
+        rounded += [number for number in integers + fractions if abs(float(number)) >= 2**53]
+        require(not rounded, OPTION, "numbers below 2**53, fractions of up to 15 digits", rounded, "use strings")
+        multiples = [abs(int(number)) for number in re.findall(r'"multipleOf": (-?\d+)', text)]
+        product = math.lcm(*multiples) * max(multiples, default=0)  # llguidance multiplies an allOf's in 32 bits
+        if product >= 2**32:
+            message = f"{OPTION}: multipleOf: expected smaller or fewer numbers, got {multiples}; lower or drop some."
+            raise OptionError(message, OPTION)
+        try:
+            grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_SEPARATORS))
+            reason = self.make_matcher(grammar).get_error()
+        except ValueError as error:
+            grammar, reason = "", str(error)
+        if reason:
+            message = f"{OPTION}: this schema cannot be kept: {' '.join(reason.split())[:300]}; simplify it."
+            raise OptionError(message, OPTION)
+        return grammar
+
+    def compile_calls(self, schemas: Mapping[str, object], tool_format: ToolFormat, *, is_parallel: bool) -> str:
+        """Return the grammar of calls.
+
+        Args:
+            schemas: Strict schemas of the arguments by the function's name, which :meth:`compile` has taken.
+            tool_format: How the model writes calls.
+            is_parallel: Whether there may be several calls.
+        """
+        before, after = self._quote(tool_format.before_name), self._quote(tool_format.after_arguments)
+        more = f"({self._quote(tool_format.between)} call)*" if is_parallel and tool_format.between else ""
+        rules = [f"start: {self._quote(tool_format.begin)} call {more} {self._quote(tool_format.end)}"]
+        rules.append("call: " + " | ".join(f"call{i}" for i in range(len(schemas))))
+        for i, (name, schema) in enumerate(schemas.items()):
+            options = {**({} if schema is True else schema), "x-guidance": _SEPARATORS}  # type: ignore[dict-item]
+            rules.append(f"call{i}: {before} {self._quote(name + tool_format.after_name)} arguments{i} {after}")
+            rules.append(f"arguments{i}: %json {json.dumps(options)}")
+        return str(self._library.LLMatcher.grammar_from_lark("\n".join(rules)))
+
+    def _quote(self, text: str) -> str:
+        """Return a text in a grammar; names of added tokens become tokens, as llguidance does not spell them."""
+        parts = split_added_tokens(self.hub_tokenizer, text)
+        ids: Any = self.hub_tokenizer.convert_tokens_to_ids([part for part, is_name in parts if is_name])
+        numbers = iter(ids)
+        return " ".join(f"<[{next(numbers)}]>" if is_name else json.dumps(part) for part, is_name in parts)
+
+    def make_matcher(self, grammar: str) -> Any:  # noqa: ANN401 - llguidance is not typed
+        """Return a matcher at the beginning of a text."""
+        return self._library.LLMatcher(self.tokenizer, grammar)
+
+
+class GrammarState(ConstraintState):
+    """A matcher and the tokens that it has consumed.
+
+    Invariant: the text so far has a completion, EOS included, within the length limit. A sampled token is replaced by
+    the next token of the last known completion if no completion within the limit follows the sampled token, or if it
+    makes the text too deep, or a number too long, for parsers.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, grammar: str, max_length: int) -> None:
+        self._compiler = compiler
+        self._grammar = grammar
+        self._matcher = compiler.make_matcher(grammar)
+        self._max_length = max_length
+        self._consumed: list[int] = []
+        self._completions: dict[tuple[int, ...], list[int]] = {}
+
+    def allowed(self, place: int, before: Sequence[int]) -> Tensor | None:
+        """Return the tokens that may follow a text; see :meth:`ConstraintState.allowed`."""
+        if len(before) != place or not self._advance_to(before):
+            return None  # after a draft that breaks the schema, or masks of a drafter
+        mask = self._mask()
+        if mask[self._compiler.eos_token_ids].any():
+            mask[self._compiler.eos_token_ids] = True
+        return mask
+
+    def settle(self, place: int, before: Sequence[int], token: int) -> int:
+        """Return a sampled token, or the token that replaces it; see :meth:`ConstraintState.settle`."""
+        if len(before) != place or not self._advance_to(before):
+            return token
+        if token in self._compiler.eos_token_ids and self._matcher.is_accepting():
+            return token
+        known = self._completions.pop(tuple(before), None) or self.find_completion(MAX_COMPLETION)
+        if not known:  # after a draft that the grammar accepts, but that is settled as another token
+            return token
+        following = known[1:]
+        if token != known[0]:
+            is_readable = self._advance_to([*before, token]) and self._is_readable()
+            completion = self.find_completion(self._max_length - place - 1) if is_readable else None
+            if completion is None:
+                token = known[0]
+            else:
+                following = completion
+        self._completions = {tuple(before): known, (*before, token): following}
+        return token
+
+    def find_completion(self, limit: int) -> list[int] | None:
+        """Return tokens that complete the text, EOS included; ``None`` if none of at most ``limit`` are found.
+
+        Greedy search: every step takes the first allowed byte in an order of ``_BYTE_ORDERS``, except that a string is
+        closed first. The search may miss a completion, but whatever it returns is valid.
+        """
+        completion: list[int] = []
+        num_consumed = 0
+        eos_token_ids = self._compiler.eos_token_ids
+        while len(completion) < limit:
+            forced = [] if self._matcher.is_accepting() else self._matcher.compute_ff_tokens()
+            if not forced:
+                mask = self._mask()
+                is_string = self._compiler.percent is not None and mask[self._compiler.percent]
+                order = self._compiler.byte_tokens[(len(self._consumed) + num_consumed) % len(_BYTE_ORDERS)]
+                first = [*self._compiler.quotes, *order[len(_ENDS) :]] if is_string else eos_token_ids
+                choices = [*first, *order]
+                forced = [token for token, fits in zip(choices, mask[choices].tolist(), strict=True) if fits][:1]
+            if not forced or forced[0] in eos_token_ids:
+                completion += forced
+                break
+            num_accepted = self._matcher.try_consume_tokens(forced)
+            num_consumed += num_accepted
+            completion += forced[:num_accepted]
+            if num_accepted < len(forced):
+                break
+        self._matcher.rollback(num_consumed)
+        is_complete = completion and completion[-1] in eos_token_ids and len(completion) <= limit
+        return completion if is_complete and not self._matcher.is_error() else None
+
+    def _is_readable(self) -> bool:
+        """Return whether the text is not too deep for parsers, and its last number is finite as a float."""
+        text = re.sub(rb'"([^"\\]|\\.)*"?', b"", self._compiler.tokenizer.decode_bytes(self._consumed))
+        is_deep = sum((byte in b"[{") - (byte in b"]}") for byte in text) > _MAX_DEPTH
+        return not is_deep and not _LONG_NUMBER.search(text[-200:])
+
+    def _mask(self) -> Tensor:
+        """Return which tokens may follow, bool [vocab]."""
+        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        return bits.flatten()[: self._compiler.vocab_size].bool()
+
+    def _advance_to(self, tokens: Sequence[int]) -> bool:
+        """Move the matcher behind ``tokens``; return whether they begin a text of the schema."""
+        if self._matcher.is_error():  # for good: nothing may follow what it consumed
+            self._matcher, self._consumed = self._compiler.make_matcher(self._grammar), []
+        common = 0
+        while common < min(len(self._consumed), len(tokens)) and self._consumed[common] == tokens[common]:
+            common += 1
+        self._matcher.rollback(len(self._consumed) - common)
+        del self._consumed[common:]
+        rest = list(tokens[common:])
+        if any(token >= self._compiler.vocab_size or token in self._compiler.eos_token_ids for token in rest):
+            return False
+        num_accepted = self._matcher.try_consume_tokens(rest)
+        self._consumed += rest[:num_accepted]
+        return num_accepted == len(rest)

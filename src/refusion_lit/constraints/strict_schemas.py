@@ -1,0 +1,120 @@
+"""Strict JSON schemas, which llguidance guarantees exactly.
+
+llguidance reads some keywords more loosely than JSON schema defines them, and engines disagree about others. A strict
+schema tightens these keywords, so that every value of the strict schema is a value of the user's schema. Keywords that
+cannot be tightened are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Context, Decimal
+from numbers import Integral, Real
+from typing import Any
+
+from refusion_lit.constraints.schema_structure import OPTION, VALUES
+from refusion_lit.utils.require import OptionError, is_number
+
+_BOUNDS = ("minimum", "maximum", "multipleOf")
+_EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LAST = (*VALUES, "allOf", "anyOf", "oneOf", "$ref")
+"""Keywords that come last in a strict schema: llguidance reads the keywords before and after them separately."""
+_IGNORED = ("default", "examples")
+"""Keywords that constrain nothing and may hold any value."""
+EXACT = Context(prec=15, Emin=-8)
+"""Precision of decimals that all parsers read as the same floats, from 1e-22 on."""
+_AMBIGUOUS = re.compile(r"\\[DW]|\[\^[^]]*\\|\[\^?]?[^]]*(\[|&&|--|~~)|\(\?[^:=!<]")
+"""Patterns that engines read differently; escapes other than ``\\d``, ``\\D``, ``\\w``, ``\\W`` are removed first."""
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"({_YEAR}-(0[13-9]|1[0-2])-[0-9]{{2}}|{_YEAR}-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_LABEL = "[a-zA-Z0-9-]{1,63}"
+_FORMAT_KEYWORDS: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}"},
+    "time": {"pattern": f"^{_TIME}"},
+    "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}"},
+    "email": {"pattern": rf"^[^@]{{1,64}}@({_LABEL}\.)*{_LABEL}$", "maxLength": 254},
+    "hostname": {"maxLength": 253},
+}
+"""Keywords that tighten a format. llguidance alone allows 29 February in every year, the year 0, second 60 in every
+minute, and names of hosts that are too long."""
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose value maps names, which are not keywords, to schemas."""
+
+
+def make_strict(schema: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a schema that llguidance guarantees exactly and that implies the given schema.
+
+    Raises:
+        ValueError: If there is no such schema.
+    """
+    if not isinstance(schema, Mapping):
+        return [make_strict(item) for item in schema] if isinstance(schema, list | tuple) else schema
+    strict: dict[str, Any] = {}
+    for keyword in sorted(schema, key=_LAST.__contains__):
+        value = schema[keyword]
+        for is_valid, expected, got in _check_keyword(keyword, value, schema):
+            if not is_valid:
+                message = f"{OPTION}: {keyword}: expected {expected}, got {got!r}; correct it, or leave it out."
+                raise OptionError(message, OPTION)
+        if keyword in _NAMED and isinstance(value, Mapping):
+            strict[keyword] = {name: make_strict(item) for name, item in value.items()}
+        elif keyword not in _IGNORED:
+            strict[keyword] = value if keyword in VALUES else make_strict(value)
+    # Exclusive bounds become inclusive. Parsers may round a number just beyond the bound to the bound itself, so the
+    # inclusive bound is the next number that all parsers read exactly.
+    for inclusive, tighter, next_number in (("minimum", max, EXACT.next_plus), ("maximum", min, EXACT.next_minus)):
+        bound = strict.pop(f"exclusive{inclusive.title()}", False)
+        bound = strict.get(inclusive, False) if bound is True else bound  # draft 4 has booleans
+        if bound is not False:
+            end = float(next_number(EXACT.create_decimal(repr(float(bound)))))
+            strict[inclusive] = tighter(end, strict.get(inclusive, end))
+    more = _FORMAT_KEYWORDS.get(str(strict.get("format")))
+    if more and isinstance(strict.get("allOf", []), list):
+        strict["allOf"] = [more, *strict.get("allOf", [])]
+    if not isinstance(strict.get("items"), list):
+        strict.pop("additionalItems", None)  # meaningless here, but llguidance would skip prefixItems
+    return strict
+
+
+def _check_keyword(
+    keyword: str,
+    value: Any,  # noqa: ANN401
+    schema: Mapping[str, Any],
+) -> Iterator[tuple[bool, str, object]]:
+    """Yield the checks of a keyword's value: whether the value passes, what is expected, and the value.
+
+    A check may rely on the checks before it, so the caller stops at the first failure.
+    """
+    if keyword == "x-guidance" or (keyword == "$schema" and "/draft-03/" in str(value)):
+        yield False, "draft 4 or later, without options of llguidance", value
+    elif keyword in _BOUNDS or (keyword in _EXCLUSIVE and not isinstance(value, bool)):
+        yield is_number(value, Real), "a number", value
+        number = float(Decimal(value))  # infinite if it is too large for a float
+        yield math.isfinite(number), "a finite number of 64 bits", number
+        yield keyword != "multipleOf" or isinstance(value, Integral), "an integer, as floats are rounded", value
+    elif keyword in _SIZES:
+        number = float(Decimal(value)) if is_number(value, Real) else -1.0
+        is_size = 0 <= number < math.inf and number.is_integer()
+        yield is_size, "an integer of at least 0", value if math.isfinite(number) else number
+        names = schema.get("required")
+        most = 1 + len({*map(str, names)} if isinstance(names, list | tuple) else ())
+        yield keyword != "minProperties" or number <= most, f"at most {most}: required names and one more", value
+    elif keyword == "format":
+        yield value != "unknown", "a format that JSON schema defines", value  # llguidance ignores it
+    elif keyword in ("pattern", "patternProperties"):
+        for pattern in value if isinstance(value, Mapping) else [str(value)]:
+            is_clear = not _AMBIGUOUS.search(re.sub(r"\\[^DWdw]", "x", str(pattern)))
+            expected = r"patterns without \D, \W, [^\d], [^\w], (?i) and sets in classes, where engines differ"
+            yield is_clear, expected, pattern
+    elif keyword in VALUES:
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            message = f"{OPTION}: {keyword}: expected values that JSON has, got another ({error}); write JSON alone."
+            raise OptionError(message, OPTION) from error
