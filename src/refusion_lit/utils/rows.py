@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-
 _MAX_FIELD = 1 << 30
 """Maximum number of characters in a field of a CSV file; Python's own limit of 131 072 is below that of a long text."""
 
