@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
@@ -245,10 +245,12 @@ class Service:
         """
         try:
             served = await self._begin(read(), request.state.arrived)
-        except (ValueError, HTTPException) as error:
+        except (ValueError, RecursionError, HTTPException) as error:
             self.requests.labels("refused").inc()
             if isinstance(error, HTTPException):
                 raise
+            if isinstance(error, RecursionError):
+                raise HTTPException(400, "body: expected JSON of fewer levels, got too many; simplify it.") from None
             name = names.get(error.option) if isinstance(error, OptionError) else None
             message = error.rename(name) if isinstance(error, OptionError) and name else str(error)
             raise HTTPException(400, message) from error
@@ -262,7 +264,8 @@ class Service:
             if await request.is_disconnected():
                 collecting.cancel()
                 return Response(status_code=499)
-        return JSONResponse(collecting.result())
+        # In ASCII, because a lone surrogate in a field that the response repeats cannot be sent as it is.
+        return Response(json.dumps(collecting.result()), media_type="application/json")
 
     def check_name(self, name: str) -> None:
         """Refuse another model's name.
