@@ -329,6 +329,11 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
             f"stored in any order here; for texts below {config.floor_scale} tokens (floor_scale), which it does not "
             "scale, set backbone.config.attn_temperature_tuning to false."
         )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"backbone: {name} biases attention by places in the KV cache (alibi), but tokens are stored in any order "
+            f"here; {_SUPPORTED}."
+        )
     other = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
     if other:
         raise ValueError(
