@@ -56,6 +56,35 @@ def test_a_chat_is_trained_as_its_template_renders_it(
     assert end == (tokenizer.eos_token if template else ENDS[kind])
 
 
+IN_LAST_TURN = (  # as Mistral: the system text stands before the last message of the user if nothing follows it
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ messages[0]['content'] + '\n' if loop.last }}"
+    "{{ m['content'] }}[/INST]{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}"
+)
+THOUGHTS_LEFT_OUT = (  # as DeepSeek-R1: the prompt opens the thoughts, and answers lose theirs
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'].split('</think>')[-1] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:<think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (IN_LAST_TURN, "In Italy.", "[INST]Be brief.\nAnd Rome?[/INST] In Italy.<|im_end|>"),
+        (THOUGHTS_LEFT_OUT, "<think>\nHm.\n</think>\nItaly.", "assistant:<think>\nHm.\n</think>\nItaly.<|im_end|>"),
+        (THOUGHTS_LEFT_OUT, "Hm.\n</think>\nItaly.", "assistant:<think>\nHm.\n</think>\nItaly.<|im_end|>"),
+        ("{{ messages[-1]['content'] | upper }}<|im_end|>", "Italy.", "AND ROME?<|im_end|>Italy.<|im_end|>"),
+    ],
+)
+def test_an_answer_that_its_template_changes_ends_as_the_template_ends_turns(
+    template: str, answer: str, expected: str
+) -> None:
+    tokenizer = make_tokenizer("qwen", chat_template=template)
+    turns = ({"role": "system", "content": "Be brief."}, *TURNS[:2], {"role": "user", "content": "And Rome?"})
+    sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=turns))
+    assert tokenizer.decode([*sample.prompt_ids, *sample.response_ids]).endswith(expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(query=TEXTS, answer=TEXTS)

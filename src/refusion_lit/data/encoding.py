@@ -106,24 +106,61 @@ def encode_response(
         is_split = whole[: len(prompt_ids)] != [*prompt_ids]
         ids = _encode_parts(tokenizer, guard.split(rest), within=True) if is_split else whole[len(prompt_ids) :]
         return [*ids, eos]
-    try:
-        rendered = _render(
-            tokenizer, guard, [*turns, {"role": "assistant", "content": response}], prompt_template, query, tools,
-            is_open=False,
-        )  # fmt: skip
-    except ValueError:  # a template may refuse what the prompt's template does not
-        rendered = ""
+
+    def render(content: str) -> str:
+        answered = [*turns, {"role": "assistant", "content": content}]
+        try:
+            return _render(tokenizer, guard, answered, prompt_template, query, tools, is_open=False)
+        except ValueError:  # a template may refuse what the prompt's template does not
+            return ""
+
+    rendered = render(response)
+    marked = guard.mark(response)
     ids = []
     if rendered.startswith(opened):
         ids = _encode_rest(tokenizer, guard, rendered, opened, prompt_ids)
-    elif response and (marked := guard.mark(response)) in rendered:
-        # The template writes an earlier turn of the assistant without the opening, as Qwen3 does with its thoughts.
-        ids = _encode_parts(tokenizer, guard.split(marked + rendered.rpartition(marked)[2]), within=True)
+    elif response and marked in rendered:
+        # The template writes the earlier turns or the assistant's opening in another way than in the prompt, such as
+        # Mistral's system text, which is in the last turn of the user, and openings with "<think>".
+        before, _, closing = rendered.rpartition(marked)
+        lead = _find_lead(before, opened, guard.mark(str(turns[-1].get("content") or "")))
+        ids = _encode_parts(tokenizer, guard.split(lead + marked + closing), within=True)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for place, token in enumerate(ids):
         if token in special and response.strip() in str(tokenizer.decode(ids[:place])):
             return ids[: place + 1]
-    return [*_encode_parts(tokenizer, guard.split(guard.mark(response)), within=True), eos]
+    # The template changes the text, by leaving out thoughts, say: the text is encoded as it is, with the turn's end.
+    text = _without_opening(response, opened)
+    closing = render(guard.probe).rpartition(guard.probe)[2]
+    names = [closing[start:end] for start, end in guard.find_names(closing)]
+    end = tokenizer.convert_tokens_to_ids(names[0]) if names else eos
+    return [*_encode_parts(tokenizer, guard.split(guard.mark(text)), within=True), int(end)]  # type: ignore[arg-type]
+
+
+def _find_lead(before: str, opened: str, query: str) -> str:
+    """Return the text between the assistant's opening and the answer in a rendered chat, such as a space.
+
+    Args:
+        before: The rendered chat up to the answer.
+        opened: The rendered prompt, which has the last turn and the opening at its end.
+        query: The text of the turn before the answer.
+    """
+    if not query or query not in before or query not in opened:
+        return ""
+    between, opening = (text.rpartition(query)[2] for text in (before, opened))
+    return between[len(opening) :] if between.startswith(opening) else ""
+
+
+def _without_opening(response: str, opened: str) -> str:
+    """Return a response without the tag that begins its thoughts if the prompt ends with this tag already."""
+    tag = _TAG_AT_END.search(opened)
+    text = response.lstrip()
+    if tag is None or not text.startswith(tag[1]):
+        return response
+    return text[len(tag[1]) :].removeprefix(tag[2])
+
+
+_TAG_AT_END = re.compile(r"(<[^<>\s]+>)(\s*)\Z")
 
 
 def _encode_rest(
