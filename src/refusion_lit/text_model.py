@@ -90,16 +90,26 @@ class TextModel:
         """
         return encode_prompt(self.tokenizer, query, self.prompt_template, messages, tools, chat_options)
 
-    def detokenize(self, token_ids: Sequence[int], after: Sequence[int] = (), stop: Sequence[str] = ()) -> str:
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        after: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        *,
+        is_growing: bool = False,
+    ) -> str:
         """Return the text of tokens without special tokens.
 
         Args:
             token_ids: The tokens of a response.
             after: The tokens of the prompt. A tokenizer may drop a space at the beginning of a text, and a response is
                 a part of the whole text.
-            stop: Stop strings; special tokens that they name are kept as text.
+            stop: Stop strings, which are found in names of special tokens, too.
+            keep: Texts; special tokens whose names they contain are kept as text.
+            is_growing: Whether further tokens may follow, for :class:`~refusion_lit.decoding.TextStream`.
         """
-        return self._detokenizer(token_ids, after, stop)
+        return self._detokenizer(token_ids, after, stop, keep, is_growing=is_growing)
 
     def _detokenize_alone(self, token_ids: Sequence[int], after: Sequence[int], stop: Sequence[str]) -> str:  # noqa: ARG002
         return self.detokenize(token_ids, stop=stop)

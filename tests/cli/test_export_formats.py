@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY
@@ -234,31 +234,32 @@ def test_a_model_without_the_familys_shift_is_refused(tmp_path: Path, capsys: py
     assert not output.exists()
 
 
+ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "change", "words"),
     [
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rotary positions"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        *((name, {"rope_parameters": ROPE}, "rotary positions") for name in GOLDENS),
+        *((name, {"head_dim": 32}, "head_dim 24") for name in ("llada-tiny", "dream-tiny", "fast-dllm-v2-tiny")),
+        ("llada-tiny", {"attention_bias": True}, "attention_bias"),
+        ("llada-tiny", {"mlp_bias": True}, "mlp_bias"),
+        ("llada-tiny", {"hidden_act": "gelu"}, "hidden_act"),
+        ("wedlm-tiny", {"attention_bias": True}, "o_proj.bias"),
+        ("llada2-tiny", {"use_qk_norm": False}, "use_qk_norm"),
     ],
 )
 def test_a_backbone_that_the_familys_class_lacks_is_refused(
-    change: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, change: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Llama can have more than LLaDA's class computes."""
+    """Transformers' classes can have more than the authors' classes compute."""
     source, output = tmp_path / "source", tmp_path / "exported"
-    assert main(["export", f"--ckpt_path={MODELS['llada-tiny']}", f"--output={source}"]) == 0
+    assert main(["export", f"--ckpt_path={MODELS[name]}", f"--output={source}"]) == 0
     config = read(source / "config.json") | change
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # random, as shapes may differ
+    model.save_pretrained(source)
     (source / "config.json").write_text(json.dumps(config))
-    if change.get("attention_bias"):
-        weights = load_file(source / "model.safetensors")
-        biases = {
-            name.replace("weight", "bias"): weight.sum(1) for name, weight in weights.items() if "self_attn" in name
-        }
-        from safetensors.torch import save_file
-
-        save_file(weights | biases, source / "model.safetensors", metadata={"format": "pt"})
-    assert main(["export", f"--ckpt_path={source}", f"--output={output}", "--format=llada"]) == 2
+    assert main(["export", f"--ckpt_path={source}", f"--output={output}", f"--format={GOLDENS[name]}"]) == 2
     assert words in capsys.readouterr().err
     assert not output.exists()
 

@@ -159,7 +159,7 @@ def test_losses_are_written_with_and_without_tensorboard(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not installed:
-        monkeypatch.setattr("refusion_lit.cli.run_directory.find_spec", lambda name: None)
+        monkeypatch.setattr("refusion_lit.cli.run_loggers.find_spec", lambda name: None)
     assert fit(tmp_path, "--trainer.max_steps=1", "--run_version=v") == 0
     run = tmp_path / "quickstart" / "v"
     assert "train/loss" in (run / "metrics.csv").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from refusion_lit import load
 from refusion_lit.cli import main
 from refusion_lit.data.detokenizer import Detokenizer
-from refusion_lit.decoding import Autoregressive, Generation, TextStream
+from refusion_lit.data.encoding import encode_within
+from refusion_lit.decoding import Autoregressive, Generation, TextStream, cut_at_stop
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from support.servers import address, serving
@@ -121,6 +123,33 @@ def test_a_stop_string_that_names_a_special_token_is_found(kind: str, models: di
         assert row.text == (" is " if stop[0].startswith("Paris") else " is Paris")
     [row] = model.generate([PROMPT], decoder=Autoregressive(), max_new_tokens=40)
     assert name not in row.text
+
+
+@pytest.mark.parametrize("kind", ["llama3", "llama2"])
+def test_names_of_special_tokens_are_text_only_where_a_stop_string_reaches(
+    kind: str, models: dict[str, TextModel]
+) -> None:
+    """As transformers and the harness do, which look for stop strings in the text with all special tokens."""
+    model = models[kind]
+    name = {"llama2": "<s>", "llama3": "<|eot_id|>"}[kind]
+    before, after = continuation(model, " is Paris")
+    token: int = model.tokenizer.convert_tokens_to_ids(name)  # type: ignore[assignment]
+    tokens = [*after, token, *encode_within(model.tokenizer, ".")]
+    half = name[: len(name) // 2]
+    cases = {
+        f"{name} never": " is Paris.", half: " is Paris", name[1:3]: " is Paris", f"s{half}": " is Pari",
+        f"{name}.": " is Paris", f"{name[-1]}.": " is Paris", "s.": " is Pari",
+    }  # fmt: skip
+    for stop, expected in cases.items():
+        sampling = SamplingParams(max_new_tokens=40, stop=(stop,))
+        stream = TextStream(partial(model.detokenize, after=before, stop=(stop,), is_growing=True), sampling)
+        pieces = [stream.piece(tokens[:num]) for num in range(1, len(tokens) + 1)]
+        final = cut_at_stop(model.detokenize(tokens, before, (stop,)), (stop,))
+        assert final == expected, stop
+        assert "".join([*pieces, stream.rest(final)]) == expected, stop
+        script(model, tokens, len(before))
+        [row] = model.generate([PROMPT], decoder=Autoregressive(), sampling=sampling)
+        assert (row.text, row.finish_reason == "stop") == (expected, expected != " is Paris."), stop
 
 
 def stream_text(detokenize: Detokenizer, tokens: list[int], after: list[int]) -> str:

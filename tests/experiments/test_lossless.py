@@ -19,10 +19,10 @@ import yaml
 import refusion_lit
 from refusion_lit import __version__
 from refusion_lit.decoding import Autoregressive, decode
-from refusion_lit.families.speculative import export as self_speculative
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.custom_generate import program_text
 from refusion_lit.modeling.drafter import DrafterOrigin
-from refusion_lit.modeling.saving import program_text, prompt_code
+from refusion_lit.modeling.saving import prompt_code
 from refusion_lit.reports.model_card import drafter_card
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 
@@ -142,7 +142,7 @@ def test_the_drafter_is_what_an_export_writes_today(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     drafter = FOLDER / "drafter"
     decoder = (drafter / "custom_generate" / "generate.py").read_text()
-    assert decoder == program_text(Path(self_speculative.__file__))
+    assert decoder == program_text("families.speculative")
     origin = DrafterOrigin.from_dict(json.loads((drafter / "drafter.json").read_text()))
     chat: Any = SimpleNamespace(chat_template="SmolLM2's", init_kwargs={})
     card = (drafter / "README.md").read_text().replace("refusion-lit 0.2.0", f"refusion-lit {__version__}")

@@ -18,11 +18,11 @@ from transformers.generation.streamers import BaseStreamer
 import refusion_lit
 from refusion_lit.cli.export import name_decoder
 from refusion_lit.decoding import ReFusion, SelfSpeculative
-from refusion_lit.families.speculative import export as self_speculative
+from refusion_lit.families.speculative import custom_generate as self_speculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.load import attach
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, prompt_code, save_drafter, save_model
-from refusion_lit.refusion import export as refusion
+from refusion_lit.refusion import custom_generate as refusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits
 from support.forks import printed_without_us
@@ -184,10 +184,10 @@ def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
     config = GenerationConfig(max_new_tokens=8, **asked)
     [name] = asked
     with pytest.raises(ValueError, match=rf"^{name}: expected none, got .* in the generation config"):
-        decoder.settings(library, config, {})
+        decoder.read_options(library, config, {})
     library.generation_config = config
-    assert decoder.settings(library, config, {})[name] == asked[name]
-    assert decoder.settings(library, GenerationConfig(temperature=0.0), {"input_ids": prompt})["temperature"] == 0
+    assert decoder.read_options(library, config, {})[name] == asked[name]
+    assert decoder.read_options(library, GenerationConfig(temperature=0.0), {"input_ids": prompt})["temperature"] == 0
 
 
 @pytest.mark.parametrize("decoder", [refusion, self_speculative])
@@ -195,15 +195,15 @@ def test_a_temperature_of_one_is_refused_unless_the_request_is_greedy(decoder: M
     library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
     warm = GenerationConfig(temperature=1.0)
     with pytest.raises(ValueError, match=r"^temperature: expected none, got 1.0 in the call"):
-        decoder.settings(library, None, {"temperature": 1.0})
-    assert decoder.settings(library, None, {"temperature": 1.0, "do_sample": False})["temperature"] == 1
-    assert decoder.settings(library, warm, {"do_sample": False})["temperature"] == 1
+        decoder.read_options(library, None, {"temperature": 1.0})
+    assert decoder.read_options(library, None, {"temperature": 1.0, "do_sample": False})["temperature"] == 1
+    assert decoder.read_options(library, warm, {"do_sample": False})["temperature"] == 1
     greedy = GenerationConfig(temperature=1.0, do_sample=False)
-    assert decoder.settings(library, greedy, {})["temperature"] == 1
+    assert decoder.read_options(library, greedy, {})["temperature"] == 1
     # A server sets the temperature in a copy of the model's config, and keeps its do_sample.
     library.generation_config = GenerationConfig(do_sample=False)
     with pytest.raises(ValueError, match=r"^temperature: expected none, got 1.0 in the generation config"):
-        decoder.settings(library, greedy, {})
+        decoder.read_options(library, greedy, {})
 
 
 def test_length_and_ends_of_a_generation_config_are_honoured() -> None:

@@ -115,9 +115,9 @@ def test_a_training_fits_and_exports_the_gaps(tmp_path: Path) -> None:
     assert stored["vocab_size"] == EOS + 1
     assert {*stored["unused_token_ids"]} == {*range(EOS)} - known(tokenizer)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    from refusion_lit.refusion import export
+    from refusion_lit.refusion import custom_generate
 
-    [written] = export.generate(torch.tensor([[12, 13]]), model=base, max_new_tokens=24).tolist()
+    [written] = custom_generate.generate(torch.tensor([[12, 13]]), model=base, max_new_tokens=24).tolist()
     model = refusion_lit.load(tmp_path / "out")
     [row] = model.generate_ids([[12, 13]], max_new_tokens=24)
     assert written[2:] == row.token_ids

@@ -239,6 +239,30 @@ def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, 
     assert words in caught.value.body["message"]
 
 
+def test_json_of_too_many_levels_is_refused(client: Any) -> None:
+    for levels in (400, 900, 5000):
+        arguments = '{"a": ' * levels + "1" + "}" * levels
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns: list[Any] = [
+            {"role": "user", "content": "1+1"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "1", "tool_call_id": "1"},
+        ]
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model=NAME, messages=turns)
+
+
+def test_lone_surrogates_in_labels_come_back_as_they_were_sent(server: Server) -> None:
+    schema = {"type": "integer", "minimum": 1, "maximum": 9}
+    form = {"type": "json_schema", "name": "a\ud800", "schema": schema}
+    body = {"model": NAME, "input": "1+1", "text": {"format": form}, "max_output_tokens": 16}
+    sent = urllib.request.Request(
+        f"{address(server)}/v1/responses", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(sent) as answer:
+        assert json.load(answer)["text"]["format"]["name"] == "a\ud800"
+
+
 def test_fields_that_ask_for_nothing_are_taken(client: Any) -> None:
     neutral = {
         "logprobs": False,

@@ -79,6 +79,22 @@ def test_stop_strings_and_choices(model: TextModel) -> None:
             assert "4" not in text[:-1]
 
 
+def test_alternatives_without_text_have_no_bytes(model: TextModel) -> None:
+    """A vocabulary may have rows that no text has; among all tokens, there are some."""
+    turns: list[Any] = [{"role": "user", "content": QUERY}]
+    with serving(model) as server:
+        options: dict[str, Any] = {"model": NAME, "messages": turns, "logprobs": True, "top_logprobs": 20}
+        [choice] = client(server).chat.completions.create(**options).choices
+        alternatives = choice.logprobs.content[0].top_logprobs
+        without_text = [entry.bytes for entry in alternatives if not entry.token]
+        assert without_text
+        assert without_text == [[]] * len(without_text)
+        streamed = [*client(server).chat.completions.create(**options, stream=True)]
+        entries = [entry for chunk in streamed if chunk.choices[0].logprobs
+                   for entry in chunk.choices[0].logprobs.content or []]  # fmt: skip
+        assert entries == choice.logprobs.content
+
+
 @pytest.mark.parametrize("wrong", [{"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": "yes"}])
 def test_wrong_values_are_refused(model: TextModel, wrong: dict[str, Any]) -> None:
     with serving(model) as server, pytest.raises(openai.BadRequestError) as error:

@@ -18,7 +18,6 @@ import openai
 
 from refusion_lit import load
 from refusion_lit.decoding import Autoregressive
-from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.chat_template import effort_options
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
@@ -170,10 +169,10 @@ def test_calls_within_thoughts_are_no_calls(tmp_path: Path, separate: bool, monk
     for written, is_open, thoughts, text, num_calls in WRITTEN:
         model.tokenizer.chat_template = f"{template}{'<think>' if is_open else ''}\n"
 
-        def write(_: Any, sampling: SamplingParams, written: str = written) -> TextStream:
-            return TextStream(lambda tokens: written[: 30 * len(tokens)], sampling)
+        def write(tokens: list[int], written: str = written, **_: Any) -> str:
+            return written[: 30 * len(tokens)]
 
-        monkeypatch.setattr("refusion_lit.serving.service.TextStream", write)
+        monkeypatch.setattr(model, "detokenize", write)
         whole = written.removesuffix(CALL).rstrip() if num_calls else written
         expected: tuple[Any, ...] = (thoughts, text, num_calls) if separate else ("", whole, num_calls)
         with (

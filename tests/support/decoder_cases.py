@@ -41,7 +41,7 @@ from support.subclasses import concrete_subclasses
 
 for room in (refusion_lit.refusion, refusion_lit.families):
     for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
-        if not module.name.endswith(".export"):  # programs for transformers alone
+        if not module.name.endswith(".custom_generate"):  # programs for transformers alone
             importlib.import_module(module.name)
 
 DECODERS = concrete_subclasses(Decoder)

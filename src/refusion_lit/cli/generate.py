@@ -107,7 +107,8 @@ class AnswerStream(GenerationCallback):
     def on_commit(self, index: int, state: RowState) -> None:  # noqa: ARG002
         """Print the text that has become final."""
         if self._stream is None:
-            detokenize = partial(self._detokenize, after=state.prompt.token_ids, stop=self._sampling.stop)
+            options = {"after": state.prompt.token_ids, "stop": self._sampling.stop, "is_growing": True}
+            detokenize = partial(self._detokenize, **options)
             self._stream = TextStream(detokenize, self._sampling)
         print(self._stream.piece(state.final_prefix()), end="", flush=True)
 

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import warnings
-from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +24,15 @@ from refusion_lit import decoding, objectives, tasks
 from refusion_lit.checkpoints.files import is_checkpoint_file, is_sharded_checkpoint, model_source, read_checkpoint
 from refusion_lit.checkpoints.metadata import CheckpointMetadata
 from refusion_lit.checkpoints.models import own_draft
-from refusion_lit.cli import resume, run_directory
-from refusion_lit.cli.parser import PARSER_ERRORS, OneLineParser, allow_bare_flags, explain_error, locate
+from refusion_lit.cli import resume, run_directory, run_loggers
+from refusion_lit.cli.parser import (
+    PARSER_ERRORS,
+    OneLineParser,
+    allow_bare_flags,
+    explain_error,
+    list_config_files,
+    locate,
+)
 from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.modeling.load import default_device
@@ -137,7 +143,7 @@ class RefusionCLI(LightningCLI):
         command, *options = args
         subparser = self._subcommand_parsers[command]
         self._named = {arg.partition("=")[0] for arg in options}
-        files = {path: read_yaml(path, "config") for path in _config_files(options)}
+        files = {path: read_yaml(path, "config") for path in list_config_files(options)}
         for path, values in files.items():
             _check_groups(subparser, values, path)
         try:
@@ -169,7 +175,9 @@ class RefusionCLI(LightningCLI):
         if self.claim is not None:
             config["default_root_dir"] = str(self.claim.directory)  # Lightning writes here without a logger
             if config["logger"] is not False:  # the run's loggers first: trainer.log_dir is the directory of the first
-                loggers = run_directory.create_loggers(self.claim, self._first_steps)
+                loggers = run_loggers.create_loggers(
+                    self.claim.directory, self._first_steps, writes=self.claim.lock is not None
+                )
                 config["logger"] = [*loggers, *(_as_list(config["logger"]) if config["logger"] is not True else ())]
         user_callbacks = _as_list(config["callbacks"])
         if config["enable_progress_bar"] is not False and not _has(user_callbacks, ProgressBar):
@@ -256,7 +264,7 @@ class RefusionCLI(LightningCLI):
         if not is_continued:
             self._first_steps = (0, 0)
         if self.subcommand == "fit":
-            for folder in (directory / "checkpoints", *resume.list_dirpaths(config)):
+            for folder in (directory / "checkpoints", *resume.list_dirpaths(config.trainer.callbacks)):
                 require_writable(folder, "runs_dir" if folder.parent == directory else "trainer.callbacks.dirpath")
         RefusionCLI.claim = run_directory.claim(directory)
 
@@ -298,13 +306,6 @@ class _ParsersOnly(RefusionCLI):
 def build_parsers() -> dict[str, LightningArgumentParser]:
     """Return the parsers of ``fit``, ``validate``, ``test`` and ``predict`` by name."""
     return _ParsersOnly()._subcommand_parsers
-
-
-def _config_files(args: Sequence[str]) -> list[Path]:
-    """Return the files that ``--config`` and ``-c`` name."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
-    return [Path(path) for path in parser.parse_known_args(args)[0].config if path]
 
 
 def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], path: Path) -> None:

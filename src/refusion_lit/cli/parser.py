@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
-from argparse import Action
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, cast, get_args
 
@@ -22,7 +23,7 @@ PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeErro
 class PlainHelp(DefaultHelpFormatter):
     """jsonargparse's help without docstring markup and without the modules of our classes."""
 
-    def _expand_help(self, action: Action) -> str:
+    def _expand_help(self, action: argparse.Action) -> str:
         text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", super()._expand_help(action)).replace("``", "`")
         text, known, classes = text.partition(", known subclasses: ")
         names = sorted(re.findall(r"refusion_lit[\w.]*\.(\w+)", classes))  # others depend on what is installed
@@ -85,6 +86,13 @@ def allow_bare_flags(parser: ArgumentParser) -> None:
         hint = getattr(action, "_typehint", None)
         if bool in (hint, *get_args(hint)) and {hint, *get_args(hint)} <= {hint, bool, int, NoneType}:
             action.nargs, action.const = "?", True
+
+
+def list_config_files(args: Sequence[str]) -> list[Path]:
+    """Return the files that ``--config`` and ``-c`` name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
+    return [Path(path) for path in parser.parse_known_args(args)[0].config if path]
 
 
 def as_list(value: str | list[str]) -> list[str]:

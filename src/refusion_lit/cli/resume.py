@@ -6,12 +6,15 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit.checkpoints.files import find_newest, read_checkpoint
-from refusion_lit.cli.run_directory import METRICS, PLACE
+from refusion_lit.cli.parser import list_config_files
+from refusion_lit.cli.run_directory import PLACE
+from refusion_lit.cli.run_loggers import METRICS
 from refusion_lit.reports.results import CONFIG
 from refusion_lit.training.callbacks import ADDED_VALIDATION, ValidateLastStep
 from refusion_lit.training.resume import count_finished_epochs
@@ -61,12 +64,11 @@ def expand_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
 def _read_place(args: Sequence[str]) -> dict[str, str | None]:
     """Return the options that name a run, from the command line or else from its config files."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
     for name in PLACE:
         parser.add_argument(f"--{name}", nargs="?")
     options = vars(parser.parse_known_args(args)[0])
-    for path in reversed(options["config"]):
-        values = read_yaml(Path(path), "config")
+    for path in reversed(list_config_files(args)):
+        values = read_yaml(path, "config")
         options |= {name: values[name] for name in PLACE if options[name] is None and values.get(name) is not None}
     return {name: None if options[name] is None else str(options[name]) for name in PLACE}
 
@@ -103,7 +105,7 @@ def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
     """
     folder = Path(config.runs_dir) / config.run_name
     folders = [folder / config.run_version if config.run_version and command == "fit" else folder]
-    folders += list_dirpaths(config)
+    folders += list_dirpaths(config.trainer.callbacks)
     path, damaged = find_newest(folders, resumable=command == "fit")
     if path is None and command != "fit":
         raise ValueError(f"ckpt_path: expected a checkpoint for 'last' in {folders[0]}, found none; give its path.")
@@ -118,11 +120,14 @@ def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
     return path
 
 
-def list_dirpaths(config: Namespace) -> list[Path]:
-    """List the directories that a config's callbacks save checkpoints in, instead of in the run's directory."""
-    callbacks = config.trainer.callbacks or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    paths = [callback.get("init_args", Namespace()).get("dirpath") for callback in callbacks]
+def list_dirpaths(callbacks: Any) -> list[Path]:  # noqa: ANN401 - an option of the trainer
+    """List the directories that callbacks save checkpoints in, instead of in the run's directory.
+
+    Args:
+        callbacks: The option ``trainer.callbacks``: a callback's class and options, a list of them, or ``None``.
+    """
+    listed = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+    paths = [(callback.get("init_args") or {}).get("dirpath") for callback in listed]
     return [Path(path) for path in paths if path]
 
 

@@ -158,6 +158,7 @@ def read_sweep(file: Path) -> Sweep:
 def make_resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """Return a function that parses a config with the subcommand's parser and fills in every default."""
     from refusion_lit.cli.lightning import parse_only
+    from refusion_lit.cli.resume import list_dirpaths
     from refusion_lit.decoding import Decoder
     from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
     from refusion_lit.objectives import Objective
@@ -185,12 +186,9 @@ def make_resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
         logger = resolved["trainer"].get("logger")
         expected = "the default in a sweep, which finds results by it"
         require(logger in (None, True), "trainer.logger", expected, logger, "leave the option out")
-        callbacks = resolved["trainer"].get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        folders = [(callback.get("init_args") or {}).get("dirpath") for callback in callbacks]
+        folders = list(map(str, list_dirpaths(resolved["trainer"].get("callbacks")))) if subcommand == "fit" else []
         fix = "leave it out: each point has a directory of its own"
-        is_shared = subcommand == "fit" and any(folders)
-        require(not is_shared, "trainer.callbacks", "no dirpath, which all points would share", folders, fix)
+        require(not folders, "trainer.callbacks", "no dirpath, which all points would share", folders, fix)
         source = str(resolved.get("ckpt_path") or "")
         is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())
         require(is_here, "ckpt_path", "a checkpoint or directory that exists, or a hub id", source, "correct the path")

@@ -18,6 +18,7 @@ from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.resume import expand_resume
+from refusion_lit.cli.run_loggers import quiet_writers
 from refusion_lit.training.callbacks import last_checkpoint
 from refusion_lit.utils.errors import NothingToDoError
 
@@ -64,7 +65,7 @@ def run(command: str, args: list[str]) -> int:
     RefusionCLI.claim = None
     failed = True
     try:
-        with run_directory.quiet_writers():
+        with quiet_writers():
             cli = RefusionCLI([command, *args])
         failed = False
     except SIGTERMException as stopped:

@@ -7,7 +7,7 @@ word. A response is therefore decoded together with the last tokens of its promp
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import groupby, islice
 from os.path import commonprefix
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.encoding import encode_text
+from refusion_lit.modeling.vocabulary import read_special_tokens
 
 _NUM_CONTEXT = 8
 """Number of tokens before a text that are decoded with it."""
@@ -43,50 +44,93 @@ class Detokenizer:
         backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
         added = tokenizer.added_tokens_decoder
         self._special = {token: value.content for token, value in added.items() if value.special}
+        self._ends = {*read_special_tokens(tokenizer).eos_token_ids}
         self._bytes: dict[int, int] = {}
         if "ByteFallback" in str(backend.decoder):
             names = ((token, _BYTE.match(name)) for name, token in tokenizer.get_vocab().items())
             self._bytes = {token: int(match[1], 16) for token, match in names if match}
 
-    def __call__(self, token_ids: Sequence[int], after: Sequence[int] = (), stop: Sequence[str] = ()) -> str:
+    def __call__(
+        self,
+        token_ids: Sequence[int],
+        after: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        *,
+        is_growing: bool = False,
+    ) -> str:
         """Return the text of tokens.
 
         Args:
             token_ids: The tokens.
             after: The tokens before them, such as the prompt.
-            stop: Stop strings. Special tokens whose names they contain are kept as text, so that they can be found.
+            stop: Stop strings. They are found in names of special tokens, too; only a name with which a stop string
+                begins or continues is then in the text.
+            keep: Texts; special tokens whose names they contain are kept as text.
+            is_growing: Whether further tokens may follow. A name at the end of the text that may begin a stop string is
+                then in the text, so that a stream can hold it back.
         """
         plain = (token for token in reversed(after) if token not in self._special)
         context = [*islice(plain, _NUM_CONTEXT)][::-1]
-        before = self._decode(context)
-        text = self._decode([*context, *token_ids], stop)
-        return text[len(commonprefix([before, text])) :]  # noqa: RUF071 - no paths
+        tokens = [*context, *token_ids]
+        kept = {token for token, name in self._special.items() if any(name in text for text in keep)}
+        before, text = (_join(self._decode(part, kept)) for part in (context, tokens))
+        start = len(commonprefix([before, text]))  # noqa: RUF071 - no paths
+        names = {token: self._special[token] for token in self._special.keys() & {*token_ids} - kept} if stop else {}
+        # A response ends at EOS anyway; only a stop string with the whole name is meant.
+        ends = {token for token in self._ends & names.keys() if not any(names[token] in string for string in stop)}
+        hidden = names.keys() - ends
+        pieces = self._decode(tokens, kept | hidden) if hidden else []
+        whole = _join(pieces)
+        places = [place for place in (whole.find(string, start) for string in stop) if place >= 0]
+        if hidden and is_growing:
+            sizes = (n for string in stop for n in range(1, len(string)) if whole.endswith(string[:n]))
+            places.append(len(whole) - max(sizes, default=0))
+        if not places:
+            return text[start:]
+        first = min(places)
+        shown, place = "", 0
+        for piece, names_token in pieces:
+            shown += "" if names_token in hidden else piece[: max(first - place, 0)]
+            place += len(piece)
+        return shown[start:] + whole[first:]
 
-    def _decode(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Return the text of tokens from the beginning of a text."""
-        text = ""
+    def _decode(self, token_ids: Sequence[int], kept: Set[int]) -> list[tuple[str, int | None]]:
+        """Return the text of tokens from the beginning of a text, in pieces.
+
+        Args:
+            token_ids: The tokens.
+            kept: Special tokens to keep as text.
+
+        Returns:
+            Pairs of a text and the special token whose name it is; ``None`` for other texts.
+        """
+        pieces: list[tuple[str, int | None]] = []
         context: list[int] = []
-        for tokens, literal in self._split(token_ids, stop):
+        for tokens, literal in self._split(token_ids, kept):
             if literal is not None:
-                text += literal
+                pieces.append((literal, tokens[0] if tokens[0] in self._special else None))
                 context = context or self._anchor
                 continue
             before = self._plain(context) if context else ""
-            text += self._plain([*context, *tokens])[len(before) :]
+            pieces.append((self._plain([*context, *tokens])[len(before) :], None))
             context = [*context, *tokens][-_NUM_CONTEXT:]
-        return text
+        return pieces
 
-    def _split(self, token_ids: Sequence[int], stop: Sequence[str]) -> Iterator[tuple[list[int], str | None]]:
-        """Yield runs of tokens for the tokenizer (with ``None``), and runs with their text."""
-        names = {token: name for token, name in self._special.items() if any(name in string for string in stop)}
-        tokens = [token for token in token_ids if token not in self._special or token in names]
+    def _split(self, token_ids: Sequence[int], kept: Set[int]) -> Iterator[tuple[list[int], str | None]]:
+        """Yield runs of tokens for the tokenizer (with ``None``), and single special tokens or runs with their text."""
+        tokens = [token for token in token_ids if token not in self._special or token in kept]
         pending: list[int] = []
-        for kind, group in groupby(tokens, lambda token: "name" if token in names else token in self._bytes):
+        for kind, group in groupby(tokens, lambda token: "name" if token in kept else token in self._bytes):
             run = list(group)
             literal = None
             if kind == "name":
-                literal = "".join(names[token] for token in run)
-            elif kind:
+                if pending:
+                    yield pending, None
+                pending = []
+                yield from (([token], self._special[token]) for token in run)
+                continue
+            if kind:
                 data = bytes(self._bytes[token] for token in run)
                 literal = data.decode(errors="replace")
                 literal = None if literal.encode() == data else literal  # the tokenizer decodes complete characters
@@ -110,3 +154,8 @@ class Detokenizer:
             return encode_text(self._tokenizer, "a")
         except ValueError:
             return []
+
+
+def _join(pieces: Sequence[tuple[str, int | None]]) -> str:
+    """Return the text of pieces."""
+    return "".join(text for text, _ in pieces)

@@ -360,7 +360,7 @@ def _encode_parts(
                 pieces.append((piece, is_name))
     ids: list[int] = []
     name = None
-    for piece, is_name in pieces:
+    for piece, is_name in _strip_beside_names(tokenizer, pieces):
         if is_name:
             ids.append(int(tokenizer.convert_tokens_to_ids(piece)))  # type: ignore[arg-type]
             name = piece
@@ -368,6 +368,21 @@ def _encode_parts(
             begins = not (ids or within) or (name is not None and _begins_after(tokenizer, name))
             ids += encode_text(tokenizer, piece) if begins else encode_within(tokenizer, piece)
     return ids
+
+
+def _strip_beside_names(
+    tokenizer: PreTrainedTokenizerBase, pieces: Sequence[tuple[str, bool]]
+) -> Iterator[tuple[str, bool]]:
+    """Yield texts and names of added tokens without the white space that the tokens include, as Phi-3's tokens do."""
+    added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    for index, (piece, is_name) in enumerate(pieces):
+        before, after = pieces[:index][-1:], pieces[index + 1 : index + 2]
+        if not is_name and before and added[before[0][0]].rstrip:
+            piece = piece.lstrip()
+        if not is_name and after and added[after[0][0]].lstrip:
+            piece = piece.rstrip()
+        if piece:
+            yield piece, is_name
 
 
 def _begins_after(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:

@@ -71,7 +71,7 @@ class TextStream:
     ['1 ', '', 'EMU', ' ']
 
     Args:
-        detokenize: Turns tokens into text.
+        detokenize: Turns the tokens so far into text.
         sampling: Strings that end the response.
     """
 
@@ -91,10 +91,6 @@ class TextStream:
     def is_complete(self, tokens: list[int]) -> bool:
         """Return whether the whole text of the final tokens so far was sent."""
         return self._detokenize(tokens) == self._sent
-
-    def finish(self, tokens: list[int]) -> str:
-        """Return the text that is new in the whole response, of which nothing is held back."""
-        return self.rest(cut_at_stop(self._detokenize(tokens), self._stop))
 
     def rest(self, text: str) -> str:
         """Return what is new in the final text, of which nothing is held back."""

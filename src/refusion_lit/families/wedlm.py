@@ -72,13 +72,20 @@ register(
                 "torch_dtype",
             ),
             constants={"sliding_window": None, "use_cache": True, "use_sliding_window": False},
+            absent_weights=("self_attn.o_proj.bias",),  # which Qwen3 has with attention_bias
             bases=("qwen2", "qwen3"),
             decoder_names={
                 "window_size": "wedlm_window_size",
                 "entropy_threshold": "wedlm_entropy_threshold",
                 "position_penalty": "wedlm_pos_penalty_factor",
             },
-            engines=(Engine(name="the authors' engine, in its checkout", command="python example.py --model {model}"),),
+            engines=(
+                Engine(
+                    name="the authors' engine, in its checkout",
+                    command="python example.py --model {model}",
+                    values={"hidden_act": "silu"},
+                ),
+            ),
         ),
     )
 )

@@ -54,6 +54,7 @@ class ExportLayout:
         omitted: Options of ``COMMON_OPTIONS`` that the family's config does not have.
         constants: Further options with values that are always the same.
         supported: Transformers' options with the values that the family's classes compute.
+        absent_weights: Ends of names of transformers' weights that the family's classes do not have.
         bases: Architectures of transformers that the family has, where there is more than ``base``.
         decoder_names: The authors' names of the decoder's options, for the generation config.
         decoder_values: The authors' values of options by ours, where they differ or are not all known to the authors.
@@ -69,6 +70,7 @@ class ExportLayout:
     omitted: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    absent_weights: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
     decoder_names: Mapping[str, str] = field(default_factory=dict)
     decoder_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -52,6 +52,11 @@ def check_format(backbone: Backbone, published: CheckpointFormat) -> ExportLayou
     for name, allowed in layout.supported.items():
         value = getattr(config, name, allowed[0])
         check(name, " or ".join(map(repr, allowed)), value, fits=value in allowed)
+    absent = [name for name, _ in backbone.model.named_parameters() if name.endswith(layout.absent_weights)]
+    check("weights", f"without {' and '.join(layout.absent_weights)}", next(iter(absent), None), fits=not absent)
+    if "head_dim" not in layout.options:
+        size, computed = getattr(config, "head_dim", None), config.hidden_size / config.num_attention_heads
+        check("head_dim", f"{computed:g}, hidden_size / num_attention_heads", size, fits=size in (None, computed))
     rope = config.rope_parameters.get("rope_type", "default")
     check("rotary positions", "without scaling", rope, fits=rope == "default")
     windows = [kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"]

@@ -599,7 +599,8 @@ class ResponseBuilder:
         taken: list[dict[str, Any]] = []
         while self._logprobs and self._num_covered < num_bytes:
             taken.append(self._logprobs.pop(0))
-            self._num_covered += len(taken[-1]["bytes"] or taken[-1]["token"].encode())
+            content = taken[-1]["bytes"]
+            self._num_covered += len(taken[-1]["token"].encode() if content is None else content)
         return taken
 
     def add(self, piece: Piece) -> list[dict[str, Any]]:
@@ -742,7 +743,9 @@ def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> 
 
     def describe(token: int, logprob: float | None) -> dict[str, Any]:
         content = model.token_bytes(token)
-        return {"token": model.token_text(token), "logprob": logprob, "bytes": content and [*content]}
+        return {
+            "token": model.token_text(token), "logprob": logprob, "bytes": None if content is None else [*content]
+        }  # fmt: skip
 
     return {
         "content": [

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
@@ -245,10 +245,12 @@ class Service:
         """
         try:
             served = await self._begin(read(), request.state.arrived)
-        except (ValueError, HTTPException) as error:
+        except (ValueError, RecursionError, HTTPException) as error:
             self.requests.labels("refused").inc()
             if isinstance(error, HTTPException):
                 raise
+            if isinstance(error, RecursionError):
+                raise HTTPException(400, "body: expected JSON of fewer levels, got too many; simplify it.") from None
             name = names.get(error.option) if isinstance(error, OptionError) else None
             message = error.rename(name) if isinstance(error, OptionError) and name else str(error)
             raise HTTPException(400, message) from error
@@ -262,7 +264,8 @@ class Service:
             if await request.is_disconnected():
                 collecting.cancel()
                 return Response(status_code=499)
-        return JSONResponse(collecting.result())
+        # In ASCII, because a lone surrogate in a field that the response repeats cannot be sent as it is.
+        return Response(json.dumps(collecting.result()), media_type="application/json")
 
     def check_name(self, name: str) -> None:
         """Refuse another model's name.
@@ -300,20 +303,20 @@ class Service:
         self._check_context(longest, sampling)
         check_prompts(worker.checked_model, worker.decoder, prompts, sampling)
         notify = partial(asyncio.get_running_loop().call_soon_threadsafe, served.events.put_nowait)
-        # Names of special tokens that begin calls or enclose thoughts are kept as text, as stop strings are.
+        # Names of special tokens that begin calls or enclose thoughts are kept as text.
         separates = self.separate_reasoning and body.is_chat and body.response_format.type == "text"
         has_reader = calls is not None or separates
-        kept = sampling.stop
+        kept: tuple[str, ...] = self.thought_tags if has_reader else ()
         if calls is not None:
             kept = (*kept, calls.tool_format.begin + calls.tool_format.after_name)
-        if has_reader:
-            kept = (*kept, *self.thought_tags)
+        detokenize = partial(worker.model.detokenize, stop=sampling.stop, keep=kept)
         served.jobs = [
             Job(prompt=replace(prompt, id=str(number)), sampling=sampling, notify=notify,
                 deadline=served.started + worker.limits.max_seconds,
                 wants_rounds=body.stream_options.include_decode, num_top_logprobs=body.num_top_logprobs,
                 reader=self._make_reader(prompt, calls) if has_reader else None,
-                stream=TextStream(partial(worker.model.detokenize, after=prompt.token_ids, stop=kept), sampling))
+                detokenize=partial(detokenize, after=prompt.token_ids),
+                stream=TextStream(partial(detokenize, after=prompt.token_ids, is_growing=True), sampling))
             for prompt in prompts
             for number in range(body.n)  # keys the noise of a choice
         ]  # fmt: skip

@@ -24,7 +24,7 @@ from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
 from refusion_lit.engine.output import DecodingOutput, TraceRound
 from refusion_lit.engine.sequence import PromptSequence
-from refusion_lit.engine.stopping import TextStream
+from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.modeling.devices import is_out_of_memory
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
@@ -65,6 +65,7 @@ class Job:
         deadline: Time (:func:`time.monotonic`) at which the job is dropped; 0 if no client waits for it.
         wants_rounds: Whether updates describe every forward pass.
         num_top_logprobs: Number of alternatives per token with log-probabilities; ``None``: no log-probabilities.
+        detokenize: Turns the response's tokens into text.
         stream: Splits the text into pieces.
         num_rounds: Number of forward passes that updates have described.
         num_sent: Number of tokens whose log-probabilities were sent.
@@ -79,6 +80,7 @@ class Job:
     notify: Callable[[tuple[Job, Update | HTTPException]], object]
     deadline: float
     wants_rounds: bool
+    detokenize: Callable[[list[int]], str]
     stream: TextStream
     num_top_logprobs: int | None = None
     num_rounds: int = 0
@@ -294,7 +296,8 @@ class Worker:
             job = self.active.pop(number)
             rounds = self._rounds(job, generation.trace)
             entries = job.take_logprobs(generation.token_ids, generation.logprobs)
-            job.notify((job, Update(job.stream.finish(generation.token_ids), rounds, generation, entries)))
+            text = cut_at_stop(job.detokenize(generation.token_ids), job.sampling.stop)
+            job.notify((job, Update(job.stream.rest(text), rounds, generation, entries)))
 
     def _send_progress(self, job: Job, sequence: PromptSequence) -> None:
         """Send a job's new text with its log-probabilities, and the rounds that are complete."""

@@ -1,11 +1,14 @@
 # ruff: noqa: ANN401 - transformers' classes
 """Self-speculative decoding for transformers' ``generate``: one prompt, greedy, the model's own text in fewer forwards.
 
+refusion-lit copies this program into exported directories of drafters, as ``custom_generate/generate.py``, so that they
+decode without refusion-lit:
+
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, draft=DIRECTORY, max_new_tokens=128)
 
-``draft`` is the directory or hub id of a drafter, by default that of the model: mask embeddings, and adapters of the
-linear layers that act at masks alone. Masks after the last token draft the tokens after the next one; the model's
-next-token predictions verify them.
+``draft`` is the directory or hub id of the drafter; by default, the model's directory also holds the drafter. A drafter
+consists of mask embeddings, and of adapters of the linear layers that act at masks only. Masks at the end of the text
+draft the tokens after the next token. The model's next-token predictions verify the drafts in the next forward.
 """
 
 from __future__ import annotations
@@ -21,49 +24,20 @@ from transformers import DynamicCache
 from transformers.utils import cached_file
 
 
-def request(
-    model: Any, inputs: torch.Tensor | None, asked: dict[str, Any], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, int, set[int]]:
-    """Return the prompt [1, token], the maximum number of new tokens, and the tokens that end a response."""
-    ids = kwargs.get("input_ids") if inputs is None else inputs
-    if ids is None or ids.shape[0] != 1 or ids.shape[1] == 0:
-        got = "none" if ids is None else tuple(ids.shape)
-        raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
-    if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
-        raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
-    limit = 128
-    if asked.get("max_new_tokens") is not None:
-        limit = int(asked["max_new_tokens"])
-    elif asked.get("max_length") is not None:
-        limit = int(asked["max_length"]) - ids.shape[1]
-    room = (getattr(model.config, "max_position_embeddings", None) or float("inf")) - ids.shape[1]
-    if not 1 <= limit <= room:
-        raise ValueError(f"max_new_tokens: expected 1 to {room} beyond the prompt, got {limit}; set it in that range.")
-    eos = asked.get("eos_token_id")
-    eos = model.config.eos_token_id if eos is None else eos
-    return ids, limit, set(eos if isinstance(eos, list) else [eos]) - {None}
+def read_options(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call: arguments replace options of the generation config.
 
-
-def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
-    """Return the prompt with the response [1, token]. ``decode`` returns the response and passes it to a streamer."""
-    if streamer is not None:
-        streamer.put(ids.cpu())
-    with torch.no_grad():
-        response = decode(streamer)
-    if streamer is not None:
-        streamer.end()
-    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
-
-
-def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call: its arguments, then the generation config, by default the model's.
+    Args:
+        model: The model.
+        config: The call's generation config; ``None``: the model's generation config.
+        kwargs: The arguments of the call.
 
     Raises:
         ValueError: If an option asks for something that this decoder would have to ignore.
     """
-    taken = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "use_cache",
+    known = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "use_cache",
              "pad_token_id", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
-    of_sampling = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+    sampling = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
     neutral: dict[str, Any] = {
         "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "min_length": 0,
         "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
@@ -71,19 +45,70 @@ def settings(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         "temperature": 0, "top_p": 1.0, "custom_generate": model.config._name_or_path, "trust_remote_code": True,
     }  # fmt: skip
     stored = vars(config or model.generation_config)
-    asked = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
-    kept = {} if asked.get("do_sample") else vars(model.generation_config)  # what the model brings along is no request
-    unused = {name for name in of_sampling - {*kwargs} if asked.get(name) == kept.get(name)}
-    # A server copies the model's do_sample: it says nothing about a temperature that a request sets beside it.
-    is_greedy = asked.get("do_sample") is False and ("do_sample" in kwargs or kept.get("do_sample") is not False)
-    unused |= {"temperature"} if is_greedy and asked.get("temperature") == 1 else set()
-    for name, value in asked.items():
+    options = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
+    # Sampling options that the model itself brings along are no request, unless the call asks to sample.
+    defaults = {} if options.get("do_sample") else vars(model.generation_config)
+    unused = {name for name in sampling - {*kwargs} if options.get(name) == defaults.get(name)}
+    # A server copies the model's do_sample, which then says nothing about a temperature that a request sets beside it.
+    is_greedy = options.get("do_sample") is False and ("do_sample" in kwargs or defaults.get("do_sample") is not False)
+    unused |= {"temperature"} if is_greedy and options.get("temperature") == 1 else set()
+    for name, value in options.items():
         is_neutral = value is None or value is False or neutral.get(name) == value
-        if not is_neutral and name not in taken | unused:
+        if not is_neutral and name not in known | unused:
             where = "in the call" if name in kwargs else "in the generation config"
             fix = f"pass {name}={neutral.get(name, False if value is True else None)!r}"
             raise ValueError(f"{name}: expected none, got {value!r} {where}: this decoder is greedy; {fix}.")
-    return asked
+    return options
+
+
+def read_request(
+    model: Any, inputs: torch.Tensor | None, options: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, int, set[int]]:
+    """Return the prompt [1, token], the maximum number of new tokens, and the EOS tokens.
+
+    Args:
+        model: The model.
+        inputs: The prompt's tokens [1, token]; ``None``: ``input_ids`` in ``kwargs``.
+        options: The options of the call, from :func:`read_options`.
+        kwargs: The arguments of the call.
+
+    Raises:
+        ValueError: If there is not exactly one prompt, the prompt is padded, or the limit does not fit the context.
+    """
+    ids = kwargs.get("input_ids") if inputs is None else inputs
+    if ids is None or ids.shape[0] != 1 or ids.shape[1] == 0:
+        got = "none" if ids is None else tuple(ids.shape)
+        raise ValueError(f"input_ids: expected the shape [1, token] of one prompt, got {got}; pass prompts one by one.")
+    if not bool(torch.as_tensor(kwargs.get("attention_mask", 1)).all()):
+        raise ValueError("attention_mask: expected ones, got zeros; give the prompt without padding.")
+    limit = 128
+    if options.get("max_new_tokens") is not None:
+        limit = int(options["max_new_tokens"])
+    elif options.get("max_length") is not None:
+        limit = int(options["max_length"]) - ids.shape[1]
+    room = (getattr(model.config, "max_position_embeddings", None) or float("inf")) - ids.shape[1]
+    if not 1 <= limit <= room:
+        raise ValueError(f"max_new_tokens: expected 1 to {room} beyond the prompt, got {limit}; set it in that range.")
+    eos = options.get("eos_token_id")
+    eos = model.config.eos_token_id if eos is None else eos
+    return ids, limit, set(eos if isinstance(eos, list) else [eos]) - {None}
+
+
+def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
+    """Decode a prompt and return it with the response [1, token].
+
+    Args:
+        ids: The prompt [1, token].
+        decode: Returns the response's tokens; sends them to the streamer that it gets.
+        streamer: A streamer of transformers; ``None`` for none.
+    """
+    if streamer is not None:
+        streamer.put(ids.cpu())
+    with torch.no_grad():
+        response = decode(streamer)
+    if streamer is not None:
+        streamer.end()
+    return torch.cat((ids, torch.tensor([response], dtype=ids.dtype, device=ids.device)), 1)
 
 
 @torch.no_grad()
@@ -118,19 +143,19 @@ def generate(
     """Return the prompt and the response [1, token].
 
     Args:
-        inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` is taken as well.
-        generation_config: Where options come from that are not in ``kwargs``; by default the model's.
+        inputs: The prompt's tokens [1, token]; ``input_ids`` in ``kwargs`` has the same meaning.
+        generation_config: Options that are not in ``kwargs``; by default the model's generation config.
         model: The causal model that the drafter was trained for.
-        draft: Directory or hub id of the drafter; ``None``: the model's own.
-        kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` of ones, and
-            a ``streamer``, which is given the tokens of each forward.
+        draft: Directory or hub id of the drafter; ``None``: the model's directory.
+        kwargs: ``input_ids``, ``max_new_tokens``, ``max_length``, ``eos_token_id``, an ``attention_mask`` without
+            zeros, and a ``streamer``, which receives the final tokens after every forward.
 
     Raises:
-        ValueError: If there is more than one prompt, it is too long, an option is one that this decoder lacks, or there
-            is no drafter, or another model's.
+        ValueError: If there is a second prompt, prompt and response exceed the context, an option is unknown, or the
+            drafter is missing or was trained for another model.
     """
-    asked = settings(model, generation_config, kwargs)
-    ids, limit, eos = request(model, inputs, asked, kwargs)
+    values = read_options(model, generation_config, kwargs)
+    ids, limit, eos = read_request(model, inputs, values, kwargs)
     drafter = _Drafter(model, str(draft or model.config._name_or_path))
     try:
         return respond(ids, _Decoding(model, drafter, ids[0].tolist(), limit, eos).run, kwargs.get("streamer"))
@@ -139,7 +164,7 @@ def generate(
 
 
 class _Drafter:
-    """Masks and adapters; ``num_masks`` says how many of the last tokens of the running forward are masks."""
+    """Masks and adapters. ``num_masks`` is the number of masks at the end of the next forward's tokens."""
 
     def __init__(self, model: Any, directory: str) -> None:
         files = [cached_file(directory, name, _raise_exceptions_for_missing_entries=False)
@@ -151,12 +176,12 @@ class _Drafter:
         self.vocab_size = description.get("vocab_size", model.config.vocab_size)
         self.unused_token_ids = description.get("unused_token_ids", [])
         digest = description["base_weights"]
-        is_rounded = model.dtype == torch.float16  # whose values, rounded to bfloat16, are others
+        is_rounded = model.dtype == torch.float16  # the digest of rounded weights differs
         if digest is not None and not is_rounded and digest != weights_digest(model.get_decoder().layers):
             raise ValueError(
                 f"draft: expected a drafter of this model, got {directory}, which is another model's; give its own."
             )
-        weights = {name: one.to(model.device, model.dtype) for name, one in load_file(str(files[1])).items()}
+        weights = {name: weight.to(model.device, model.dtype) for name, weight in load_file(str(files[1])).items()}
         self.masks = weights["masks"]
         self.scale = options["alpha"] / options["rank"]
         self.num_masks = 0
@@ -184,7 +209,7 @@ class _Drafter:
 
 
 class _Decoding:
-    """One prompt. The cache holds all tokens but the last one."""
+    """A prompt in flight. The cache contains all tokens but the last token."""
 
     def __init__(self, model: Any, drafter: _Drafter, prompt: list[int], limit: int, eos: set[int]) -> None:
         self.model = model
@@ -220,7 +245,15 @@ class _Decoding:
         return self.text[length:]
 
     def forward(self, drafts: list[int], num_masks: int) -> tuple[list[int], list[int]]:
-        """Return the tokens after the last one and after each draft, and those that masks after them draft."""
+        """Feed the last token, drafts and masks. Return the next token after each of them.
+
+        Args:
+            drafts: Drafts to verify.
+            num_masks: Number of masks that draft further tokens.
+
+        Returns:
+            The model's tokens after the last token and after every draft, and the masks' drafts.
+        """
         length = self.cache.get_seq_length()
         device = self.model.device
         tokens = [*self.text[length:], *drafts]

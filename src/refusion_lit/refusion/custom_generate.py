@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from refusion_lit.modeling.config import sliding_window
-from refusion_lit.modeling.saving import request, respond, settings
+from refusion_lit.modeling.custom_generate import read_options, read_request, respond
 
 OPTIONS = {"slot_size": 8, "num_serial_blocks": 2, "slot_threshold": 0.9, "token_threshold": 0.9}
 
@@ -38,8 +38,8 @@ def generate(inputs: Any = None, generation_config: Any = None, *, model: Any, *
         ValueError: If there is a second prompt, prompt and response exceed the context or a sliding window, or an
             option is unknown.
     """
-    values = settings(model, generation_config, kwargs)
-    ids, limit, eos = request(model, inputs, values, kwargs)
+    values = read_options(model, generation_config, kwargs)
+    ids, limit, eos = read_request(model, inputs, values, kwargs)
     window = sliding_window(model.config.get_text_config())
     if window is not None and ids.shape[1] + limit > window:
         room = window - ids.shape[1]

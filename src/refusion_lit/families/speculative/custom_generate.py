@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 from transformers.utils import cached_file
 
-from refusion_lit.modeling.saving import request, respond, settings
+from refusion_lit.modeling.custom_generate import read_options, read_request, respond
 from refusion_lit.modeling.weights import weights_digest
 
 
@@ -44,8 +44,8 @@ def generate(
         ValueError: If there is a second prompt, prompt and response exceed the context, an option is unknown, or the
             drafter is missing or was trained for another model.
     """
-    values = settings(model, generation_config, kwargs)
-    ids, limit, eos = request(model, inputs, values, kwargs)
+    values = read_options(model, generation_config, kwargs)
+    ids, limit, eos = read_request(model, inputs, values, kwargs)
     drafter = _Drafter(model, str(draft or model.config._name_or_path))
     try:
         return respond(ids, _Decoding(model, drafter, ids[0].tolist(), limit, eos).run, kwargs.get("streamer"))
