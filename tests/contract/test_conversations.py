@@ -20,7 +20,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.modeling.vocabulary import prompt_prefix
 from refusion_lit.tasks import Example, InstructionFiles
-from support.tokenizer_zoo import KINDS, ZEPHYR, make_model, make_tokenizer
+from support.tokenizer_zoo import KINDS, TEMPLATES, ZEPHYR, make_model, make_tokenizer
 
 TURNS = ({"role": "user", "content": "Where is Paris?"}, {"role": "assistant", "content": "In France."},
          {"role": "user", "content": "And Rome?\n"})  # fmt: skip
@@ -54,6 +54,35 @@ def test_a_chat_is_trained_as_its_template_renders_it(
         assert actual == whole[: len(actual)]
     end = tokenizer.convert_ids_to_tokens(actual[-1])
     assert end == (tokenizer.eos_token if template else ENDS[kind])
+
+
+IN_LAST_TURN = (  # as Mistral: the system text stands before the last message of the user if nothing follows it
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ messages[0]['content'] + '\n' if loop.last }}"
+    "{{ m['content'] }}[/INST]{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}"
+)
+THOUGHTS_LEFT_OUT = (  # as DeepSeek-R1: the prompt opens the thoughts, and answers lose theirs
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'].split('</think>')[-1] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:<think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (IN_LAST_TURN, "In Italy.", "[INST]Be brief.\nAnd Rome?[/INST] In Italy.<|im_end|>"),
+        (THOUGHTS_LEFT_OUT, "<think>\nHm.\n</think>\nItaly.", "assistant:<think>\nHm.\n</think>\nItaly.<|im_end|>"),
+        (THOUGHTS_LEFT_OUT, "Hm.\n</think>\nItaly.", "assistant:<think>\nHm.\n</think>\nItaly.<|im_end|>"),
+        ("{{ messages[-1]['content'] | upper }}<|im_end|>", "Italy.", "AND ROME?<|im_end|>Italy.<|im_end|>"),
+    ],
+)
+def test_an_answer_that_its_template_changes_ends_as_the_template_ends_turns(
+    template: str, answer: str, expected: str
+) -> None:
+    tokenizer = make_tokenizer("qwen", chat_template=template)
+    turns = ({"role": "system", "content": "Be brief."}, *TURNS[:2], {"role": "user", "content": "And Rome?"})
+    sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=turns))
+    assert tokenizer.decode([*sample.prompt_ids, *sample.response_ids]).endswith(expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,6 +229,42 @@ def test_what_a_template_drops_from_a_trained_turn_is_refused_by_row_and_turn(
     [example] = read_chat(tmp_path / "rows.jsonl", [TURNS[0], {"role": "assistant", **CALL_TURNS[name]}])
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: turn 2 \(assistant\)"):
         encode_example(tokenizer, example)
+
+
+FIRST_CALL = TOOL_TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+ARGUMENTS_ALONE = TOOL_TEMPLATE.replace("c.function | tojson", "c.function.arguments | tojson")
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "name", "is_refused"),
+    [
+        ("qwen", None, "calls", True),
+        ("gpt2", None, "both", True),
+        ("qwen", FIRST_CALL, "parallel", True),
+        ("qwen", FIRST_CALL, "calls", False),
+        ("qwen", TOOL_TEMPLATE, "parallel", False),
+        ("qwen", ARGUMENTS_ALONE, "calls", False),
+        ("llama2", MISTRAL, "calls", False),
+        ("llama3", LLAMA, "calls", False),
+    ],
+)
+def test_calls_that_a_template_drops_from_the_context_are_refused_by_row_and_turn(
+    tmp_path: Path, kind: str, template: str | None, name: str, is_refused: bool
+) -> None:
+    template = template or TEMPLATES[kind].replace("m['content']", "(m['content'] or '')")
+    tokenizer = make_tokenizer(kind, chat=True, chat_template=template)
+    turns = [TURNS[0], {"role": "assistant", **CALL_TURNS[name]}, {"role": "tool", "content": "sunny"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "Sunny."}], "tools": TOOLS}))
+    [example] = InstructionFiles(train=str(path), validation_fraction=0).examples("train")
+    if is_refused:
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1: messages\.1\.tool_calls: .*turn 2 \(assistant\)"):
+            encode_example(tokenizer, example)
+        with pytest.raises(ValueError, match=r"messages\.1\.tool_calls"):
+            encode_prompt(tokenizer, "", messages=turns)
+    else:
+        prompt = tokenizer.decode(encode_example(tokenizer, example).prompt_ids)
+        assert all(part in prompt for part in (["weather"] if template != ARGUMENTS_ALONE else ["Rome"]))
 
 
 def test_reasoning_is_trained_where_the_template_renders_it(tmp_path: Path) -> None:

@@ -279,6 +279,13 @@ def test_models_that_would_be_changed_silently_are_refused(
         build_backbone(model_type, dtype=torch.float32, **options)
 
 
+def test_biases_by_places_in_the_cache_are_refused() -> None:
+    library = library_model("qwen3")
+    library.config.alibi = True
+    with pytest.raises(ValueError, match=r"^backbone: .*alibi"):
+        Backbone(library, ModelTraits(), SPECIAL)
+
+
 def test_unknown_layer_types_are_refused() -> None:
     library = library_model("qwen3")
     library.config.layer_types = ["full_attention", "chunked_attention"]

@@ -50,6 +50,46 @@ def test_turns_of_calls_are_trained_and_turns_of_weight_0_are_context(tmp_path: 
     assert (list(last.messages), last.response, last.answer) == ([turns[0], call, *turns[2:5]], "d", None)
 
 
+@pytest.mark.parametrize("mark", ["weight", "train", "training", "loss"])
+def test_marks_of_other_programs_keep_turns_out_of_training(mark: str) -> None:
+    turns = [CHAT[1], {**CHAT[2], mark: False}, CHAT[3], {**CHAT[4], mark: True}]
+    [example] = InstructionFiles.from_rows([{"messages": turns}], validation_fraction=0).examples("train")
+    assert (example.response, list(example.messages)) == ("d", turns[:3])
+
+
+@pytest.mark.parametrize("field", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": PAIR}, {"conversations": PAIR}, {"prompt": PAIR[:1], "completion": PAIR[1:]},
+        {"query": "a", "response": "b"}, {"question": "a", "answer": "b"}, {"instruction": "a", "output": "b"},
+    ],
+)  # fmt: skip
+def test_the_system_text_of_a_row_is_a_turn(row: dict[str, Any], field: str) -> None:
+    [example] = InstructionFiles.from_rows([{**row, field: "s"}], validation_fraction=0).examples("train")
+    assert (list(example.messages), example.response) == ([CHAT[0], PAIR[0]], "b")
+
+
+def test_columns_of_structs_leave_no_nulls_in_calls_and_tools(tmp_path: Path) -> None:
+    """A Parquet column of calls has the arguments of all calls: a null is what another call has."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"content": "x"})]
+    tools = [{"name": "f", "properties": {"a": {"type": "int"}}}, {"name": "g", "properties": {"b": {"enum": ["x"]}}}]
+    turns = [PAIR[0], {"role": "assistant", "content": None, "tool_calls": calls}]
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns, "tools": tools}]), path)
+    options: dict[str, Any] = {"validation_fraction": 0, "assistant_parts": "all"}
+    [example] = InstructionFiles(train=str(path), **options).examples("train")
+    assert (example.answer, example.meta["tools"], list(example.messages)) == (turns[1], tools, turns[:1])
+    # JSON states what it has: an argument that is null stays.
+    turns = [PAIR[0], {**turns[1], "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}]}]
+    path = write_jsonl(tmp_path / "x.jsonl", [{"messages": turns}])
+    [example] = InstructionFiles(train=path, **options).examples("train")
+    assert example.answer == turns[1]
+
+
 @pytest.mark.parametrize(
     ("row", "num_turns"),
     [

@@ -90,6 +90,13 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, me
         list(read_rows(str(path)))
 
 
+def test_a_long_field_of_csv_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("query\n" + "x" * 200_000 + "\n")
+    [row] = read_rows(str(path))
+    assert len(row.text("query")) == 200_000
+
+
 def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
     for path in (tmp_path / "no.jsonl", tmp_path):
         with pytest.raises(ValueError, match="expected a data file"):

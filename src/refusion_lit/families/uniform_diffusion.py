@@ -17,7 +17,7 @@ from refusion_lit.learning.text_order import shift_left
 from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import ModelTraits, Prediction, SpecialTokens
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_at_least
 
 _EPS = 1e-4
 """Smallest probability that training replaces a token of a canvas."""
@@ -282,6 +282,8 @@ class _DiffusionGemmaFormat(CheckpointFormat):
         fits = isinstance(taken, int) and isinstance(num_experts, int) and 1 <= taken <= num_experts
         expected = f"an integer from 1 to num_experts, which is {num_experts}"
         require(fits, f"{where}: top_k_experts", expected, taken, fix)
+        if values.get("canvas_length") is not None:
+            require_at_least("backbone.source: canvas_length", values["canvas_length"], 1)
         added = {"generation_config", "refusion_lit"}
         options = super().library_options({name: value for name, value in values.items() if name not in added})
         settings = values.get("generation_config") or {}

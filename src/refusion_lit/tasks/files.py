@@ -14,7 +14,7 @@ from refusion_lit.noise import uniform_scalar
 from refusion_lit.tasks.base import MORE_THAN_TEXT, Example, Split, Task
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_choice, require_number
-from refusion_lit.utils.rows import DataRow, read_rows, rows_in
+from refusion_lit.utils.rows import DataRow, drop_nested_nulls, read_rows, rows_in
 
 Preset = Literal[
     "auto", "query_response", "question_answer", "instruction", "prompt_completion", "messages", "conversations"
@@ -34,6 +34,10 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
 }  # fmt: skip
 """Roles of chat turns by their names in ShareGPT's format."""
+_TRAINED = ("weight", "train", "training", "loss")
+"""Fields in which other programs mark assistant turns: OpenAI and Mistral (``weight``), axolotl, and ms-swift."""
+_SYSTEM = ("system", "system_prompt")
+"""Fields of a row with the text of the system turn."""
 _FIX_FIELDS = (
     "add it, or set data.task.query_field and data.task.response_field, or data.task.preset (one of "
     f"{', '.join(_FIELDS)})"
@@ -69,7 +73,8 @@ class FileTask(Task):
         fix = f"it has {known}: choose from these in task.train, task.validation and task.test"
         require(source in self.hub_splits, "task.dataset", f"a split of {self.dataset}", source, fix)
         rows = self._call_hub("load_dataset", split=source)
-        return (DataRow(f"{self.dataset}/{source}", number, dict(row)) for number, row in enumerate(rows, start=1))
+        numbered = enumerate(rows, start=1)
+        return (DataRow(f"{self.dataset}/{source}", number, drop_nested_nulls(row)) for number, row in numbered)
 
     def _call_hub(self, function: str, **options: str) -> Any:  # noqa: ANN401
         """Call a function of the package ``datasets``; its errors become a one-line ``ValueError``."""
@@ -106,7 +111,8 @@ class InstructionFiles(FileTask):
             (Alpaca), ``prompt``/``completion``, chat ``messages``, or ``conversations`` (ShareGPT's ``from`` and
             ``value``). ``auto``: by the fields of a row.
         assistant_turns: Assistant turns of a chat to train and validate on: ``all`` (an example per turn) or ``last``.
-            Turns that are empty or have ``weight: 0`` are context. A test prompts for the last trained turn.
+            Turns that are empty or marked by ``weight: 0`` (or ``train``, ``training`` or ``loss``: false) are context.
+            A test prompts for the last trained turn.
         assistant_parts: ``text``: assistant turns with tool calls or reasoning are context, and refused where they are
             last. ``all``: such turns are trained, too, as the chat template renders them.
         query_field: The query field's name, if it differs from the preset's.
@@ -295,7 +301,7 @@ class InstructionFiles(FileTask):
         query_field, response_field = _FIELDS[preset]
         query_field, response_field = self.query_field or query_field, self.response_field or response_field
         if isinstance(values.get(query_field), list) and isinstance(values.get(response_field), list):
-            first, last = _read_turns(row, query_field), _read_turns(row, response_field)
+            first, last = _read_turns(row, query_field), _read_turns(row, response_field, begins=False)
             return self._from_turns(row, identity, response_field, [*first, *last], split, start=len(first))
         query = row.text(query_field, _FIX_FIELDS)
         response = row.text(response_field, _FIX_FIELDS)
@@ -303,7 +309,7 @@ class InstructionFiles(FileTask):
             query = f"{query}\n\n{row.text('input')}"
         fix = "remove it, or set malformed: skip in the task"
         require(bool(response.strip()), row.location, "a response that is not empty", response, fix)
-        messages = _earlier_turns(row, query) if preset == "instruction" else ()
+        messages = _earlier_turns(row, query, has_history=preset == "instruction")
         return [Example(id=identity, query=query, response=response, messages=messages)]
 
     def _detect(self, values: Mapping[str, Any]) -> str:
@@ -334,10 +340,12 @@ class InstructionFiles(FileTask):
         if self.assistant_turns == "last":
             answers = [last]
         for i in answers:
-            weight = turns[i].get("weight")
-            where = f"{row.location}: turn {i + 1} (assistant) of {name!r}"
-            require(weight in (None, 0, 1), where, "a weight of 0 or 1, or none", weight, "correct or remove the row")
-        trained = [i for i in answers if turns[i].get("weight") != 0 and _has_parts(turns[i])]
+            for mark in _TRAINED:
+                where = f"{row.location}: turn {i + 1} (assistant) of {name!r}"
+                weight = turns[i].get(mark)
+                fix = "correct or remove the row"
+                require(weight in (None, 0, 1), where, f"a {mark} of 0 or 1, or none", weight, fix)
+        trained = [i for i in answers if not _is_context(turns[i]) and _has_parts(turns[i])]
         parts = {i: [part for part in MORE_THAN_TEXT if turns[i].get(part)] for i in trained}
         if self.assistant_parts == "text":
             where, fix = f"{row.location}: {name}", "set data.task.assistant_parts: all, or correct or remove the row"
@@ -345,13 +353,13 @@ class InstructionFiles(FileTask):
             require(not parts.get(last), where, expected, turns[last], fix)
             self.num_context_turns[split] += sum(bool(parts[i]) for i in trained)
             trained = [i for i in trained if not parts[i]]
-        is_trained = bool(trained) and (last in trained or turns[last].get("weight") == 0)
+        is_trained = bool(trained) and (last in trained or _is_context(turns[last]))
         expected = f"text or tool calls, and a weight of 1 or none, in turn {last + 1} (assistant)"
         require(is_trained, f"{row.location}: {name}", expected, turns[last], "correct or remove the row")
         for turn in turns[: trained[-1] + 1]:
             row.check_unicode(name, json.dumps(turn, ensure_ascii=False))
         tools = row.require_values().get("tools")
-        meta = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
+        meta = {"tools": _read_tools(row, tools)} if tools else {}
         return [
             Example(
                 id=identity if i == trained[-1] else f"{identity}#turn{i + 1}",
@@ -371,8 +379,29 @@ def _read_id(row: DataRow) -> str | None:
     return row.check_unicode("id", str(value)) if type(value) in (str, int) else None
 
 
-def _read_turns(row: DataRow, name: str) -> list[dict[str, Any]]:
+def _read_tools(row: DataRow, tools: object) -> list[Any]:
+    """Return a row's descriptions of tools, which may be JSON text.
+
+    Raises:
+        ValueError: If they are no list of mappings.
+    """
+    try:
+        values = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        values = tools
+    are_tools = isinstance(values, list) and all(isinstance(tool, Mapping) for tool in values)
+    require(are_tools, f"{row.location}: tools", "a list of mappings, or its JSON text", tools, "correct it")
+    assert isinstance(values, list)
+    return values
+
+
+def _read_turns(row: DataRow, name: str, *, begins: bool = True) -> list[dict[str, Any]]:
     """Return the chat turns in a field, with ``role`` and ``content``.
+
+    Args:
+        row: The row.
+        name: The field.
+        begins: Whether the chat begins with the turns; the row's system text then comes before them.
 
     Raises:
         ValueError: Naming the row, the turn and what is wrong.
@@ -394,10 +423,15 @@ def _read_turns(row: DataRow, name: str) -> list[dict[str, Any]]:
                 f"{row.location}: expected role and text content in turn {number}{role} of {name!r}, got {turn!r:.80}; "
                 "correct the field (content may be null beside tool_calls), or set data.task.malformed: skip."
             )
-    system = values.get("system")
-    if name == "conversations" and isinstance(system, str) and system and turns[0]["role"] != "system":
+    system = _read_system(row)
+    if begins and system and turns[0]["role"] not in ("system", "developer"):
         turns = [{"role": "system", "content": system}, *turns]
     return turns
+
+
+def _read_system(row: DataRow) -> str:
+    """Return the text of a row's system turn; empty if the row has none."""
+    return next((row.text(name) for name in _SYSTEM if row.require_values().get(name)), "")
 
 
 def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
@@ -428,10 +462,10 @@ def _parse_arguments(call: Any) -> Any:  # noqa: ANN401 - any JSON value
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _earlier_turns(row: DataRow, query: str) -> tuple[dict[str, Any], ...]:
-    """Return the turns before an answer of an Alpaca row with ``system`` or ``history``; nothing without these."""
-    values = row.require_values()
-    system, history = values.get("system"), values.get("history")
+def _earlier_turns(row: DataRow, query: str, *, has_history: bool) -> tuple[dict[str, Any], ...]:
+    """Return the turns before an answer of a row with a system text or, in Alpaca's format, ``history``."""
+    system = _read_system(row)
+    history = row.require_values().get("history") if has_history else None
     if not system and not history:
         return ()
     are_pairs = isinstance(history or [], list) and all(
@@ -439,10 +473,15 @@ def _earlier_turns(row: DataRow, query: str) -> tuple[dict[str, Any], ...]:
         for pair in history or []
     )
     require(are_pairs, f"{row.location}: history", "pairs of a query and a response", history, "correct or remove it")
-    turns = [{"role": "system", "content": row.text("system")}] if system else []
+    turns = [{"role": "system", "content": system}] if system else []
     for before, answer in history or []:
         turns += [{"role": "user", "content": before}, {"role": "assistant", "content": answer}]
     return (*turns, {"role": "user", "content": query})
+
+
+def _is_context(turn: Mapping[str, Any]) -> bool:
+    """Return whether an assistant's turn is marked as not to be trained."""
+    return any(turn.get(mark) is not None and not turn[mark] for mark in _TRAINED)
 
 
 def _has_parts(turn: Mapping[str, Any]) -> bool:

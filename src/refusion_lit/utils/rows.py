@@ -13,6 +13,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+_MAX_FIELD = 1 << 30
+"""Maximum number of characters in a field of a CSV file; Python's own limit of 131 072 is below that of a long text."""
+
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
@@ -178,6 +181,7 @@ def _parse_json_list(file: str, text: str) -> Iterator[DataRow]:
 
 def _parse_csv(file: str, text: str) -> Iterator[DataRow]:
     """Yield the rows of a CSV file whose first line names the fields."""
+    csv.field_size_limit(_MAX_FIELD)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     names: list[str] = []
     try:
@@ -208,7 +212,7 @@ def _parse_parquet(file: str) -> Iterator[DataRow]:
         for batch in parquet.ParquetFile(file).iter_batches():
             for values in batch.to_pylist():
                 number += 1
-                yield DataRow(file, number, values)
+                yield DataRow(file, number, drop_nested_nulls(values))
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: cannot be read as Parquet ({error}); fetch it again.") from error
 
@@ -231,13 +235,34 @@ def rows_in(data: Any, option: str) -> Iterator[DataRow]:  # noqa: ANN401 - any 
         )
     items = (data[index] for index in range(len(data))) if is_indexed else iter(data)
     name = type(data).__name__
+    has_columns = hasattr(data, "features")  # a data set of the package datasets
     for number, values in enumerate(items, start=1):
         if not isinstance(values, Mapping):
             raise ValueError(
                 f"{option}: expected mappings such as {{'query': ..., 'response': ...}} in {name}, got "
                 f"{type(values).__name__} at index {number - 1}; return dicts."
             )
-        yield DataRow(name, number, dict(values))
+        yield DataRow(name, number, drop_nested_nulls(values) if has_columns else dict(values))
+
+
+def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table without the nulls in its structs.
+
+    A column of structs has the fields of all rows: the arguments of a tool call, say, have those of all other calls as
+    nulls. The fields of the row itself, and a chat turn's content, stay.
+
+    >>> drop_nested_nulls({"query": None, "tools": [{"name": "add", "unit": None}]})
+    {'query': None, 'tools': [{'name': 'add'}]}
+    """
+    return {name: _drop_nulls(value) for name, value in row.items()}
+
+
+def _drop_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    if isinstance(value, Mapping):
+        is_turn = "role" in value or "from" in value
+        kept = {name: item for name, item in value.items() if item is not None or (is_turn and name == "content")}
+        return {name: _drop_nulls(item) for name, item in kept.items()}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _row(file: str, number: int, values: object) -> DataRow:
