@@ -189,7 +189,8 @@ class Service:
         self.tool_format = find_format(tokenizer.chat_template, tool_format)
         self.separate_reasoning = separate_reasoning
         self.thought_tags = find_thought_tags(tokenizer.chat_template)
-        self._hides_tags = bool({*self.thought_tags} & {*tokenizer.all_special_tokens})
+        special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
+        self._hides_tags = bool({*self.thought_tags} & special)
         # Tokenizers are not thread-safe: the worker's thread, requests and the compilation of schemas need a copy.
         self.model = copy.copy(worker.model)
         self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
