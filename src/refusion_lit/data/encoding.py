@@ -316,7 +316,21 @@ def _render(
     is_open: bool = True,
     chat_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of turns, with users' names of special tokens marked."""
+    """Return the text of turns, in which marks surround users' names of special tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        guard: Marks the names.
+        turns: The turns.
+        prompt_template: Text with ``{query}`` in it, for tokenizers without a chat template.
+        query: The query, for tokenizers without a chat template.
+        tools: Descriptions of tools for the chat template.
+        is_open: Whether the text ends with the opening of the assistant's turn.
+        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
+
+    Raises:
+        ValueError: If the chat template refuses the turns, or there are several turns without a chat template.
+    """
     roles = ", ".join(str(turn["role"]) for turn in turns)
     if not tokenizer.chat_template:
         expected = "one turn, as the tokenizer has no chat template"
@@ -426,8 +440,7 @@ def _encode_parts(
         parts: Pairs of a text and whether names in it mean special tokens.
         within: Whether the first text does not begin the whole text.
     """
-    names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
-    pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
+    pattern = _added_names(tokenizer)
     if not within and not any(pattern.search(text) for text, is_template in parts if not is_template):
         return encode_text(tokenizer, "".join(text for text, _ in parts), special=True)
     pieces: list[tuple[str, bool]] = []  # text, and whether it is a special token
@@ -537,9 +550,13 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
 
 def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
     """Return the parts of a text, and whether a part is the name of an added token, special or not."""
+    return [(part, index % 2 == 1) for index, part in enumerate(_added_names(tokenizer).split(text)) if part]
+
+
+def _added_names(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern, in a group, for the names of a tokenizer's added tokens, special or not; long names first."""
     names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
-    parts = re.split(f"({'|'.join(map(re.escape, names))})" if names else "(?!)", text)
-    return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
+    return re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
 
 
 class _Guard:

@@ -76,7 +76,7 @@ _OPTIONS: dict[str, Any] = {
         (f"{_LAYER}.mlp.gate.e_score_correction_bias", f"{_LAYER}.mlp.gate.expert_bias"),
     ),
     "attention": "block_causal",
-    # The config of LLaDA2.0, which was not trained to edit, is that of LLaDA2.1, which was.
+    # LLaDA2.1 was trained to edit tokens, LLaDA2.0 was not, but their configs do not differ.
     "predictions": ("mask", "visible"),
     "block_size": 32,
     "block_size_option": "block_size",

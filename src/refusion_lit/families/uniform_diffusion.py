@@ -154,7 +154,14 @@ class UniformDiffusion(Decoder):
     def _denoise(
         self, state: RowState, canvas: Sequence[int], step: int, before: Reading | None
     ) -> Generator[Request, list[Reading], Reading]:
-        """Run a step over a canvas, conditioned by the reading of the step before; return what it predicts."""
+        """Run a step over a canvas; return the reading.
+
+        Args:
+            state: The prompt's state.
+            canvas: The canvas's tokens.
+            step: Number of steps that are left, including this step.
+            before: Reading of the step before, which conditions this step; ``None`` in the first step.
+        """
         temperature = self.step_temperature(step) * (state.sampling.temperature or 1.0)
         temperature = min(max(temperature, 1e-30), 1e30)  # the range of SamplingParams
         start = state.num_cached

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.errors import error_reason
+from refusion_lit.utils.errors import error_reason, last_line
 from refusion_lit.utils.require import require, require_at_least, require_number
 
 _SIZES = (
@@ -62,7 +62,7 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
     try:
         config = AutoConfig.for_model(**values)
     except Exception as error:  # transformers' checks raise errors of their own
-        got = _last_line(error)
+        got = last_line(error)
         raise ValueError(f"backbone.config: expected options that fit together, got {got}; drop one.") from error
     _check_values(config, "backbone.config")
     return config
@@ -120,7 +120,7 @@ def load_config(
             ) from error
         raise ValueError(
             f"backbone.source: expected a Hugging Face directory or hub id, got {source!r}, which cannot be loaded "
-            f"({error_reason(error) if isinstance(error, OSError | ValueError) else _last_line(error)}). "
+            f"({error_reason(error) if isinstance(error, OSError | ValueError) else last_line(error)}). "
             "Check the path, or the id and the network."
         ) from error
     for name in unknown:
@@ -143,7 +143,7 @@ def _published_config(published: CheckpointFormat, values: Mapping[str, Any], ov
     except Exception as error:  # transformers' checks raise errors of their own, explicit nulls among their reasons
         raise ValueError(
             f"backbone.source: expected a complete config of a {published.name} checkpoint, got one that cannot be "
-            f"converted ({type(error).__name__}: {_last_line(error)}); fetch config.json again."
+            f"converted ({type(error).__name__}: {last_line(error)}); fetch config.json again."
         ) from error
     _check_rope(config, overrides)
     _check_values(config, "backbone.source")
@@ -268,11 +268,6 @@ def freeze_frequencies(body: nn.Module) -> None:
             module.rope_type = "default"
         elif isinstance(kind, dict):
             module.rope_type = {name: "default" if value in changing else value for name, value in kind.items()}
-
-
-def _last_line(error: Exception) -> str:
-    """Return an error message's last line, which holds the reason."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().removesuffix(".")
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

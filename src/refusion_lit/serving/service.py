@@ -293,7 +293,7 @@ class Service:
         self.check_name(body.model)
         if not worker.is_ready:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
-        sampling = self._sampling(body)
+        sampling = self._build_sampling(body)
         calls = self._plan_calls(body)
         prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body)]
         # In a thread, because compiling a schema may take long and must not block other requests.
@@ -396,7 +396,7 @@ class Service:
         expected = f"at most {room} tokens (a context of {context} less max_tokens {sampling.max_new_tokens})"
         require(longest <= room, "prompt", expected, longest, "shorten it or lower max_tokens")
 
-    def _sampling(self, body: ChatRequest | CompletionRequest) -> SamplingParams:
+    def _build_sampling(self, body: ChatRequest | CompletionRequest) -> SamplingParams:
         """Return a request's sampling options; missing options are the server's."""
         default = self.worker.sampling
         most = self.worker.limits.max_answer_tokens
