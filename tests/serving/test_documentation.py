@@ -102,7 +102,7 @@ def test_the_schema_without_a_server(
     directory.mkdir(parents=True)
     make_bytes_base(directory)
     subprocess.run(["bash", "-c", block("echo")], check=True, timeout=60)
-    assert main(shlex.split(command)[1:]) == 0
+    assert main(shlex.split(command.replace("\\\n", ""))[1:]) == 0
     assert [*json.loads(capsys.readouterr().out)][:1] == ["city"]
 
 
