@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import refusion_lit
+from refusion_lit.modeling.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.weights import published_weights
@@ -42,26 +43,49 @@ _EXPERTS = {"moe_intermediate_size": 1024, "num_experts_per_tok": 2}
 _NUM_EXPERTS = 6
 _NUM_SHARDS = 4
 _NUM_LAYERS = {"small": 3, "medium": 6, "large": 9}
-MEASURED = {name: layout for name, layout in FORMATS.items() if layout.base in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-"""Formats of causal language models. DiffusionGemma is not one of them: its sizes have other names."""
 
 
 def make_weights(layout: CheckpointFormat, num_layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the published config and random weights of a model of a layout."""
+    if layout.base == "diffusion_gemma":
+        return _diffusion_gemma(num_layers)
     config = AutoConfig.for_model(layout.base, **_SIZES, num_hidden_layers=num_layers)
     if hasattr(config, "num_local_experts"):
         config.update({**_EXPERTS, "num_local_experts": _NUM_EXPERTS, "use_qk_norm": True})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    weights = {
-        name: torch.empty(weight.shape, dtype=weight.dtype).normal_(std=0.02)
-        for name, weight in published_weights(model, layout).items()
-    }
+    weights = _random(published_weights(model, layout))
     options = json.loads(config.to_json_string(use_diff=False))
     theirs = {layout.config_names.get(name, name): value for name, value in options.items()}
     fixed = {name: values[0] for name, values in layout.required.items()}
     fixed["qk_norm"] = layout.base == "qwen3"  # by which WeDLM's config tells Qwen3 from Qwen2
     return {**theirs, **fixed, "model_type": layout.model_type or layout.base}, weights
+
+
+def _diffusion_gemma(num_layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config and weights of a DiffusionGemma without vision tower; a third of its layers have full attention."""
+    text = {
+        **_SIZES,
+        "num_hidden_layers": num_layers,
+        "layer_types": ["sliding_attention"] * (num_layers - num_layers // 3) + ["full_attention"] * (num_layers // 3),
+        "head_dim": 128,
+        "num_experts": _NUM_EXPERTS,
+        "top_k_experts": _EXPERTS["num_experts_per_tok"],
+        "moe_intermediate_size": _EXPERTS["moe_intermediate_size"],
+        "tie_word_embeddings": True,
+    }
+    vision = {"model_type": "gemma4_vision", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}  # fmt: skip
+    config: Any = AutoConfig.for_model("diffusion_gemma", text_config=text, vision_config=vision)
+    with torch.device("meta"):
+        model = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=torch.bfloat16)
+    tied = model.all_tied_weights_keys
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in tied}
+    return json.loads(config.to_json_string(use_diff=False)), _random(weights)
+
+
+def _random(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty(old.shape, dtype=old.dtype).normal_(std=0.02) for name, old in weights.items()}
 
 
 def save(layout: CheckpointFormat, directory: Path, num_layers: int) -> int:
@@ -101,7 +125,7 @@ def main(output: str | None = None) -> None:
         output: Where to write the JSON.
     """
     started, layouts = time.perf_counter(), {}
-    for name, layout in MEASURED.items():
+    for name, layout in FORMATS.items():
         layouts[name] = {}
         for size, num_layers in _NUM_LAYERS.items():
             with tempfile.TemporaryDirectory() as folder:

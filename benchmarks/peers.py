@@ -13,7 +13,7 @@ from benchmarks.replay import Replay, ReplayedModel
 from refusion_lit.decoding import Decoder, ReFusion
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.refusion import export
+from refusion_lit.refusion import custom_generate
 from refusion_lit.types import Prompt
 
 Variants = dict[str, dict[str, Any]]
@@ -69,12 +69,12 @@ def plain(
             if replay is not None:
                 replay.overwrite(output.logits, kwargs["input_ids"], kwargs["position_ids"])
 
-        known = {name: getattr(options, name) for name in export.OPTIONS}
+        known = {name: getattr(options, name) for name in custom_generate.OPTIONS}
         model.model.generation_config.refusion = {**known, "vocab_size": model.special_tokens.vocab_size}
         hook = model.model.register_forward_hook(after, with_kwargs=True)
         try:
             ids = [torch.tensor([prompt.token_ids], device=model.device) for prompt in prompts]
-            plain = partial(export.generate, model=model.model, max_new_tokens=num_tokens)
+            plain = partial(custom_generate.generate, model=model.model, max_new_tokens=num_tokens)
             texts = [plain(one)[0, one.shape[1] :] for one in ids]
         finally:
             hook.remove()

@@ -166,6 +166,46 @@ def linear_speculation() -> None:
     draw_steps("linear_speculation.svg", "A round of LinearSpeculation", steps, note)
 
 
+def canvas() -> None:
+    """Draw two steps of UniformDiffusion on a canvas of four tokens."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    steps = [
+        ("1  encoder: feed the text, causal", [prompt]),
+        ("2  decoder: feed random tokens", [prompt, ("mask", ["q@3", "k@4", "z@5", "w@6"])]),
+        ("3  sample all, keep the surest", [prompt, ("draft", ["a@3"]), ("rejected", ["x@4"]), ("draft", ["c@5"]),
+                                            ("rejected", ["y@6"])]),
+        ("4  new noise for the rest; feed", [prompt, ("draft", ["a@3"]), ("mask", ["p@4"]), ("draft", ["c@5"]),
+                                             ("mask", ["t@6"])]),
+        ("5  sample and keep again", [prompt, ("draft", ["a@3", "b@4"]), ("rejected", ["v@5"]), ("draft", ["d@6"])]),
+        ("6  stable and sure: the draft is text", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6"])]),
+    ]  # fmt: skip
+    note = (
+        "Small numbers: position in the text. Rows 1, 2 and 4 are forwards; in rows 2 and 4 all tokens of the canvas "
+        "see the text and one another. Grey: prompt. Dashed: random token. Yellow: sampled and kept; c was kept in "
+        "row 3, but not in row 5. Red: replaced by noise. Green: final, the most probable token of each place."
+    )
+    draw_steps("uniform_diffusion.svg", "One canvas of UniformDiffusion", steps, note)
+
+
+def block_drafter() -> None:
+    """Draw a round of SelfSpeculative with a block drafter of five tokens."""
+    prompt = ("prompt", ["Who@0", "is@1", "?@2"])
+    steps = [
+        ("1  model: feed the drafts, causal", [prompt, ("known", ["a@3"]), ("draft", ["b@4", "c@5"]),
+                                               ("rejected", ["x@6", "y@7"])]),
+        ("2  keep what is right, add one", [prompt, ("known", ["a@3", "b@4", "c@5", "d@6"])]),
+        ("3  drafter: feed a token and masks", [("known", ["d@6"]), ("mask", ["M@7", "M@8", "M@9", "M@10"])]),
+        ("4  masks become the next drafts", [("known", ["d@6"]), ("draft", ["e@7", "f@8", "g@9", "h@10"])]),
+    ]  # fmt: skip
+    note = (
+        "Small numbers: position in the text. Rows 1 and 3 are forwards. In row 1 a position predicts the token after "
+        "it: c is right, x is not, and d is the token in its place. In row 3 the tokens of the block see one another "
+        "and hidden states of the model at all text before d. Grey: prompt. Dashed: mask. Yellow: draft. Red: "
+        "rejected. Green: the model's own text."
+    )
+    draw_steps("block_drafter.svg", "One round with a block drafter", steps, note)
+
+
 def pipeline() -> None:
     """Draw three forwards of D2F with blocks of three masks."""
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
@@ -509,6 +549,8 @@ PICTURES = (
     strides,
     causal_blocks,
     linear_speculation,
+    canvas,
+    block_drafter,
     pipeline,
     editing,
     sets,

@@ -20,6 +20,7 @@ STYLES = {
     "autoregressive": ("#555555", "s"),
     "masked": ("#c2410c", "^"),
     "block": ("#1d4ed8", "D"),
+    "block_clipped": ("#60a5fa", "D"),
     "dual_stream": ("#9333ea", "v"),
     "soft_tail": ("#be185d", "P"),
     "diffusion_forcing": ("#0891b2", "X"),
@@ -96,6 +97,7 @@ FAMILIES = (
     ("masked, LLaDA, one token per step", "masked", "llada_1"),
     ("masked, Fast-dLLM, whole canvas, threshold 0.9", "masked", "fast_dllm_whole_t90"),
     ("block diffusion", "block", ""),
+    ("block diffusion, clipped noise", "block_clipped", ""),
 )
 """Rows of the table of families: label, objective, a setting or how the names of those to choose from begin."""
 SUCCESSORS = (
@@ -120,6 +122,7 @@ NOISES = (
     ("masks over the response, Fast-dLLM", "masked", "fast_dllm"),
     ("masks over the response, LLaDA", "masked", "llada"),
     ("masks in blocks, block diffusion", "block", "block"),
+    ("masks in blocks, clipped, block diffusion", "block_clipped", "block"),
     ("masks and wrong tokens in blocks, token editing", "editable", EDITING),
     ("random tokens in canvases", "uniform", "uniform"),
     ("random tokens in canvases, self-conditioning", "diffusion_gemma", "diffusion_gemma"),
@@ -240,14 +243,16 @@ def draw_noises(rows: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
 def best(runs: list[Run], rows: Sequence[tuple[str, str, str]], tasks: Sequence[str]) -> str:
     """Return each family's setting: score by seed, tokens per forward, positions per token.
 
-    :func:`choose_setting` chooses the settings.
+    :func:`choose_setting` chooses the settings. A family that was not trained on a task has ``--``.
     """
     lines = [f"| | {' | '.join(tasks)} |", "| --- |" + " --- |" * len(tasks)]
     for label, objective, setting in rows:
         cells = []
         for task in tasks:
             name = choose_setting(runs, task, objective, setting)
-            assert name is not None
+            if name is None:
+                cells.append("--")
+                continue
             speed, positions, score, scores = points(runs, task, objective)[name]
             seeds = f" ({', '.join(f'{value:.2f}' for value in scores)})" if len(scores) > 1 else ""
             cells.append(f"{score:.3f}{seeds}, {speed:.1f}, {positions:.1f}")

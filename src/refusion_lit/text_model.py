@@ -157,7 +157,7 @@ class TextModel:
             sampling: Length limit and sampling options.
             callbacks: Notified when tokens are committed and prompts finish.
             trace: Record a trace of every forward pass.
-            num_top_logprobs: Record the tokens' log-probabilities, and those of this many alternatives per token.
+            num_top_logprobs: Record log-probabilities of the tokens, and of this many alternatives per token.
             kept: Keeps the cache of a call for the next call.
             continues_text: Whether a response's text continues the prompt's text; otherwise, it is the text of the
                 response's tokens alone, which may lack a space at its beginning.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from refusion_lit.utils.require import check_options, is_number, require, require_choice
+from refusion_lit.utils.require import check_options, is_number, require, require_at_least, require_choice
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +94,8 @@ class ModelTraits:
         expected = "a value if and only if attention is 'block_causal'"
         fix = f"set both or neither (attention is {self.attention})"
         require(is_paired, "block_size", expected, self.block_size, fix)
+        if self.block_size is not None:
+            require_at_least("block_size", self.block_size, 1)
         is_allowed = has_blocks or not self.prompt_is_block
         require(is_allowed, "prompt_is_block", "attention 'block_causal'", self.attention, "leave it out")
 

@@ -53,7 +53,7 @@ def _overrides(name: str, data_file: str) -> list[str]:
     if name == "refusion_qwen3_8b":
         single_device = ["--trainer.devices=1", "--trainer.strategy.data_parallel_size=1"]
         return [*CPU, *single_device, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
-    if name.startswith("refusion_qwen3"):
+    if name == "tools" or name.startswith("refusion_qwen3"):
         return [*CPU, *NO_DOWNLOAD, f"--data.task.train={data_file}"]
     if name == "policy":
         start = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"

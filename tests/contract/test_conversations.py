@@ -20,7 +20,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.modeling.vocabulary import prompt_prefix
 from refusion_lit.tasks import Example, InstructionFiles
-from support.tokenizer_zoo import KINDS, ZEPHYR, make_model, make_tokenizer
+from support.tokenizer_zoo import KINDS, TEMPLATES, ZEPHYR, make_model, make_tokenizer
 
 TURNS = ({"role": "user", "content": "Where is Paris?"}, {"role": "assistant", "content": "In France."},
          {"role": "user", "content": "And Rome?\n"})  # fmt: skip
@@ -229,6 +229,42 @@ def test_what_a_template_drops_from_a_trained_turn_is_refused_by_row_and_turn(
     [example] = read_chat(tmp_path / "rows.jsonl", [TURNS[0], {"role": "assistant", **CALL_TURNS[name]}])
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: turn 2 \(assistant\)"):
         encode_example(tokenizer, example)
+
+
+FIRST_CALL = TOOL_TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+ARGUMENTS_ALONE = TOOL_TEMPLATE.replace("c.function | tojson", "c.function.arguments | tojson")
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "name", "is_refused"),
+    [
+        ("qwen", None, "calls", True),
+        ("gpt2", None, "both", True),
+        ("qwen", FIRST_CALL, "parallel", True),
+        ("qwen", FIRST_CALL, "calls", False),
+        ("qwen", TOOL_TEMPLATE, "parallel", False),
+        ("qwen", ARGUMENTS_ALONE, "calls", False),
+        ("llama2", MISTRAL, "calls", False),
+        ("llama3", LLAMA, "calls", False),
+    ],
+)
+def test_calls_that_a_template_drops_from_the_context_are_refused_by_row_and_turn(
+    tmp_path: Path, kind: str, template: str | None, name: str, is_refused: bool
+) -> None:
+    template = template or TEMPLATES[kind].replace("m['content']", "(m['content'] or '')")
+    tokenizer = make_tokenizer(kind, chat=True, chat_template=template)
+    turns = [TURNS[0], {"role": "assistant", **CALL_TURNS[name]}, {"role": "tool", "content": "sunny"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "Sunny."}], "tools": TOOLS}))
+    [example] = InstructionFiles(train=str(path), validation_fraction=0).examples("train")
+    if is_refused:
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1: messages\.1\.tool_calls: .*turn 2 \(assistant\)"):
+            encode_example(tokenizer, example)
+        with pytest.raises(ValueError, match=r"messages\.1\.tool_calls"):
+            encode_prompt(tokenizer, "", messages=turns)
+    else:
+        prompt = tokenizer.decode(encode_example(tokenizer, example).prompt_ids)
+        assert all(part in prompt for part in (["weather"] if template != ARGUMENTS_ALONE else ["Rome"]))
 
 
 def test_reasoning_is_trained_where_the_template_renders_it(tmp_path: Path) -> None:

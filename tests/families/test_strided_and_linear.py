@@ -91,7 +91,7 @@ def test_a_mask_does_not_end_the_thinking() -> None:
         ("nld-tiny", {"num_attention_heads": 5}, "num_attention_heads"),
         ("nld-tiny", {"intermediate_size": 128}, "shape"),
         ("nld-tiny", {"num_hidden_layers": 4}, "encoder.layers.3"),
-        ("idlm-tiny", {"block_size": "three"}, "idlm"),
+        ("idlm-tiny", {"block_size": "three"}, "block_size"),
         ("idlm-tiny", {"num_key_value_heads": 3}, "num_attention_heads"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,48 @@ def test_another_number_of_experts_is_refused(name: str, factor: float, tmp_path
     num_experts = int(factor * values[option])
     with pytest.raises(ValueError, match=rf"{num_experts} experts.* got {values[option]}"):
         refusion_lit.load(copied(name, tmp_path, **{option: num_experts}))
+
+
+IMPOSSIBLE = [
+    ("llada2-tiny", {"num_experts": 0}, "n_routed_experts|n_group"),
+    ("llada2-tiny", {"num_experts_per_tok": 17}, "num_experts_per_tok"),
+    ("llada2-tiny", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+    ("llada2-tiny", {"n_group": 0}, "n_group"),
+    ("llada2-tiny", {"n_group": 3}, "n_group"),
+    ("llada2-tiny", {"n_group": 16}, "n_group"),
+    ("llada2-tiny", {"topk_group": 5}, "topk_group"),
+    ("llada2-tiny", {"moe_intermediate_size": 0}, "moe_intermediate_size"),
+    ("llada2-tiny", {"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
+    ("llada2-tiny", {"block_size": 0}, "block_size"),
+    ("sdar-moe-tiny", {"num_experts_per_tok": 17}, "num_experts_per_tok"),
+    ("sdar-moe-tiny", {"rope_theta": 0}, "rope_theta"),
+    ("sdar-tiny", {"block_size": "four"}, "block_size"),
+    ("idlm-tiny", {"block_size": -1}, "block_size"),
+    ("idlm-tiny", {"mask_token_id": -1}, "mask_token_id"),
+    ("nld-tiny", {"block_size": 2.5}, "block_size"),
+    ("nld-tiny", {"mask_token_id": 2.5}, "mask_token_id"),
+    ("nld-tiny", {"sliding_window": 0}, "sliding_window"),
+    ("wedlm-tiny", {"model_type": []}, "model_type"),
+    ("wedlm-tiny", {"mask_token_id": -1}, "mask_token_id"),
+    ("diffusion-gemma-tiny", {"sliding_window": 0}, "sliding_window"),
+    ("diffusion-gemma-tiny", {"max_position_embeddings": 0}, "max_position_embeddings"),
+    ("diffusion-gemma-tiny", {"num_key_value_heads": 3}, "num_attention_heads"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), IMPOSSIBLE)
+def test_an_option_that_no_model_can_have_is_refused(
+    name: str, options: dict[str, Any], expected: str, tmp_path: Path, no_weights: None,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert re.search(expected, refusal(copied(name, tmp_path, **options), capfd))
+
+
+def test_a_canvas_without_tokens_is_refused(tmp_path: Path, no_weights: None) -> None:
+    path = copied("diffusion-gemma-tiny", tmp_path)
+    (path / "config.json").write_text(json.dumps({**config(path.name), "canvas_length": -3}))
+    with pytest.raises(ValueError, match="canvas_length"):
+        refusion_lit.load(path)
 
 
 @pytest.mark.parametrize("name", NAMES)

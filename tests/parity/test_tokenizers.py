@@ -360,7 +360,8 @@ def test_an_exported_program_decodes_as_we_do(kind: str, tmp_path: Path) -> None
     library: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     options = {"custom_generate": str(tmp_path / "export"), "trust_remote_code": True, "do_sample": False}
-    for query in (QUERY, "é 世", "def f(x):\n    return x"):
+    named = f"What is {tokenizer.eos_token} here?"  # text, not the token
+    for query in (QUERY, "é 世", "def f(x):\n    return x", named):
         scope: dict[str, Any] = {"tokenizer": tokenizer}
         exec(prompt_code(tokenizer, "{query}").replace('"..."', json.dumps(query)), scope)
         prompt = scope["input_ids"]

@@ -23,6 +23,7 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from support.servers import NAME, address, serving
 from support.tiny import make_bytes_base
+from support.tools import TEMPLATES as TEMPLATES_OF_TOOLS
 from support.tools import TOOLS, make_tool_model
 
 QWEN = """\
@@ -202,6 +203,28 @@ def test_calls_within_thoughts_are_no_calls(tmp_path: Path, separate: bool, monk
             kinds = ("response.reasoning_text.delta", "response.output_text.delta")
             streamed = ["".join(event.delta for event in events if event.type == kind) for kind in kinds]
             assert streamed == [*expected[:2]]
+
+
+def test_tags_that_are_special_tokens_are_not_in_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without tools, where special tokens are left out of the text."""
+    path = make_bytes_base(tmp_path, max_positions=2048, special=["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
+    tokenizer_file = path / "tokenizer_config.json"
+    template = "{# [THINK] #}" + TEMPLATES_OF_TOOLS["mistral_args"]
+    tokenizer_file.write_text(json.dumps(json.loads(tokenizer_file.read_text()) | {"chat_template": template}))
+    model = load(path, device="cpu")
+    call = '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}'
+    ids = model.tokenizer(f"[THINK]{call}?[/THINK]So: {call}", add_special_tokens=False)["input_ids"]
+    detokenize = model.detokenize
+    monkeypatch.setattr(model, "detokenize", lambda tokens, **options: detokenize(ids[: len(tokens)], **options))
+    asked: dict[str, Any] = {"model": NAME, "messages": TURNS, "tools": TOOLS, "max_tokens": len(ids)}
+    for separate, expected in ((False, (None, f"{call}?So:")), (True, (f"{call}?", "So:"))):
+        with (
+            serving(model, Autoregressive(), separate_reasoning=separate) as server,
+            openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+        ):
+            message = client.chat.completions.create(**asked).choices[0].message
+            assert (getattr(message, "reasoning_content", None), message.content) == expected
+            assert [json.loads(call.function.arguments) for call in message.tool_calls or []] == [{"a": 1, "b": 2}]
 
 
 SENT: list[dict[str, Any]] = [  # by clients of 2026, often by default

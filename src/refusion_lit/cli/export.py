@@ -181,6 +181,7 @@ def _card(options: Namespace, model: TextModel, published: CheckpointFormat | No
     is_named = "decoder" in (getattr(backbone.config, "refusion_lit", None) or {})
     return model_card(
         name, backbone.traits, run if is_run else None, results, adapters=backbone.adapters, prompt=prompt,
+        has_own_head=not getattr(backbone.config, "tie_word_embeddings", False),
         decoder=model.default_decoder if is_named or published else None, has_drafter=backbone.drafter is not None,
         has_block_drafter=isinstance(backbone.drafter, BlockDrafter),
         weights=weights_digest(tested) if results else None, published=published,

@@ -176,7 +176,7 @@ class Setup:
 
     Attributes:
         model: The loaded model.
-        decoder: The strategy: the one of the options, or the model's own, fitted to the length limit.
+        decoder: The decoder in the options, or the model's default decoder, fitted to the length limit.
         sampling: Length limit, sampling options and stop strings.
         decoding: How prompts are batched and decoded.
     """

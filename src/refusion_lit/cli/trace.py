@@ -56,6 +56,7 @@ def run(args: list[str]) -> int:
 
 
 def _check(options: Namespace, output: Path) -> None:
+    """Refuse options that exclude each other, and an output file with other contents, before a model is loaded."""
     if options.trace_file is not None:
         if options.ckpt_path is not None or options.prompt is not None:
             raise ValueError("trace_file: expected it alone, got a model or a prompt too; give one or the other.")

@@ -131,7 +131,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
     _resumed: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:  # type: ignore[override]
-        """Yield micro-batches; those of a step are fetched together."""
+        """Yield micro-batches; all micro-batches of a step are fetched before the first is yielded."""
         self._num_yielded = 0
         if isinstance(self.sampler, LengthGroupedBatches):  # it knows the epoch by now
             epoch, num_seen = self._resumed or (None, 0)

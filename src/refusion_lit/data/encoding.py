@@ -55,7 +55,7 @@ def encode_prompt(
     if chat_options:
         check_chat_options(tokenizer, chat_options)
     rendered = _render(tokenizer, guard, turns, prompt_template, query, tools, chat_options=chat_options)
-    _check_roles(tokenizer, turns, tools, chat_options)
+    _check_turns(tokenizer, turns, tools, chat_options)
     ids = _encode_rendered(tokenizer, guard, rendered)
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
@@ -316,7 +316,21 @@ def _render(
     is_open: bool = True,
     chat_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of turns, with users' names of special tokens marked."""
+    """Return the text of turns, in which marks surround users' names of special tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        guard: Marks the names.
+        turns: The turns.
+        prompt_template: Text with ``{query}`` in it, for tokenizers without a chat template.
+        query: The query, for tokenizers without a chat template.
+        tools: Descriptions of tools for the chat template.
+        is_open: Whether the text ends with the opening of the assistant's turn.
+        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
+
+    Raises:
+        ValueError: If the chat template refuses the turns, or there are several turns without a chat template.
+    """
     roles = ", ".join(str(turn["role"]) for turn in turns)
     if not tokenizer.chat_template:
         expected = "one turn, as the tokenizer has no chat template"
@@ -335,31 +349,75 @@ def _render(
         raise ValueError(message) from error
 
 
-def _check_roles(
+def _check_turns(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     chat_options: Mapping[str, Any] | None,
 ) -> None:
-    """Refuse turns that the chat template drops: many templates know no developer, and some no tools.
+    """Refuse turns and tool calls that the chat template drops: many templates know no developer, some no calls.
 
     Raises:
-        ValueError: If the text of a turn with another role than system, user and assistant would not be in the prompt.
+        ValueError: If a turn with another role than system, user and assistant, or a call would not be in the prompt.
     """
     if not tokenizer.chat_template:
         return
     options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {}), "tools": list(tools) or None}
     options |= {"tokenize": False, "add_generation_prompt": True}
+
+    def render(turns: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the rendered turns; ``None`` if the template refuses them, as it does not drop what it inspects."""
+        try:
+            return str(tokenizer.apply_chat_template(list(turns), **options))  # type: ignore[arg-type]
+        except Exception:  # a template may raise any error
+            return None
+
     for number, turn in enumerate(turns):
         if turn["role"] not in ("system", "user", "assistant"):
-            probe: Any = [*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]]
-            try:
-                rendered = str(tokenizer.apply_chat_template(probe, **options))
-            except Exception:  # the template inspects the turn's text, so it does not drop the turn
-                continue
+            rendered = render([*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]])
             fix = "use system" if turn["role"] == "developer" else "leave it out"
             expected = "a role that the chat template renders"
-            require(_PROBE in rendered, f"messages.{number}.role", expected, turn["role"], fix)
+            is_rendered = rendered is None or _PROBE in rendered
+            require(is_rendered, f"messages.{number}.role", expected, turn["role"], fix)
+    if not any(turn.get(name) for turn in turns for name in _CALLS):
+        return
+    # One rendering shows whether the names of all calls are in the prompt. If not, each call is left out in turn.
+    probes: list[str] = []
+    rendered = render([_rename_calls(turn, probes) for turn in turns])
+    if rendered is not None and all(probe in rendered for probe in probes):
+        return
+    rendered = render(turns)
+    if rendered is None:
+        return
+    for number, turn in enumerate(turns):
+        for name, other in _leave_out_parts(turn):
+            is_dropped = name in _CALLS and render([*turns[:number], other, *turns[number + 1 :]]) == rendered
+            expected = f"a chat template that renders the calls of turn {number + 1} ({turn['role']})"
+            fix = "use a template that renders them, or leave the turn out"
+            require(not is_dropped, f"messages.{number}.{name}", expected, turn.get(name), fix)
+
+
+_CALLS = ("tool_calls", "function_call")
+
+
+def _rename_calls(turn: Mapping[str, Any], probes: list[str]) -> Mapping[str, Any]:
+    """Return a turn whose calls name a probe instead of their functions, and append the probes to a list."""
+
+    def rename(call: Any) -> Any:  # noqa: ANN401 - any JSON value
+        probes.append(f"{_PROBE} {len(probes)}.")
+        if not isinstance(call, Mapping):
+            return call
+        function = call.get("function")
+        if isinstance(function, Mapping):
+            return {**call, "function": {**function, "name": probes[-1]}}
+        return {**call, "name": probes[-1]}
+
+    turn = {**turn}
+    if isinstance(turn.get("tool_calls"), list | tuple):
+        turn["tool_calls"] = [*map(rename, turn["tool_calls"])]
+    if turn.get("function_call"):
+        turn["function_call"] = rename(turn["function_call"])
+    return turn
 
 
 _PROBE = "probe of a turn"
@@ -382,8 +440,7 @@ def _encode_parts(
         parts: Pairs of a text and whether names in it mean special tokens.
         within: Whether the first text does not begin the whole text.
     """
-    names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
-    pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
+    pattern = _added_names(tokenizer)
     if not within and not any(pattern.search(text) for text, is_template in parts if not is_template):
         return encode_text(tokenizer, "".join(text for text, _ in parts), special=True)
     pieces: list[tuple[str, bool]] = []  # text, and whether it is a special token
@@ -493,9 +550,13 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
 
 def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
     """Return the parts of a text, and whether a part is the name of an added token, special or not."""
+    return [(part, index % 2 == 1) for index, part in enumerate(_added_names(tokenizer).split(text)) if part]
+
+
+def _added_names(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern, in a group, for the names of a tokenizer's added tokens, special or not; long names first."""
     names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
-    parts = re.split(f"({'|'.join(map(re.escape, names))})" if names else "(?!)", text)
-    return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
+    return re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
 
 
 class _Guard:

@@ -243,6 +243,11 @@ class InstructionDataModule(L.LightningDataModule):
         return partial(collate_responses, pad_token_id=int(self.built_tokenizer.pad_token_id))  # type: ignore[arg-type]
 
     def _load_split(self, split: Split) -> LazyDataset | list[EncodedExample]:
+        """Return a split's encoded examples; the first call loads them.
+
+        Raises:
+            ValueError: If the split is empty or an example is malformed.
+        """
         if split not in self._splits:
             examples = load_examples(self.task, split)
             num_examples = len(examples)

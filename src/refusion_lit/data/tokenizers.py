@@ -21,7 +21,7 @@ from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import DRAWS_PADDING, add_eos_tokens, ensure_mask_token, mask_is_new
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.utils.errors import error_reason
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_at_least
 
 _PAD = "<|pad|>"
 _EOS = "<|eos|>"
@@ -189,6 +189,8 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     fix = "set eos_token in its tokenizer_config.json"
     require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
     mask_token_id = source.values.get("mask_token_id")
+    if mask_token_id is not None:
+        require_at_least(f"backbone.source: mask_token_id in the config of {source.name}", mask_token_id, 0)
     if published is None or published.has_mask:
         ensure_mask_token(tokenizer, mask_token_id, () if published is None else published.mask_tokens)
     if published is not None and published.draws_padding:

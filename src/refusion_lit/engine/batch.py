@@ -40,7 +40,7 @@ class Batch:
         visibility: Which cache entries every token sees or, without a cache, which tokens of its row.
         shapes: Every forward's number of rows, and its length without padding.
         num_tokens: Number of tokens, without padding.
-        num_keys: Keys that attention reads per row: cache entries, those of the forwards' own tokens included.
+        num_keys: Keys that attention reads per row: cache entries, including entries of the batch's own tokens.
         starts: First token of every branch, by forward, among the tokens of the forward's rows, padding included.
         signal: Soft embeddings of the tokens for self-conditioning, zeros where a branch has none; ``None`` if all
             branches have none.

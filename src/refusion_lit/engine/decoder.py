@@ -1,7 +1,7 @@
 """The decoder interface: an immutable strategy that begins a prompt's state and advances it step by step."""
 
-# No postponed annotations: jsonargparse would evaluate those of Decoder in the modules of its subclasses, which need
-# not import their names, and then check no option's type.
+# No postponed annotations: jsonargparse would evaluate Decoder's annotations in the modules of its subclasses. If a
+# module did not import the names in an annotation, jsonargparse would not check the option's type.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace

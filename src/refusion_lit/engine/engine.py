@@ -69,7 +69,7 @@ def decode(
         detokenize: Turns a response's tokens into text; also takes ``after``, the prompt's tokens, and
             ``stop``, the stop strings. ``None``: generations have no text, and stop strings are refused.
         trace: Record every forward.
-        num_top_logprobs: Record the tokens' log-probabilities, and those of this many most probable tokens of their
+        num_top_logprobs: Record log-probabilities of the tokens, and of this many most probable tokens of their
             places, at least 0. ``None``: record none.
         kept: Keeps the cache for the next call with the same model, whose prompts then share prefixes with the prompts
             of this call.
@@ -322,7 +322,7 @@ class Engine:
         return torch.cat([sequence.hidden for sequence in group]) if has_twins else hidden
 
     def _count_shape(self, group: Sequence[PromptSequence], *, num_positions: int, cache_length: int) -> None:
-        """Count a call's shape; the logits are those that :class:`Sampler` computes for the pending requests."""
+        """Count a call's shape, including the logits that :class:`Sampler` will compute for the pending requests."""
         if self.output.call_shapes is None:
             return
         num_logits = 0

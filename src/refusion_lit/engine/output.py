@@ -129,8 +129,8 @@ class CallShapes:
             num_sequences: Prompts that take part.
             num_positions: Positions computed by the body for all of them, without padding.
             num_logits: Positions whose logits the LM head computes.
-            cache_length: Keys per sequence that attention reads, those of the call's own positions included; the
-                largest number of all sequences.
+            cache_length: Largest number of keys that attention reads for a sequence, including the keys of the call's
+                own positions.
         """
         shape = (num_sequences, num_positions, num_logits)
         num_calls, total = self.counts.get(shape, (0, 0))

@@ -87,7 +87,7 @@ class RefusionLitModel(LM):
         names = _names(requests)
         answers = [""] * len(requests)
         for index, request in enumerate(requests):
-            sampling = self._sampling(request.args[1])
+            sampling = self._read_sampling(request.args[1])
             self._decoder_for(sampling).check(sampling)
             prompts.append(self._encode(request.args[0]))
             lengths = [(len(prompts[-1]), names[index])]
@@ -179,7 +179,12 @@ class RefusionLitModel(LM):
             for task, totals in self._totals.items()
         }
 
-    def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
+    def _read_sampling(self, options: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling options of a task's ``generation_kwargs``.
+
+        Raises:
+            ValueError: If an option is unknown to the harness or cannot be honoured.
+        """
         try:
             values: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), default_max_gen_toks=_MAX_TOKENS))
         except (TypeError, ValueError) as error:

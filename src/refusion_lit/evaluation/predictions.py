@@ -32,7 +32,7 @@ from refusion_lit.utils.files import (
     write_json_atomically,
 )
 from refusion_lit.utils.require import require
-from refusion_lit.utils.rows import parse_json_lines, read_text
+from refusion_lit.utils.rows import parse_json_lines, read_data_text
 
 
 def predictions_fingerprint(
@@ -141,7 +141,7 @@ def read_json_lines(file: str | Path, option: str = "file", *, texts: Sequence[s
         ValueError: If the file cannot be read, or a line is no object with these keys; the message names the line.
     """
     try:
-        rows = list(parse_json_lines(str(file), read_text(Path(file))))
+        rows = list(parse_json_lines(str(file), read_data_text(Path(file))))
         for row in rows:
             for field in texts:
                 row.text(field, fix="correct the line")

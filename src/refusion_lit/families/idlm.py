@@ -25,6 +25,7 @@ from refusion_lit.learning.text_order import shift_left
 from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, SpecialTokens
+from refusion_lit.utils.require import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class _IDLMFormat(CheckpointFormat):
         """Convert a config; ``block_size``, the masks of a block in training, gives the stride of decoding."""
         options = super().library_options(values)
         if values.get("block_size") is not None:
+            require_at_least("backbone.source: block_size", values["block_size"], 1)
             options["refusion_lit"]["decoder"]["init_args"] = {"stride": values["block_size"] + 1}
         return options
 

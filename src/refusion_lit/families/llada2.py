@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
+from refusion_lit.utils.require import require, require_at_least
 
 _LAYER = "model.layers.{}"
 _FUSED = f"{_LAYER}.attention.query_key_value"
@@ -19,7 +20,20 @@ _FUSED = f"{_LAYER}.attention.query_key_value"
 @dataclass(frozen=True, kw_only=True)
 class _LLaDA2Format(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Turn off Glm4Moe's layers for multi-token prediction, which this family has not."""
+        """Turn off Glm4Moe's layers for multi-token prediction, which this family has not; check the groups of experts.
+
+        A group counts by its two best experts.
+        """
+        num_experts, num_groups, num_taken = (values.get(name) for name in ("num_experts", "n_group", "topk_group"))
+        if isinstance(num_experts, int) and num_groups is not None:
+            where, fix = "backbone.source", "fetch config.json again"
+            require_at_least(f"{where}: n_group", num_groups, 1)
+            fits = num_experts % num_groups == 0 and num_experts >= 2 * num_groups
+            expected = f"groups of equal size, of at least two of the {num_experts} experts"
+            require(fits, f"{where}: n_group", expected, num_groups, fix)
+            fits = isinstance(num_taken, int) and 1 <= num_taken <= num_groups
+            expected = f"an integer from 1 to n_group, which is {num_groups}"
+            require(fits, f"{where}: topk_group", expected, num_taken, fix)
         return {"num_nextn_predict_layers": 0, "use_qk_norm": True, **super().library_options(values)}
 
 
@@ -62,7 +76,7 @@ _OPTIONS: dict[str, Any] = {
         (f"{_LAYER}.mlp.gate.e_score_correction_bias", f"{_LAYER}.mlp.gate.expert_bias"),
     ),
     "attention": "block_causal",
-    # The config of LLaDA2.0, which was not trained to edit, is that of LLaDA2.1, which was.
+    # LLaDA2.1 was trained to edit tokens, LLaDA2.0 was not, but their configs do not differ.
     "predictions": ("mask", "visible"),
     "block_size": 32,
     "block_size_option": "block_size",

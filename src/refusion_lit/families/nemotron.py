@@ -25,7 +25,7 @@ from refusion_lit.learning.text_order import shift_left
 from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
-from refusion_lit.utils.require import is_number, require
+from refusion_lit.utils.require import is_number, require, require_at_least
 
 _EPS = 1e-3
 """Smallest mask probability in training, as in the authors' program."""
@@ -47,6 +47,7 @@ class _NemotronFormat(CheckpointFormat):
             option = f"backbone.source: rope_parameters.{name}"
             require(is_number(value, Real), option, "a number", value, "fetch config.json again")
         if values.get("block_size") is not None:
+            require_at_least("backbone.source: block_size", values["block_size"], 1)
             options["refusion_lit"]["decoder"]["init_args"]["block_size"] = values["block_size"]
         return options
 

@@ -17,7 +17,7 @@ from refusion_lit.learning.text_order import shift_left
 from refusion_lit.modeling.formats import CheckpointFormat, register
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.types import ModelTraits, Prediction, SpecialTokens
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_at_least
 
 _EPS = 1e-4
 """Smallest probability that training replaces a token of a canvas."""
@@ -154,7 +154,14 @@ class UniformDiffusion(Decoder):
     def _denoise(
         self, state: RowState, canvas: Sequence[int], step: int, before: Reading | None
     ) -> Generator[Request, list[Reading], Reading]:
-        """Run a step over a canvas, conditioned by the reading of the step before; return what it predicts."""
+        """Run a step over a canvas; return the reading.
+
+        Args:
+            state: The prompt's state.
+            canvas: The canvas's tokens.
+            step: Number of steps that are left, including this step.
+            before: Reading of the step before, which conditions this step; ``None`` in the first step.
+        """
         temperature = self.step_temperature(step) * (state.sampling.temperature or 1.0)
         temperature = min(max(temperature, 1e-30), 1e30)  # the range of SamplingParams
         start = state.num_cached
@@ -282,6 +289,8 @@ class _DiffusionGemmaFormat(CheckpointFormat):
         fits = isinstance(taken, int) and isinstance(num_experts, int) and 1 <= taken <= num_experts
         expected = f"an integer from 1 to num_experts, which is {num_experts}"
         require(fits, f"{where}: top_k_experts", expected, taken, fix)
+        if values.get("canvas_length") is not None:
+            require_at_least("backbone.source: canvas_length", values["canvas_length"], 1)
         added = {"generation_config", "refusion_lit"}
         options = super().library_options({name: value for name, value in values.items() if name not in added})
         settings = values.get("generation_config") or {}

@@ -97,9 +97,9 @@ class WeDLM(Decoder):
 
     A forward feeds the window's filled tokens in text order, then its masks in text order, with their positions in the
     text. Causal attention over this sequence shows a mask all filled tokens and the masks to its left. Filled tokens
-    never change. The filled tokens before the first mask directly follow cached text, so their keys and values equal
-    those of ordinary causal decoding: they stay in the cache, and the window moves past them. Other filled tokens are
-    computed again in the next forward.
+    never change. The filled tokens before the first mask directly follow cached text, so their keys and values are the
+    keys and values of ordinary causal decoding: they stay in the cache, and the window moves past these tokens. Other
+    filled tokens are computed again in the next forward.
 
     The authors have two programs with different rules (``selection``):
 

@@ -6,7 +6,7 @@ Models that the backbone would silently compute wrongly are refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,12 +19,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import ModelTraits
-from refusion_lit.utils.errors import error_reason
-from refusion_lit.utils.require import require
+from refusion_lit.utils.errors import error_reason, last_line
+from refusion_lit.utils.require import require, require_at_least, require_number
 
 _SIZES = (
     "hidden_size",
     "intermediate_size",
+    "moe_intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
@@ -32,6 +33,9 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NUM_TAKEN = ("num_experts_per_tok", "top_k_experts")
+"""Names of the numbers of experts, all and taken per token."""
 _SUPPORTED = "use a model such as Llama, Qwen2 or Qwen3"
 
 
@@ -58,10 +62,9 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
     try:
         config = AutoConfig.for_model(**values)
     except Exception as error:  # transformers' checks raise errors of their own
-        got = _last_line(error)
+        got = last_line(error)
         raise ValueError(f"backbone.config: expected options that fit together, got {got}; drop one.") from error
-    _check_sizes(config, "backbone.config")
-    _check_frequencies(config, "backbone.config")
+    _check_values(config, "backbone.config")
     return config
 
 
@@ -117,14 +120,13 @@ def load_config(
             ) from error
         raise ValueError(
             f"backbone.source: expected a Hugging Face directory or hub id, got {source!r}, which cannot be loaded "
-            f"({error_reason(error) if isinstance(error, OSError | ValueError) else _last_line(error)}). "
+            f"({error_reason(error) if isinstance(error, OSError | ValueError) else last_line(error)}). "
             "Check the path, or the id and the network."
         ) from error
     for name in unknown:
         raise _unknown_option(name, config)
     _check_rope(config, overrides)
-    _check_sizes(config, f"backbone.source: {source}")
-    _check_frequencies(config, f"backbone.source: {source}")
+    _check_values(config, f"backbone.source: {source}")
     return config
 
 
@@ -141,11 +143,10 @@ def _published_config(published: CheckpointFormat, values: Mapping[str, Any], ov
     except Exception as error:  # transformers' checks raise errors of their own, explicit nulls among their reasons
         raise ValueError(
             f"backbone.source: expected a complete config of a {published.name} checkpoint, got one that cannot be "
-            f"converted ({type(error).__name__}: {_last_line(error)}); fetch config.json again."
+            f"converted ({type(error).__name__}: {last_line(error)}); fetch config.json again."
         ) from error
     _check_rope(config, overrides)
-    _check_sizes(config, "backbone.source")
-    _check_frequencies(config, "backbone.source")
+    _check_values(config, "backbone.source")
     return config
 
 
@@ -169,6 +170,19 @@ def read_traits(entry: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
         ) from error
 
 
+def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse sizes, experts, windows and rotary options that no model can have, before weights are read."""
+    config = config.get_text_config()
+    # A config whose layers differ raises an error where their values are read without naming the layer.
+    for layer in config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,):
+        _check_sizes(layer, where)
+    _check_experts(config, where)
+    _check_rotary(config, where)
+    window = sliding_window(config)
+    if window is not None:
+        require_at_least(f"{where}: sliding_window", window, 1)
+
+
 def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
     """Refuse invalid sizes; not every architecture has all these options."""
     for name in _SIZES:
@@ -187,6 +201,24 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
         require(config.hidden_size % heads == 0, f"{where}: hidden_size", expected, config.hidden_size, "set head_dim")
 
 
+def _check_experts(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse numbers of experts from which a router cannot choose; a model without experts may have zeros."""
+    num_experts = _first_option(config, _NUM_EXPERTS)
+    num_taken = _first_option(config, _NUM_TAKEN)
+    if num_experts is None or num_taken is None or (num_experts[1], num_taken[1]) == (0, 0):
+        return
+    for name, value in (num_experts, num_taken):
+        require_at_least(f"{where}: {name}", value, 1)
+    (name, most), (option, taken) = num_experts, num_taken
+    fix = "fetch config.json again"
+    require(taken <= most, f"{where}: {option}", f"at most {name}, which is {most}", taken, fix)
+
+
+def _first_option(config: Any, names: Sequence[str]) -> tuple[str, Any] | None:  # noqa: ANN401 - one class per architecture
+    """Return name and value of the first option that a config has; ``None`` if it has none of them."""
+    return next(((name, value) for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
 def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
     """Refuse an override that leaves out the type or base of rotary positions, because it replaces all options."""
     for name in ("rope_parameters", "rope_scaling"):  # transformers takes the second as another name of the first
@@ -199,14 +231,17 @@ def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN
             require(is_complete, f"backbone.config.{name}", "rope_type and rope_theta", overrides[name], fix)
 
 
-def _check_frequencies(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse rotary frequencies that transformers chooses by a batch's longest text (LongRoPE).
+def _check_rotary(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse rotary options that are no numbers, or by which a text's frequencies depend on its batch (LongRoPE).
 
     Equal factors are harmless, and so is a context that never reaches the long factors.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     groups = [rope, *(group for group in rope.values() if isinstance(group, Mapping))]  # by type of layer, in some
     for group in groups:
+        for name, interval in (("rope_theta", "(0, inf)"), ("partial_rotary_factor", "(0, 1]")):
+            if group.get(name) is not None:
+                require_number(f"{where}: {name}", group[name], interval, "fetch config.json again")
         if group.get("rope_type") != "longrope" or group.get("short_factor") == group.get("long_factor"):
             continue
         original = group.get("original_max_position_embeddings")
@@ -233,11 +268,6 @@ def freeze_frequencies(body: nn.Module) -> None:
             module.rope_type = "default"
         elif isinstance(kind, dict):
             module.rope_type = {name: "default" if value in changing else value for name, value in kind.items()}
-
-
-def _last_line(error: Exception) -> str:
-    """Return an error message's last line, which holds the reason."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().removesuffix(".")
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

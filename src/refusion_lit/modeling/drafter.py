@@ -57,7 +57,7 @@ class DrafterOptions:
     """Options of a drafter.
 
     Attributes:
-        num_masks: Number of mask embeddings, K, at least 1: the tokens drafted after the next one.
+        num_masks: Number of mask embeddings, K, at least 1: so many tokens are drafted after the next token.
         rank: Rank of the adapters, at least 1.
         alpha: The adapters are scaled by alpha / rank, as in LoRA.
     """
@@ -77,7 +77,7 @@ class DrafterOrigin:
 
     Attributes:
         options: The options.
-        base: The model's directory or hub id; ``None`` if its weights were initialised at random.
+        base: The model's directory or hub id; ``None`` if the model's weights were random.
     """
 
     options: DrafterOptions | BlockDrafterOptions
@@ -88,7 +88,7 @@ class DrafterOrigin:
         """Read an instance from its JSON values.
 
         Raises:
-            KeyError, TypeError, ValueError: If it is something else.
+            KeyError, TypeError, ValueError: If the values are missing or wrong.
         """
         options = values["options"]
         kind = BlockDrafterOptions if "block_size" in options else DrafterOptions
@@ -101,21 +101,21 @@ class DrafterOrigin:
 
 
 class Drafter(nn.Module):
-    """Adapters y = W x + scale * up (down x) of the linear layers in a body's blocks, and one embedding for each mask.
+    """Adapters y = W x + scale * up (down x) of the linear layers in a body's blocks, and an embedding per mask.
 
-    The update starts at zero, and the embeddings start as the mean of the model's.
+    The adapters' updates start at zero. The masks' embeddings start as the mean of the model's embeddings.
 
     Args:
         body: The body that is adapted; it is not changed.
         options: Sizes.
-        base: The model's directory or hub id, ``None`` if its weights are random.
+        base: The model's directory or hub id; ``None`` if the model's weights were random.
 
     Attributes:
         options: Sizes.
-        base: As in the arguments.
+        base: The model's directory or hub id.
         masks: The masks' embeddings [mask, hidden].
         down: Matrices [rank, input] by the layer's name in the body, with dashes for dots.
-        up: Likewise [output, rank].
+        up: Matrices [output, rank] by the same names.
         scale: Factor of the updates.
     """
 
@@ -165,17 +165,17 @@ def draft_states(
     length: int,
     first: int,
 ) -> Float[Tensor, "batch token hidden"]:
-    """Return hidden states of text without gradients, and of the draft masks after it, with those of the drafter.
+    """Return the hidden states of a text, and of the draft masks after it. Only the drafter gets gradients.
 
-    The text runs first, causally and without the drafter; the masks then see it through the KV cache.
+    The text runs first, causally and without the drafter. The draft masks then see the text through the KV cache.
 
     Args:
         body: The model's body.
-        drafter: Its drafter.
+        drafter: The model's drafter.
         input_ids: The text, then draft masks.
-        position_ids: Position of each token.
-        visible: What each token sees, as a matrix or as ranges of tokens; only that of the draft masks is read.
-        length: Number of tokens of the text.
+        position_ids: The tokens' positions.
+        visible: What the tokens see, as a matrix or as ranges of tokens. Only the draft masks' part is read.
+        length: Number of tokens in the text.
         first: Id of the first draft mask.
     """
     assert drafter is not None
@@ -216,14 +216,14 @@ def check_draft(directory: str | Path, target: Any, vocabulary: Mapping[str, int
 
 
 def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDrafter:
-    """Load what :func:`~refusion_lit.modeling.saving.save_drafter` wrote, or an assistant of transformers.
+    """Load a drafter that :func:`~refusion_lit.modeling.saving.save_drafter` wrote, or an assistant of transformers.
 
     Args:
-        body: The body of the model that it was trained for.
-        directory: Where the drafter is.
+        body: The body of the model that the drafter was trained for.
+        directory: The drafter's directory.
 
     Raises:
-        ValueError: If the files are missing or damaged, or the model is another one.
+        ValueError: If the files are missing or damaged, or the drafter was trained for another model.
     """
     path = Path(directory)
     if is_block_drafter(path):
@@ -240,8 +240,8 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
     except (OSError, SafetensorError) as error:
         raise _no_drafter(path, error) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
-    actual = weights_digest(body.get_submodule("layers"))  # whatever rows the embedding has
-    # In float16, the digest's bfloat16 values have been rounded twice, so that the model's own digest is another one.
+    actual = weights_digest(body.get_submodule("layers"))  # without the embedding, which may have got rows
+    # In float16, the weights are rounded, and the digest rounds them again to bfloat16, so that the digest differs.
     is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
     if digest != actual and not is_rounded_twice:
         raise ValueError(
@@ -265,10 +265,10 @@ def _no_drafter(path: Path, error: Exception) -> ValueError:
 
 
 def _linears(body: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers that are adapted, by name with dashes for dots.
+    """Return the linear layers that drafters adapt, by their names in the body with dashes for dots.
 
     Raises:
-        ValueError: If the body has none of the expected layers.
+        ValueError: If the body has no such layer.
     """
     linears = {
         name.replace(".", "-"): module
@@ -283,13 +283,13 @@ def _linears(body: nn.Module) -> dict[str, nn.Linear]:
 class DraftMasks:
     """The weights that draft masks need in the fused backbone.
 
-    Embeddings have the type of the body's. So have adapters, but float32 on CPUs, where small products are slow in
-    lower precision.
+    The masks' embeddings have the type of the body's embedding. The adapters have this type, too, except on CPUs: small
+    products are slow there in 16 bits, so the adapters are in float32.
 
     Args:
         drafter: The drafter.
-        embedding: The body's embedding; ids from its end on are draft masks.
-        num_layers: The body's blocks.
+        embedding: The body's embedding. The ids after its last row are draft masks.
+        num_layers: Number of the body's blocks.
 
     Attributes:
         embedding: The body's embedding.
@@ -306,9 +306,9 @@ class DraftMasks:
 
     @cached_property
     def layers(self) -> list[dict[str, list[tuple[Tensor, Tensor]]]]:
-        """Adapters of each block's products, as pairs of matrices down and up [input, rank], [rank, output].
+        """The adapters, by block and by part in ``_FUSED_PARTS``: pairs of matrices [input, rank] and [rank, output].
 
-        Made when the first draft mask comes: it takes as long as a forward, and many decodes have none.
+        They are made for the first draft mask: this takes as long as a forward, and many decodes have no draft masks.
         """
         is_low = self.embedding.device.type == "cpu" and self.embedding.dtype.itemsize < 4
         dtype = torch.float32 if is_low else self.embedding.dtype
@@ -323,7 +323,7 @@ class DraftMasks:
         ]
 
     def gate(self, ids: Int[Tensor, " token"]) -> DraftGate | None:
-        """Return where a forward's draft masks are; on CPUs ``None`` if it has none."""
+        """Return where a forward's draft masks are; on CPUs, ``None`` for a forward without draft masks."""
         is_mask = ids >= self.first_id
         if ids.device.type != "cpu":  # looking for the rows would make the host wait
             return DraftGate(self, is_mask[:, None], slice(None))
@@ -337,13 +337,13 @@ class DraftMasks:
 
 @dataclass(frozen=True, slots=True)
 class DraftGate:
-    """A forward's tokens that are draft masks, and what they need.
+    """The draft masks among a forward's tokens, and their weights.
 
     Attributes:
         drafts: The weights.
-        is_mask: Whether each token is one [token, 1].
-        rows: Their places, a slice where they follow one another; on accelerators all places, as the adapters are
-            computed for all tokens there.
+        is_mask: Whether a token is a draft mask [token, 1].
+        rows: The draft masks' indices among the tokens, a slice if they are consecutive. On accelerators, all indices:
+            the adapters are computed for all tokens, so that the host need not wait for the indices.
     """
 
     drafts: DraftMasks

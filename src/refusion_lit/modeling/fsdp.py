@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.utils.errors import last_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +34,7 @@ _ALLOWED = {
 
 
 def shard(backbone: Backbone, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
-    """Shard a backbone's weights in place, layer by layer: each is gathered for its computation, then freed.
+    """Shard a backbone's weights in place, layer by layer. A layer is gathered for its computation, then freed.
 
     Embedding, final norm and head form the outermost group. It stays gathered from the forward to the end of the
     backward pass, so that the loss can apply the head outside the backbone's forward.
@@ -103,9 +104,8 @@ def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
                     raise TypeError(f"{name} holds numbers of type {dtype}, not {tensor.dtype}")
             distributed_checkpoint.load({"state_dict": tensors}, checkpoint_id=str(path), no_dist=True)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # torch lists processes first
-        raise ValueError(
-            f"ckpt_path: the pieces in {path} cannot be put together ({reason}); give an older one."
+        raise ValueError(  # torch lists processes first
+            f"ckpt_path: the pieces in {path} cannot be put together ({last_line(error)}); give an older checkpoint."
         ) from error
 
 

@@ -184,7 +184,11 @@ def _with_token_rows(model: Any, token_ids: list[int]) -> Any:
 
 
 def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str:
-    """Return a program of transformers that encodes a prompt as ``data.encoding.encode_prompt`` does."""
+    """Return a program of transformers that encodes a prompt as ``data.encoding.encode_prompt`` does.
+
+    Names of special tokens in the query are text in the program, too, unless a template writes special tokens by name:
+    then transformers reads names in the query as tokens.
+    """
     prefix = prompt_prefix(tokenizer)
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "..."}]
@@ -198,10 +202,12 @@ def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str
         quoted = json.dumps(text, ensure_ascii=False)
         program = ""
         ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+        is_plain = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
+        options = ", split_special_tokens=True" if is_plain else ""
         prefix = [] if starts_with_bos(ids, tokenizer) else prefix
         if prefix and tokenizer(text)["input_ids"] == [*prefix, *ids]:
-            return f'input_ids = tokenizer({quoted}, return_tensors="pt").input_ids  # begins with BOS'
-        call = f"tokenizer({quoted}, add_special_tokens=False"
+            return f'input_ids = tokenizer({quoted}{options}, return_tensors="pt").input_ids  # begins with BOS'
+        call = f"tokenizer({quoted}, add_special_tokens=False{options}"
     if not prefix:
         return f'{program}input_ids = {call}, return_tensors="pt").input_ids'
     bos = ", ".join(map(str, prefix))

@@ -81,6 +81,9 @@ class ModelSource:
         if not Path(name).exists():
             _check_hub(name, option)
         values = _read_config(name, option, revision)
+        model_type = values.get("model_type")
+        where = f"{option}: model_type in the config of {name}"
+        require(isinstance(model_type, str | None), where, "the name of an architecture", model_type, "correct it")
         expected = "a checkpoint, a Hugging Face directory or a hub id"
         fix = "give it with --draft, and its model as ckpt_path"
         is_model = values.get("model_type") != _ASSISTANT

@@ -106,6 +106,7 @@ def read_headers(folder: Path, where: str) -> dict[str, StoredTensor]:
 
 
 def _read_header(file: Path, where: str) -> dict[str, StoredTensor]:
+    """Return a file's tensors by name, without their values; ``where`` names the option in messages."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:

@@ -56,7 +56,14 @@ def initialise_weights(
     *,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Return a model with random weights."""
+    """Return a model with random weights.
+
+    Args:
+        config: The transformers config.
+        dtype: Type of the weights.
+        attn_implementation: transformers' name of the attention implementation.
+        trust_remote_code: Whether the config may name Python code of its source.
+    """
     return _from_config(
         config,
         dtype=dtype,

@@ -62,6 +62,12 @@ def _advance(
 ) -> Steps[bool]:
     """Verify drafts in one forward; in the same forward, draft and plan where that may save a forward.
 
+    Args:
+        state: The prompt's state, with open slots.
+        plan_branch: Makes the branch that plans the slots of a block.
+        num_drafts: Maximum number of drafts per group of masks; ``None``: the rest of the slot.
+        fused: Whether a forward that verifies may also draft and plan.
+
     Returns:
         Whether open slots got tokens; otherwise the forward only planned.
     """
@@ -131,11 +137,17 @@ def _mask_groups(
     """Return mask groups that pay, by slot and by the number of accepted drafts before the masks.
 
     A group's first mask stands at the place of the model's own token, and drafts nothing.
+
+    Args:
+        state: The prompt's state.
+        write_at: Index of the first mask's cache entry.
+        num_drafts: Maximum number of drafts per group; ``None``: the rest of the slot.
+        fused: Whether slots with drafts get groups, too.
     """
     groups = {}
     incomplete = [slot for slot in state.open if not slot.is_complete]
     for slot in incomplete:
-        cost = state.forward_cost / (state.num_rows * len(incomplete))  # the slots share it
+        cost = state.forward_cost / (state.num_rows * len(incomplete))  # rows and slots share a forward
         num_proposals = len(slot.tokens) - slot.num_accepted
         start = state.prompt_length + slot.places.start
         last = num_proposals if fused or num_proposals == 0 else -1
@@ -158,11 +170,19 @@ def _mask_groups(
 
 
 def _num_masks(state: BonusState, slot: OpenSlot, accepted: int, most: int, forward_cost: float) -> int:
-    """Return how many drafts masks shall make if ``accepted`` drafts are accepted.
+    """Return the number of drafts that pays best for the masks after ``accepted`` accepted drafts; 0 if none pays.
 
-    A forward gives 1 + E tokens if E drafts are accepted on average. Masks save forwards per token over guesses. The
-    saving, times the case's probability and a forward's cost, must exceed the number of masks. A
-    forward costs a fixed amount and about as many positions as this forward.
+    Without masks, guesses are the slot's next drafts. A forward gives 1 + E tokens if E of its drafts are accepted on
+    average, so masks save forwards if more of their drafts are accepted. Costs are in positions: a forward costs a
+    fixed number and about as many positions as this forward. The saving, times the probability that exactly
+    ``accepted`` drafts are accepted, must exceed the number of masks.
+
+    Args:
+        state: The prompt's state.
+        slot: The slot.
+        accepted: Number of the slot's drafts that are accepted in this case.
+        most: Maximum number of drafts.
+        forward_cost: Fixed cost of a forward, in positions.
     """
     rate = _acceptance(state, slot).rate
     num_drafts = len(slot.tokens) - slot.num_accepted

@@ -226,7 +226,14 @@ class ReFusion(Decoder):
             yield from infill_autoregressively(state, self.token_threshold)
 
     def _masks(self, state: SlotState, slots: Sequence[int], *, num_seen: int, write_at: int) -> Branch:
-        """Return a branch that plans slots after ``num_seen`` cache entries; the first plan also feeds known tokens."""
+        """Return the branch that plans slots; the first plan also feeds the known tokens.
+
+        Args:
+            state: The prompt's state.
+            slots: The slots' numbers.
+            num_seen: Number of cache entries that the masks see.
+            write_at: Index of the branch's first cache entry.
+        """
         known = () if state.num_plans else state.known[state.num_cached :]
         masks = state.positions(slots, self._num_masks)
         # With few masks, reading all of them at once costs less than a second pass of the head.

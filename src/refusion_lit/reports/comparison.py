@@ -282,6 +282,7 @@ def _find_baseline(row: ComparisonRow, rows: Sequence[ComparisonRow], name: str)
 
 
 def _difference(row: ComparisonRow, baseline: ComparisonRow) -> Difference:
+    """Return a row's paired difference from the baseline, over the examples that both rows have."""
     common = [i for i in row.predictions if i in baseline.predictions]
     shared = [i for i in common if row.predictions[i].example == baseline.predictions[i].example]
     first, second = ([side.predictions[i] for i in shared] for side in (row, baseline))

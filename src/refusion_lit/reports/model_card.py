@@ -26,7 +26,9 @@ from refusion_lit.utils.files import check_fingerprint, read_object
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
-PLAIN_PROMPT = 'input_ids = tokenizer("...", add_special_tokens=False, return_tensors="pt").input_ids'
+PLAIN_PROMPT = (
+    'input_ids = tokenizer("...", add_special_tokens=False, split_special_tokens=True, return_tensors="pt").input_ids'
+)
 
 
 def model_card(
@@ -37,6 +39,7 @@ def model_card(
     *,
     weights: str | None = None,
     adapters: Adapters | None = None,
+    has_own_head: bool = False,
     prompt: str = PLAIN_PROMPT,
     decoder: Decoder | None = None,
     has_drafter: bool = False,
@@ -55,6 +58,7 @@ def model_card(
         results: Test runs with a ``results.json``.
         weights: The weights' digest; results for other weights are refused. ``None`` if unknown.
         adapters: The low-rank adapters, if the directory holds only these.
+        has_own_head: Whether the adapters' base has an LM head that is not tied to its embedding.
         prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
         decoder: The decoder that the directory names. By default the decoder for the model's traits, with the options
             that were tested.
@@ -90,6 +94,7 @@ def model_card(
         name,
         traits=traits,
         adapters=adapters,
+        has_own_head=has_own_head,
         decoder=type(chosen).__name__,
         options=options,
         lacking=[f"`{name}`" for name in options if name not in (*PROGRAM_OPTIONS, "fused", "infill_layout")],

@@ -189,7 +189,8 @@ class Service:
         self.tool_format = find_format(tokenizer.chat_template, tool_format)
         self.separate_reasoning = separate_reasoning
         self.thought_tags = find_thought_tags(tokenizer.chat_template)
-        self._hides_tags = bool({*self.thought_tags} & {*tokenizer.all_special_tokens})
+        special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
+        self._hides_tags = bool({*self.thought_tags} & special)
         # Tokenizers are not thread-safe: the worker's thread, requests and the compilation of schemas need a copy.
         self.model = copy.copy(worker.model)
         self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
@@ -292,7 +293,7 @@ class Service:
         self.check_name(body.model)
         if not worker.is_ready:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
-        sampling = self._sampling(body)
+        sampling = self._build_sampling(body)
         calls = self._plan_calls(body)
         prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body)]
         # In a thread, because compiling a schema may take long and must not block other requests.
@@ -395,7 +396,7 @@ class Service:
         expected = f"at most {room} tokens (a context of {context} less max_tokens {sampling.max_new_tokens})"
         require(longest <= room, "prompt", expected, longest, "shorten it or lower max_tokens")
 
-    def _sampling(self, body: ChatRequest | CompletionRequest) -> SamplingParams:
+    def _build_sampling(self, body: ChatRequest | CompletionRequest) -> SamplingParams:
         """Return a request's sampling options; missing options are the server's."""
         default = self.worker.sampling
         most = self.worker.limits.max_answer_tokens

@@ -86,6 +86,7 @@ def _heading(trace: Trace, history: Timeline, number: int) -> str:
 
 
 def _frame(trace: Trace, history: Timeline, number: int) -> Group:
+    """Return the terminal's picture of the response after a number of forwards."""
     text = Text()
     forwards = history.final_forwards()
     for index, change in enumerate(history.after(number)):

@@ -29,7 +29,7 @@ ADDED_VALIDATION = "added_validation"
 
 
 class ValidateLastStep(L.Callback):
-    """Validates after the final step, so that the last losses and the best checkpoint are those of the whole training.
+    """Validates after the final step, so that the choice of the best checkpoint includes the final weights.
 
     Lightning validates at intervals only: with ``val_check_interval: 500`` and ``max_steps: 700``, the weights that a
     test loads would never be validated. The additional validation does not count for early stopping, so that a longer
@@ -105,7 +105,7 @@ class SaveLastStep(Checkpoint):
             # The callback knows what it has saved.
             if callback.save_last and not callback._should_skip_saving_checkpoint(trainer):
                 path = str(_last_path(callback))
-                callback.last_model_path = path  # first, since it is in the checkpoint, by which it is found
+                callback.last_model_path = path  # before saving: the path is stored in the checkpoint
                 trainer.save_checkpoint(path, callback.save_weights_only)
                 callback._last_checkpoint_saved = path  # or Lightning would replace it at the end
         data = trainer.fit_loop._data_fetcher

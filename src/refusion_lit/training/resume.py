@@ -77,9 +77,9 @@ def begin_resumed_epoch(trainer: L.Trainer) -> None:
 
     Call this function in ``on_train_start``.
     """
-    # With max_epochs, the schedule asks for the number of batches, and Lightning makes the loader before it reads the
-    # loader's state from the checkpoint, which it then never passes on.
+    # With max_epochs, the learning rate schedule needs the number of batches, so Lightning creates the loader before it
+    # reads the loader's state from the checkpoint. Lightning then never passes the state on to the loader.
     trainer.fit_loop._load_combined_loader_states()
     loop = trainer.fit_loop.epoch_loop
     if loop.restarting and loop.batch_progress.current.ready == 0:
-        loop.restarting = False  # the epoch starts as any other
+        loop.restarting = False  # the epoch has not begun

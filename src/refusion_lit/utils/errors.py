@@ -28,6 +28,15 @@ def error_reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def last_line(error: BaseException) -> str:
+    r"""Return the last line of an error's message, without a full stop: where torch and transformers give the reason.
+
+    >>> last_line(ValueError("Validation failed:\n  head_dim must be even."))
+    'head_dim must be even'
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().removesuffix(".")
+
+
 def write_error_reason(error: BaseException) -> str | None:
     """Return the operating system's reason for a failed write, or ``None`` for other errors.
 

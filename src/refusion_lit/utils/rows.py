@@ -117,7 +117,7 @@ def read_rows(file: str) -> Iterator[DataRow]:
         rows = _parse_parquet(file)
     else:
         parse = {".jsonl": parse_json_lines, ".csv": _parse_csv}.get(Path(name).suffix, _parse_json_list)
-        rows = parse(file, read_text(path))
+        rows = parse(file, read_data_text(path))
     is_empty = True
     for row in rows:
         is_empty = False
@@ -126,7 +126,7 @@ def read_rows(file: str) -> Iterator[DataRow]:
         raise ValueError(f"{file}: expected at least one sample, got an empty file; give another.")
 
 
-def read_text(path: Path) -> str:
+def read_data_text(path: Path) -> str:
     """Return the text of a UTF-8 file, compressed (``.gz``) or not.
 
     Raises:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refusion_lit.decoding import BlockDiffusion, TokenEditing, decode
+from refusion_lit.decoding import BlockDiffusion, ModelMismatchError, TokenEditing, decode
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import as_mask
-from refusion_lit.types import ModelTraits, Prompt, SamplingParams
+from refusion_lit.types import ModelTraits, Prediction, Prompt, SamplingParams
 from support.decoder_cases import fill_until_accepted, traits_for
 from support.example_counts import examples
 from support.fakes import MASK, SPECIAL, VOCAB, FakeModel, HashModel, tiny_backbone
@@ -168,6 +168,16 @@ def test_a_model_that_never_saw_wrong_tokens_is_refused() -> None:
     traits = ModelTraits(attention="block_causal", block_size=32, predictions=("mask",))
     [reason] = TokenEditing().requirements().mismatches(traits)
     assert "visible" in reason
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"), [(("mask", "visible"), "block_size to 4"), (("mask",), "allow_mismatch")]
+)
+def test_a_block_size_that_alone_does_not_fit_is_named(trained: tuple[Prediction, ...], expected: str) -> None:
+    traits = ModelTraits(attention="block_causal", block_size=4, predictions=trained)
+    prompt = Prompt(token_ids=(3, 4), id="p")
+    with pytest.raises(ModelMismatchError, match=expected):
+        decode(HashModel(traits=traits), TokenEditing(block_size=8), [prompt], SamplingParams(max_new_tokens=4))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from refusion_lit.engine.decoder import (
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.families.llada.decoder import step_quota, warn_of_low_temperature
 from refusion_lit.noise import uniform_scalar
-from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
 
@@ -54,6 +54,12 @@ class BlockDecoder(Decoder):
         """Return block-causal attention with this block size; any block size if the prompt is a single block."""
         size = None if self.requires.prompt_is_block else self.block_size
         return replace(super().requirements(), block_size=size)
+
+    def mismatch_fix(self, traits: ModelTraits) -> str:
+        """Return the advice to set ``block_size``, if the model only lacks blocks of that size."""
+        size = traits.block_size
+        fits = size is not None and not replace(self.requirements(), block_size=size).mismatches(traits)
+        return f"Set block_size to {size}, the model's." if fits else super().mismatch_fix(traits)
 
     def refusal(self, prompt: Prompt) -> str | None:
         """Refuse given tokens in blocks after the first token to generate, which the model would not see."""

@@ -166,7 +166,14 @@ class FastDLLM(Decoder):
         return replace(branch, visible=((0, first), (last, length)))
 
     def _choose(self, state: RowState, confidences: Sequence[float], block: range, number: int) -> list[int]:
-        """Return the indices of the masks to unmask in the block's forward with this number, from 0."""
+        """Return the indices of the masks to unmask in a forward.
+
+        Args:
+            state: The prompt's state.
+            confidences: Confidences of the block's masks.
+            block: Places of the block.
+            number: Number of the block's forward, from 0.
+        """
         ranked = most_certain(confidences)
         if self.threshold is not None:
             allowed = ranked[: self._allowance(state, number)]

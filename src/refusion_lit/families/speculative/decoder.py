@@ -231,7 +231,16 @@ class SelfSpeculative(Decoder):
         return [groups[j].tokens[0] if self._starts_slot(p) else next(following) for j, p in enumerate(places)]
 
     def _groups(self, state: SpeculativeState, place: int, num_drafts: int, *, write_at: int) -> dict[int, Branch]:
-        """Return, by number of accepted drafts, the masks that draft the next tokens; they see no rejected drafts."""
+        """Return the groups of masks that draft the next tokens, by the number of accepted drafts before the group.
+
+        A group sees the accepted drafts before it, and no later drafts.
+
+        Args:
+            state: The prompt's state.
+            place: Place of the first draft.
+            num_drafts: Number of drafts in the forward.
+            write_at: Index of the first mask's cache entry.
+        """
         size = self.slot_size
         masks = state.special_tokens.draft_token_ids
         groups: dict[int, Branch] = {}
@@ -256,7 +265,7 @@ class SelfSpeculative(Decoder):
         return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
 
     def _num_masks(self, state: SpeculativeState, num_drafts: int, accepted: int) -> int:
-        """Return the number of masks to put after the first ``accepted`` drafts of a forward."""
+        """Return the number of masks after the first ``accepted`` of a forward's ``num_drafts`` drafts."""
         size = self.slot_size
         available = len(state.special_tokens.draft_token_ids) if size is None else size
         wanted = available if self.num_drafts is None else self.num_drafts
@@ -267,7 +276,7 @@ class SelfSpeculative(Decoder):
         if layout is None and wanted > 0:
             factor, adapters = (_DRAFTER_COST_FACTOR, _ADAPTERS) if size is None else (_HYBRID_COST_FACTOR, 0.0)
             cost = factor * state.forward_cost if self.forward_cost is None else self.forward_cost
-            cost /= state.num_rows  # rows share it
+            cost /= state.num_rows  # rows share a forward
             layout, wanted = cheapest(cost, adapters * cost, round(state.acceptance.rate, 2), wanted)
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
             return 0

@@ -220,6 +220,7 @@ def _linear(*modules: nn.Linear, packed: PackedWeights | None, batch_invariant: 
 
 
 def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[..., Linear]) -> _Layer:  # noqa: ANN401
+    """Return the fused form of a transformer layer. ``linear`` makes a product of several linear layers' weights."""
     attention = layer.self_attn
     mlp = layer.mlp
     heads_norm = None
