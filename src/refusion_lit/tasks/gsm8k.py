@@ -21,8 +21,8 @@ _NUMBER = re.compile(
 _THOUSANDS = re.compile(r"[ _,'\N{RIGHT SINGLE QUOTATION MARK}]")
 _EQUALS = re.compile(r"=|\N{ALMOST EQUAL TO}|\\approx")
 _EQUATION_IN_PARENTHESES = re.compile(r"\([^()=]*=[^()]*\)")
-_BOX = re.compile(r"\\f?boxed\s*\{")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}")
+_BOX = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")  # \frac{1}{2}, \frac12
 _FRACTION_CHARACTER = re.compile("[\N{VULGAR FRACTION ONE QUARTER}-\N{VULGAR FRACTION THREE QUARTERS}\u2150-\u215e]")
 _LATEX_LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]")
 # The three below are the rules of lm-evaluation-harness, gsm8k.yaml (version 3).
@@ -91,7 +91,9 @@ def _read_number(text: str) -> Fraction | None:
     """
     text = " ".join(text.split())  # in long runs of white space, the search below takes cubic time
     text = _FRACTION_CHARACTER.sub(lambda match: " " + normalize("NFKC", match[0]).replace("\u2044", "/"), text)
-    text = _LATEX_LAYOUT.sub("", _FRACTION.sub(r" \1/\2", text.replace("\\$", "$")))
+    text = _FRACTION.sub(r" \1\2/\3\4", text.replace("\\$", "$"))
+    plain = _LATEX_LAYOUT.sub("", text)
+    text = plain if _NUMBER.search(plain) else text  # the number may be within \text{...}
     without_remarks = _EQUATION_IN_PARENTHESES.sub("", text)  # 18 (as 20 - 2 = 18, and 3 = 3)
     sides = [side for version in (without_remarks, text) for side in reversed(_EQUALS.split(version))]
     match = next(filter(None, map(_NUMBER.search, sides)), None)
