@@ -160,8 +160,8 @@ def check_types(tensors: Mapping[str, StoredTensor], where: str, integers: Colle
 def first_not_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first weight with NaN or an infinity; ``None`` if all values are finite.
 
-    NaN or an infinity in a weight makes its sum NaN or infinite. If the sum is finite, the weight is finite: summing
-    takes half the time of a search for the smallest and largest values. Large finite values overflow a sum, mostly in
+    NaN or an infinity in a weight makes its sum NaN or infinite. If the sum is finite, the weight is finite: a sum is
+    found sooner than the smallest and largest values. Large finite values overflow a sum, mostly in
     float16. The smallest and largest values then decide: NaN makes both NaN, and an infinity is one of them. Neither
     pass copies the weight; ``isfinite`` would allocate a mask. The pass reads the pages of mapped files, which the
     first forward pass would read otherwise.
