@@ -34,7 +34,7 @@ import openai
 import torch
 from benchmarks.common import ROOT, resident_bytes, write
 
-from refusion_lit.constraints.tool_calls import CallReader, find_format
+from refusion_lit.constraints.tool_calls import CallPiece, CallReader, find_format
 from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving import Limits
@@ -119,7 +119,7 @@ def make_cases(model: TextModel, decoder: Decoder) -> list[Case]:
                     reader = CallReader(tool_format, functions, is_constrained=True)
                     answer.text = ""
                     for piece in reader.read(row.text, is_last=True):
-                        assert not isinstance(piece, str)
+                        assert isinstance(piece, CallPiece)
                         _add_call(answer, piece.name, piece.arguments)
                 return answer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
-from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.utils.require import require
 
 
@@ -23,10 +23,10 @@ def configs_directory() -> Path:
     raise ValueError("init: the example configs are missing from this installation; reinstall refusion-lit.")
 
 
-def build_parser() -> OneLineParser:
-    """Return the parser of ``init``."""
-    parser = OneLineParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
-    parser.add_argument("directory", type=str, metavar="DIR", help="where to put them; made if missing")
+def build_parser() -> ArgumentParser:
+    """Return the parser of ``init``, which starts without the packages that the other commands need."""
+    parser = ArgumentParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
+    parser.add_argument("directory", metavar="DIR", help="where to put them; made if missing")
     return parser
 
 
@@ -38,7 +38,7 @@ def run(args: list[str]) -> int:
     """
     is_single = len(args) == 1 and (args[0] in ("-h", "--help") or not args[0].startswith("-"))
     require(is_single, "DIR", "one directory", " ".join(args), "write one, as in `refusion-lit init .`")
-    target = Path(build_parser().parse(args).directory) / "configs"
+    target = Path(build_parser().parse_args(args).directory) / "configs"
     require(not target.parent.is_file(), "DIR", "a directory", f"the file {target.parent}", "choose another place")
     source = configs_directory()
     configs = sorted(source.rglob("*.yaml"))
