@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from refusion_lit.utils.require import require
+
+if TYPE_CHECKING:
+    from refusion_lit.cli.parser import OneLineParser
 
 
 def configs_directory() -> Path:
@@ -23,10 +26,12 @@ def configs_directory() -> Path:
     raise ValueError("init: the example configs are missing from this installation; reinstall refusion-lit.")
 
 
-def build_parser() -> ArgumentParser:
-    """Return the parser of ``init``, which starts without the packages that the other commands need."""
-    parser = ArgumentParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
-    parser.add_argument("directory", metavar="DIR", help="where to put them; made if missing")
+def build_parser() -> OneLineParser:
+    """Return the parser of ``init``, for its help and for completion."""
+    from refusion_lit.cli.parser import OneLineParser
+
+    parser = OneLineParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
+    parser.add_argument("directory", type=str, metavar="DIR", help="where to put them; made if missing")
     return parser
 
 
@@ -38,7 +43,9 @@ def run(args: list[str]) -> int:
     """
     is_single = len(args) == 1 and (args[0] in ("-h", "--help") or not args[0].startswith("-"))
     require(is_single, "DIR", "one directory", " ".join(args), "write one, as in `refusion-lit init .`")
-    target = Path(build_parser().parse_args(args).directory) / "configs"
+    # A directory needs no parser, so that init runs before the packages of the other commands are installed.
+    directory = build_parser().parse(args).directory if args[0].startswith("-") else args[0]
+    target = Path(directory) / "configs"
     require(not target.parent.is_file(), "DIR", "a directory", f"the file {target.parent}", "choose another place")
     source = configs_directory()
     configs = sorted(source.rglob("*.yaml"))
