@@ -81,7 +81,7 @@ class Visibility:
 
     @property
     def sees_all_keys(self) -> bool:
-        """Whether every sequence is a single token that sees all keys, of which its own key is the last."""
+        """Whether every sequence is a single token whose key is the last, and the token sees all keys."""
         return all(
             span.length == 1 and span.first_key == self.num_keys - 1 and span.context == ((0, span.first_key),)
             for span in self.spans

@@ -90,7 +90,7 @@ def timeline(trace: Trace) -> Timeline:
             if last_forward == forward:  # a forward that drafts a position twice replaces its first draft
                 earlier.pop()
             elif last_forward is not None:
-                # The scores of the draft's own forward verify earlier drafts, so such a forward does not judge it.
+                # A forward with scores verifies the drafts of earlier forwards, not the drafts that it makes.
                 has_scores = bool(trace.rounds[last_forward].scores)
                 judge = next_judge[last_forward + 1 if has_scores else last_forward]
                 if judge < forward:

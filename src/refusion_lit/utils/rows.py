@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _MAX_FIELD = 1 << 30
-"""Maximum number of characters in a field of a CSV file; Python's own limit of 131 072 is below that of a long text."""
+"""Maximum number of characters in a field of a CSV file; long texts exceed Python's limit of 131 072."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +248,8 @@ def rows_in(data: Any, option: str) -> Iterator[DataRow]:  # noqa: ANN401 - any 
 def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of a table without the nulls in its structs.
 
-    A column of structs has the fields of all rows: the arguments of a tool call, say, have those of all other calls as
-    nulls. The fields of the row itself, and a chat turn's content, stay.
+    A column of structs has the fields of all rows: the arguments of a tool call, say, have the arguments of all other
+    calls as nulls. The fields of the row itself, and a chat turn's content, stay.
 
     >>> drop_nested_nulls({"query": None, "tools": [{"name": "add", "unit": None}]})
     {'query': None, 'tools': [{'name': 'add'}]}
