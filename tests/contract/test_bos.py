@@ -20,7 +20,7 @@ from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.saving import prompt_code, save_model
 from refusion_lit.modeling.vocabulary import prompt_prefix, set_add_bos
 from refusion_lit.tasks import Example, InstructionFiles
-from refusion_lit.types import Prompt
+from refusion_lit.types import Prompt, SamplingParams
 from support.servers import address, serving
 from support.tokenizer_zoo import KINDS, WITH_BOS, ZEPHYR, make_model, make_tokenizer
 
@@ -193,7 +193,6 @@ def test_the_harness_conditions_on_bos_once(kind: str, folders: dict[str, Path])
     assert ours.loglikelihood_rolling(ask("loglikelihood_rolling", PROMPT)) == [alone[0]]
     options = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
     request = ask("generate_until", PROMPT, options)
-    [row] = model.decode(
-        [Prompt(token_ids=tuple(reference_ids(folders[kind])), id="0")], Autoregressive(), ours._sampling(options)
-    ).rows
+    prompt = Prompt(token_ids=tuple(reference_ids(folders[kind])), id="0")
+    [row] = model.decode([prompt], Autoregressive(), SamplingParams(max_new_tokens=8, stop=("\n\n",))).rows
     assert ours.generate_until(request) == [row.text]

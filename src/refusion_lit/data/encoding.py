@@ -470,7 +470,7 @@ def _strip_beside_names(
     """Yield texts and names of added tokens without the white space that the tokens include, as Phi-3's tokens do."""
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     for index, (piece, is_name) in enumerate(pieces):
-        before, after = pieces[:index][-1:], pieces[index + 1 : index + 2]
+        before, after = pieces[max(index - 1, 0) : index], pieces[index + 1 : index + 2]
         if not is_name and before and added[before[0][0]].rstrip:
             piece = piece.lstrip()
         if not is_name and after and added[after[0][0]].lstrip:
