@@ -287,27 +287,6 @@ class RefusionCLI(LightningCLI):
             require(objective.packs, "data.pack_length", expected, type(objective).__name__, "set it to null")
 
 
-class _ParsersOnly(RefusionCLI):
-    """Builds the parsers of all subcommands, and runs none."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002 - Lightning's
-        self.config = Namespace(subcommand=None)
-
-    def _set_seed(self) -> None: ...
-
-    def before_instantiate_classes(self) -> None: ...
-
-    def instantiate_classes(self) -> None: ...
-
-
-def build_parsers() -> dict[str, LightningArgumentParser]:
-    """Return the parsers of ``fit``, ``validate``, ``test`` and ``predict`` by name."""
-    return _ParsersOnly()._subcommand_parsers
-
-
 def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], path: Path) -> None:
     """Refuse ``model: 3`` in a config, because jsonargparse ignores a value in place of a group of options."""
     for name in parser.groups or ():
@@ -490,3 +469,8 @@ class _ParseOnly(RefusionCLI):
 def parse_only(*subcommand: str) -> RefusionCLI:
     """Return a command line that has parsers for the Trainer's subcommands, or a given subcommand, and no objects."""
     return _ParseOnly(subcommand)
+
+
+def build_parsers() -> dict[str, LightningArgumentParser]:
+    """Return the parsers of ``fit``, ``validate``, ``test`` and ``predict`` by name."""
+    return parse_only()._subcommand_parsers

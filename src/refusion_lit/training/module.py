@@ -119,7 +119,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.step_source = make_step_source(objective, self.evaluation, seed)
         self._is_resumed = False
         self._optimizer_options: dict[str, Any] = {}
-        self._restored_options: dict[str, Any] | None = None
+        self._restored_options: dict[str, Any] = {}
 
     def configure_model(self) -> None:
         """Build the backbone once the tokenizer is known, and shard it if the strategy does."""
@@ -171,7 +171,7 @@ class SlotDiffusionModule(L.LightningModule):
         # A strategy that shards the weights restores them after the setup; no process holds them all.
         if "state_dict" in checkpoint and (trainer is None or not trainer.strategy.restore_checkpoint_after_setup):
             check_weights(checkpoint["state_dict"], self.state_dict(), getattr(trainer, "ckpt_path", None))
-        self._restored_options = checkpoint.get(_OPTIMIZER)
+        self._restored_options = checkpoint[_OPTIMIZER] if resumes else {}
         self._is_resumed = resumes
         self.figures.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 

@@ -127,7 +127,7 @@ def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]
 
 
 def apply_options(
-    optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any] | None, options: Mapping[str, Any]
+    optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Apply options that differ from the checkpoint's options, which Lightning has restored.
 
@@ -136,13 +136,12 @@ def apply_options(
     Args:
         optimizer: The restored optimizer; changed in place.
         scheduler: Its restored schedule; changed in place.
-        before: Result of :func:`read_options` that the checkpoint stores; ``None`` for an old checkpoint.
+        before: Result of :func:`read_options` that the checkpoint stores.
         options: Result of :func:`read_options` before the state was restored.
 
     Raises:
         ValueError: If the schedule has other options, or is not a factor of the learning rate that has changed.
     """
-    before = before or {**read_options(optimizer, scheduler), "schedule": options["schedule"]}
     fix = "leave it out, or start a new run from the exported weights as model.backbone.source"
     expected = f"{before['schedule']}, as the run was started with"
     same = before["schedule"] == options["schedule"]
