@@ -323,8 +323,6 @@ class Engine:
 
     def _count_shape(self, group: Sequence[PromptSequence], *, num_positions: int, cache_length: int) -> None:
         """Count a call's shape, including the logits that :class:`Sampler` will compute for the pending requests."""
-        if self.output.call_shapes is None:
-            return
         num_logits = 0
         for sequence in group:
             assert sequence.request is not None

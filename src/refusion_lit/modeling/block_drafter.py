@@ -364,13 +364,12 @@ def check_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> No
         raise _refused(file, expected, f"id {ids[other]}", "give the drafter of this model")
 
 
-def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtype | None = None) -> BlockDrafter:
+def load_block_drafter(body: nn.Module, directory: str | Path) -> BlockDrafter:
     """Load a directory in transformers' assistant layout.
 
     Args:
         body: The body of the model that it drafts for.
         directory: The directory.
-        dtype: The weights' type; by default the body's.
 
     Raises:
         ValueError: As :func:`check_block_drafter`, or if the drafter says that it was trained for other weights.
@@ -383,13 +382,13 @@ def load_block_drafter(body: nn.Module, directory: str | Path, dtype: torch.dtyp
         expected = f"the model of the drafter ({entry.get('base')}; weights {digest})"
         raise _refused(Path(directory), expected, "a model with other weights", "load that model, or train a drafter")
     try:
-        weights = load_checked(weight_files(Path(directory)), "draft")
+        weights = load_checked(weight_files(Path(directory)))
     except (OSError, SafetensorError) as error:
         raise _refused(Path(directory), "weights", error_reason(error), "fetch it again") from error
     drafter = BlockDrafter(config, entry.get("base") if isinstance(entry, dict) else None)
     drafter.network.load_state_dict(weights)
     like = next(body.parameters())
-    return drafter.to(like.device, like.dtype if dtype is None else dtype)
+    return drafter.to(like.device, like.dtype)
 
 
 def save_block_drafter(drafter: BlockDrafter, body: nn.Module, directory: Path) -> None:

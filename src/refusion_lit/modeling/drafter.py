@@ -236,7 +236,7 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
     except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise _no_drafter(path, error) from error
     try:
-        weights = load_checked([path / WEIGHTS_FILE], "draft")
+        weights = load_checked([path / WEIGHTS_FILE])
     except (OSError, SafetensorError) as error:
         raise _no_drafter(path, error) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")

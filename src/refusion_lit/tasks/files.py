@@ -221,7 +221,7 @@ class InstructionFiles(FileTask):
         Raises:
             ValueError: If the source cannot be read; the message names it.
         """
-        return super().read_source(source) if isinstance(source, str) else rows_in(source, "data.task.train")
+        return super().read_source(source) if isinstance(source, str) else rows_in(source)
 
     @cached_property
     def _is_held_out(self) -> list[bool]:

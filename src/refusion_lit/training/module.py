@@ -40,6 +40,7 @@ from refusion_lit.training.optimizer import (
     check_finite,
     gradient_norm,
     make_optimizer,
+    make_scheduler,
     read_options,
     warn_of_slow_precision,
 )
@@ -118,7 +119,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.step_source = make_step_source(objective, self.evaluation, seed)
         self._is_resumed = False
         self._optimizer_options: dict[str, Any] = {}
-        self._restored_options: dict[str, Any] | None = None
+        self._restored_options: dict[str, Any] = {}
 
     def configure_model(self) -> None:
         """Build the backbone once the tokenizer is known, and shard it if the strategy does."""
@@ -170,7 +171,7 @@ class SlotDiffusionModule(L.LightningModule):
         # A strategy that shards the weights restores them after the setup; no process holds them all.
         if "state_dict" in checkpoint and (trainer is None or not trainer.strategy.restore_checkpoint_after_setup):
             check_weights(checkpoint["state_dict"], self.state_dict(), getattr(trainer, "ckpt_path", None))
-        self._restored_options = checkpoint.get(_OPTIMIZER)
+        self._restored_options = checkpoint[_OPTIMIZER] if resumes else {}
         self._is_resumed = resumes
         self.figures.num_positions = torch.tensor(checkpoint.get(_NUM_POSITIONS, 0), dtype=torch.float64)
 
@@ -344,8 +345,8 @@ class SlotDiffusionModule(L.LightningModule):
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's dictionary
         """Make optimizer and schedule."""
         optimizer = make_optimizer(self.model, self.optimizer_callable)
-        make_scheduler = self.scheduler_callable or partial(self.schedule, num_steps=self._num_steps)
-        scheduler = make_scheduler(optimizer)
+        make = self.scheduler_callable or partial(self.schedule, num_steps=self._num_steps)
+        scheduler = make_scheduler(optimizer, make)
         self._optimizer_options = read_options(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
