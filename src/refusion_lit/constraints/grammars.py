@@ -86,8 +86,9 @@ class GrammarCompiler:
         Raises:
             ValueError: If the schema is wrong or cannot be guaranteed.
         """
-        fix = "change the schema; control characters such as U+0001 cannot be written"
-        require(schema is not False, OPTION, "a schema that some value keeps", "none", fix)
+        if schema is False:
+            message = f"{OPTION}: this schema cannot be kept: it has no values but with control characters; change it."
+            raise OptionError(message, OPTION)
         text = json.dumps({} if schema is True else schema)  # options of llguidance apply to objects only
         integers, fractions = list[str](), list[str]()
         json.loads(text, parse_int=integers.append, parse_float=fractions.append)
