@@ -22,7 +22,7 @@ from refusion_lit.evaluation.loop import EvaluationOptions
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 from refusion_lit.tasks import Additions
-from refusion_lit.training.optimizer import WarmupCosine, parameter_groups
+from refusion_lit.training.optimizer import WarmupCosine, make_optimizer, make_scheduler, parameter_groups
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.files import acquire_lock, release_lock
 from support.tiny import TINY_QWEN
@@ -53,6 +53,18 @@ def test_norms_and_biases_get_no_weight_decay() -> None:
     assert "weight_decay" not in decayed
     model[0].requires_grad_(False)
     assert parameter_groups(model)[0]["params"] == []
+
+
+def test_base_classes_and_schedules_by_validation_figures_are_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"^model\.optimizer\.class_path: .*'Optimizer'"):
+        make_optimizer(model, lambda groups: torch.optim.Optimizer(groups, {"lr": 0.1}))
+    optimizer = make_optimizer(model, lambda groups: torch.optim.SGD(groups, lr=0.1))
+    for cls in (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        with pytest.raises(ValueError, match=rf"^model\.lr_scheduler\.class_path: .*{cls.__name__}"):
+            make_scheduler(optimizer, cls)
+    with pytest.raises(ValueError, match=r"^model\.lr_scheduler: .*init_args"):
+        make_scheduler(optimizer, lambda made: torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.1))
 
 
 def test_warm_up_then_cosine() -> None:

@@ -40,6 +40,7 @@ from refusion_lit.training.optimizer import (
     check_finite,
     gradient_norm,
     make_optimizer,
+    make_scheduler,
     read_options,
     warn_of_slow_precision,
 )
@@ -344,8 +345,8 @@ class SlotDiffusionModule(L.LightningModule):
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's dictionary
         """Make optimizer and schedule."""
         optimizer = make_optimizer(self.model, self.optimizer_callable)
-        make_scheduler = self.scheduler_callable or partial(self.schedule, num_steps=self._num_steps)
-        scheduler = make_scheduler(optimizer)
+        make = self.scheduler_callable or partial(self.schedule, num_steps=self._num_steps)
+        scheduler = make_scheduler(optimizer, make)
         self._optimizer_options = read_options(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

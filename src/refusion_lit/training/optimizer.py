@@ -10,12 +10,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from refusion_lit.modeling.load import decoding_dtype
 from refusion_lit.training.callbacks import last_checkpoint
@@ -85,8 +85,32 @@ def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimiz
         optimizer = make(parameter_groups(module))
     except (ValueError, TypeError) as error:  # torch names no option
         raise ValueError(f"model.optimizer: {error}; correct model.optimizer.init_args.") from error
+    has_step = type(optimizer).step is not Optimizer.step
+    fix = "name one that has step, such as torch.optim.AdamW"
+    require(has_step, "model.optimizer.class_path", "an optimizer's class", type(optimizer).__name__, fix)
     warn_of_lost_updates(optimizer)
     return optimizer
+
+
+def make_scheduler(optimizer: Optimizer, make: LRSchedulerCallable) -> LRScheduler:
+    """Make the learning-rate schedule, which is advanced after every step.
+
+    Raises:
+        ValueError: If the schedule refuses its options, or depends on more than the number of the step.
+    """
+    try:
+        scheduler = make(optimizer)
+    except (ValueError, TypeError) as error:  # torch names no option
+        raise ValueError(f"model.lr_scheduler: {error}; correct model.lr_scheduler.init_args.") from error
+    except NotImplementedError:  # of the base class
+        scheduler = None
+    is_schedule = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
+    expected = "a schedule that depends on the step alone"
+    got = type(scheduler).__name__ if scheduler else LRScheduler.__name__
+    fix = "name one such as CosineAnnealingLR, or leave it out for model.schedule"
+    require(is_schedule, "model.lr_scheduler.class_path", expected, got, fix)
+    assert scheduler is not None
+    return scheduler
 
 
 def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
