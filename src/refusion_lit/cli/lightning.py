@@ -128,11 +128,11 @@ class RefusionCLI(LightningCLI):
                 action.help = "no effect: checkpoints are always loaded as data only"
         return parser
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002 - Lightning's
         """Parse the arguments into ``self.config``."""
-        self.config = self.parse(parser, args)
+        self.config = self.parse(args)
 
-    def parse(self, parser: LightningArgumentParser, args: Sequence[str]) -> Namespace:
+    def parse(self, args: Sequence[str]) -> Namespace:
         """Parse arguments; ``--model.decoders.NAME`` may be a decoder's YAML file.
 
         ``seed_everything`` is the default of ``model.seed`` and ``data.seed``.
@@ -147,7 +147,11 @@ class RefusionCLI(LightningCLI):
         for path, values in files.items():
             _check_groups(subparser, values, path)
         try:
-            config = parser.parse_args([command, *_read_decoder_files(options)])
+            options_read = _read_decoder_files(options)
+            if "--print_config" in self._named:  # only the parser of all subcommands prints the config
+                self.parser.parse_args([command, *options_read])
+            # The parser of all subcommands would check each value again, which takes as long as parsing.
+            config = Namespace({"subcommand": command, command: subparser.parse_args(options_read)})
         except PARSER_ERRORS as error:
             message = explain_error(subparser, error).removeprefix(f"{command}.")
             raise ValueError(_find_file(message, options, files) + message) from error
