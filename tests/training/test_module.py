@@ -64,6 +64,15 @@ def test_norms_and_biases_get_no_weight_decay() -> None:
     assert parameter_groups(model)[0]["params"] == []
 
 
+def test_an_attention_pattern_that_the_objective_replaces_is_refused(tmp_path: Path) -> None:
+    module, data = _parts()
+    module.backbone_config = BackboneConfig(config=TINY_QWEN, attention="bidirectional")
+    with pytest.raises(ValueError, match=r"^model\.backbone\.attention: expected .*causal, .*Hybrid"):
+        _trainer(tmp_path).fit(module, data)
+    module.backbone_config = BackboneConfig(config=TINY_QWEN, attention="causal")
+    _trainer(tmp_path, max_steps=1).fit(module, data)
+
+
 def test_base_classes_and_schedules_by_validation_figures_are_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"^model\.optimizer\.class_path: .*'Optimizer'"):
