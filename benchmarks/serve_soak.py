@@ -34,13 +34,8 @@ import openai
 import torch
 from benchmarks.common import ROOT, resident_bytes, write
 
-<<<<<<< Updated upstream
-from refusion_lit.constraints.tool_calls import CallPiece, CallReader, find_format
-from refusion_lit.data.encoding import encode_plain_prompt
-=======
 from refusion_lit.constraints.tool_calls import CallPiece, CallReader, find_tool_format
-from refusion_lit.data.texts import encode_plain_prompt
->>>>>>> Stashed changes
+from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving import Limits
 from refusion_lit.serving.app import Server, build_app
