@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from refusion_lit.checkpoints.files import newest_checkpoint
+from refusion_lit.checkpoints.files import find_newest, newest_checkpoint
 
 
 def test_a_training_resumes_from_the_newest_file_with_optimizer_states(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_training_resumes_from_the_newest_file_with_optimizer_states(tmp_path:
         torch.save(content, path) if content else path.write_bytes(b"PK")
         os.utime(path, (1000 + age, 1000 + age))
     assert newest_checkpoint([tmp_path]) == tmp_path / "weights.ckpt"
-    assert newest_checkpoint([tmp_path], resumable=True) == tmp_path / "last.ckpt"
+    assert find_newest([tmp_path], resumable=True) == (tmp_path / "last.ckpt", [tmp_path / "damaged.ckpt"])
 
 
 def test_of_files_of_one_tick_of_the_clock_the_last_is_the_newest(tmp_path: Path) -> None:

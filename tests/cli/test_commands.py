@@ -84,7 +84,7 @@ def test_a_checkpoint_or_a_directory_brings_the_model(
 def test_a_directorys_tokenizer_is_read_as_its_weights_are() -> None:
     cli = parse_only("test")
     read_as = ["--model.backbone.revision=v1.0", "--model.backbone.checkpoint_format=sdar"]
-    config = cli.parse(cli.parser, ["test", "--config", QUICKSTART, *read_as]).test
+    config = cli.parse(["test", "--config", QUICKSTART, *read_as]).test
     _use_source(config, str(MODEL))
     options = config.data.tokenizer.init_args
     assert (options.source, options.revision, options.checkpoint_format) == (str(MODEL), "v1.0", "sdar")
@@ -105,7 +105,7 @@ def test_prompts_are_made_with_the_models_template_unless_another_is_given(
         save_model(model.backbone, model.tokenizer, path, prompt_template="{query}>")
     cli = parse_only("test")
     options = [] if given is None else [f"--data.prompt_template={given}"]
-    config = cli.parse(cli.parser, ["test", "--config", QUICKSTART, *options]).test
+    config = cli.parse(["test", "--config", QUICKSTART, *options]).test
     _use_source(config, str(path))
     assert config.data.prompt_template == (given or "{query}>")
 

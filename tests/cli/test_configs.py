@@ -222,7 +222,7 @@ def test_a_seed_on_the_command_line_overrides_the_seeds_of_a_runs_config(tmp_pat
     args = ["fit", "--config", QUICKSTART, f"--config={config}"]
 
     def seeds(*options: str) -> list[int]:
-        parsed = cli.parse(cli.parser, [*args, *options]).fit
+        parsed = cli.parse([*args, *options]).fit
         return [parsed.seed_everything, parsed.model.seed, parsed.data.seed]
 
     assert seeds() == [0, 0, 0]

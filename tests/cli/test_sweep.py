@@ -199,7 +199,7 @@ def test_a_decoder_is_given_by_its_file(tmp_path: Path, capsys: pytest.CaptureFi
     file = str(REPOSITORY / "configs" / "decoder" / "llada.yaml")
     for args in ([f"--model.decoders.x={file}"], ["--model.decoders.x", file]):
         cli = parse_only()
-        decoders = cli.parse(cli.parser, ["test", "--config", QUICKSTART, *args]).test.model.decoders
+        decoders = cli.parse(["test", "--config", QUICKSTART, *args]).test.model.decoders
         assert decoders["x"].class_path.endswith("LLaDA")
         assert decoders["x"].init_args.block_length == 32
         assert decoders["refusion"].class_path.endswith("ReFusion")

@@ -24,7 +24,7 @@ def cli() -> RefusionCLI:
 def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
     """Return the message for arguments that are refused."""
     with pytest.raises(ValueError, match=r".") as refused:
-        cli.parse(cli.parser, [command, *args])
+        cli.parse([command, *args])
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 600
     return str(refused.value)
@@ -98,21 +98,21 @@ def test_wrong_configs_are_named(cli: RefusionCLI, config: dict[str, object], ex
 
 def test_the_run_s_seed_is_the_default_of_the_others(cli: RefusionCLI, tmp_path: Path) -> None:
     """It had no influence on a training before."""
-    parsed = cli.parse(cli.parser, ["fit", "--config", QUICKSTART, "--seed_everything=3"]).fit
+    parsed = cli.parse(["fit", "--config", QUICKSTART, "--seed_everything=3"]).fit
     assert (parsed.model.seed, parsed.data.seed) == (3, 3)
     file = tmp_path / "seeds.yaml"
     file.write_text("seed_everything: 3\nmodel: {seed: 0}\n")
-    parsed = cli.parse(cli.parser, ["fit", "--config", QUICKSTART, f"--config={file}", "--data.seed=1"]).fit
+    parsed = cli.parse(["fit", "--config", QUICKSTART, f"--config={file}", "--data.seed=1"]).fit
     assert (parsed.model.seed, parsed.data.seed) == (0, 1)
-    parsed = cli.parse(cli.parser, ["fit", "--config", QUICKSTART, f"--config={file}", "--seed_everything=5"]).fit
+    parsed = cli.parse(["fit", "--config", QUICKSTART, f"--config={file}", "--seed_everything=5"]).fit
     assert (parsed.model.seed, parsed.data.seed) == (5, 5)
 
 
 def test_what_is_required_may_come_from_a_config(cli: RefusionCLI) -> None:
     assert "data.task" in refusal(cli, "fit", "--data.task.num_train=3", "--data.task=Additions")
     assert refusal(cli, "fit").startswith("data.task: expected a value, got none")
-    cli.parse(cli.parser, ["fit", "--config", QUICKSTART])
-    cli.parse(cli.parser, ["fit", "--data.task=Additions", "--data.tokenizer=CharacterTokenizer"])
+    cli.parse(["fit", "--config", QUICKSTART])
+    cli.parse(["fit", "--data.task=Additions", "--data.tokenizer=CharacterTokenizer"])
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_what_is_required_may_come_from_a_config(cli: RefusionCLI) -> None:
 )
 def test_right_arguments_are_parsed(cli: RefusionCLI, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    assert cli.parse(cli.parser, ["fit", "--config", QUICKSTART, *args]).fit.data.batch_size
+    assert cli.parse(["fit", "--config", QUICKSTART, *args]).fit.data.batch_size
 
 
 def test_a_boolean_option_alone_means_true_beside_a_trainer(cli: RefusionCLI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     alone = ["--trainer.enable_progress_bar", "--model.decoding.allow_mismatch", "--trainer.fast_dev_run"]
     given = ["--trainer.enable_model_summary", "false", "--model.decoding.share_prefixes=false"]
-    parsed = cli.parse(cli.parser, ["fit", *alone, *given, "--config", QUICKSTART]).fit
+    parsed = cli.parse(["fit", *alone, *given, "--config", QUICKSTART]).fit
     trainer, decoding = parsed.trainer, parsed.model.decoding
     assert trainer.enable_progress_bar is trainer.fast_dev_run is decoding.allow_mismatch is True
     assert trainer.enable_model_summary is decoding.share_prefixes is False

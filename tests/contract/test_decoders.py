@@ -85,7 +85,6 @@ def test_output_is_text_within_the_budget(
 
 def check_call_shapes(model: FakeModel, output: DecodingOutput) -> None:
     """Compare the counted shapes with what the model was fed."""
-    assert output.call_shapes is not None
     entries = [(*shape, *count) for shape, count in output.call_shapes.counts.items()]
     with_body = [entry for entry in entries if entry[1]]
     assert sum(calls for *_, calls, _ in with_body) == output.num_calls == len(model.calls)

@@ -133,7 +133,7 @@ def test_yaml_without_options_is_refused(tmp_path: Path, fit_cli: RefusionCLI, c
         read_yaml(path, "base")
     assert str(path) in str(refused.value)
     with pytest.raises(ValueError, match=r"model.decoders.x: .*x\.yaml"):
-        fit_cli.parse(fit_cli.parser, ["fit", f"--model.decoders.x={path}"])
+        fit_cli.parse(["fit", f"--model.decoders.x={path}"])
 
 
 @pytest.mark.parametrize("content", [b"data: \xe9", b"data: !!timestamp x"])
@@ -141,7 +141,7 @@ def test_an_invalid_config_is_refused_with_its_name(tmp_path: Path, fit_cli: Ref
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"config: .*x\.yaml is not"):
-        fit_cli.parse(fit_cli.parser, ["fit", "--config", QUICKSTART, f"--config={path}"])
+        fit_cli.parse(["fit", "--config", QUICKSTART, f"--config={path}"])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(content=yamls((CONFIGS / "quickstart.yaml").read_bytes()), command=st.sampled_from(["fit", "test"]))
 def test_a_config_of_a_run(cli: RefusionCLI, path: Path, content: bytes, command: str) -> None:
     path.write_bytes(content)
-    outcome(lambda: cli.parse(cli.parser, [command, f"--config={path}"]))
+    outcome(lambda: cli.parse([command, f"--config={path}"]))
 
 
 @settings(FUZZ, max_examples=max(NUM_EXAMPLES // 5, 3))
@@ -68,7 +68,7 @@ def test_a_config_of_a_run(cli: RefusionCLI, path: Path, content: bytes, command
 def test_a_component(cli: RefusionCLI, path: Path, content: bytes) -> None:
     path.write_bytes(content)
     config = f"--config={CONFIGS / 'quickstart.yaml'}"
-    outcome(lambda: cli.parse(cli.parser, ["fit", config, f"--model.decoders.x={path}"]))
+    outcome(lambda: cli.parse(["fit", config, f"--model.decoders.x={path}"]))
 
 
 @FUZZ

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from cli.conftest import QUICKSTART
 from refusion_lit import load
-from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
+from refusion_lit.checkpoints.files import find_newest, read_checkpoint
+from refusion_lit.checkpoints.sharded import check_index
 from refusion_lit.cli import main
-from refusion_lit.modeling.fsdp import check_index
 from robustness.conftest import torchrun
 from support.forks import finished, start
 
@@ -107,7 +107,7 @@ def test_a_torn_or_hostile_checkpoint_is_refused(sharded: Path, tmp_path: Path) 
     (torn / "meta.pt").write_bytes((sharded / "meta.pt").read_bytes()[:100])
     with pytest.raises(ValueError, match=r"cannot be read as a checkpoint"):
         read_checkpoint(torn)
-    assert newest_checkpoint([tmp_path], resumable=True) is None
+    assert find_newest([tmp_path], resumable=True)[0] is None
 
     class Hostile:
         def __reduce__(self) -> tuple[object, tuple[str]]:

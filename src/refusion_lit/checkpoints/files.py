@@ -11,7 +11,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from refusion_lit.modeling.fsdp import INDEX, check_index
+from refusion_lit.checkpoints.sharded import INDEX, check_index
 from refusion_lit.modeling.stored_tensors import first_not_finite
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
@@ -100,21 +100,22 @@ def model_source(source: str | Path) -> str:
     return str(source)
 
 
-def newest_checkpoint(folders: Sequence[Path], *, resumable: bool = False) -> Path | None:
+def newest_checkpoint(folders: Sequence[Path]) -> Path | None:
     """Return the newest whole checkpoint in some directories and below; ``None`` without any.
 
     Among files with equal times, ``last.ckpt`` counts as the newest, because file systems' clocks tick too slowly to
     tell checkpoints of small models apart.
+    """
+    return find_newest(folders)[0]
+
+
+def find_newest(folders: Sequence[Path], *, resumable: bool = False) -> tuple[Path | None, list[Path]]:
+    """Return the newest whole checkpoint, and the damaged checkpoints that are newer; see :func:`newest_checkpoint`.
 
     Args:
         folders: The directories.
         resumable: Leave out files that hold only weights (``save_weights_only``), from which no training resumes.
     """
-    return find_newest(folders, resumable=resumable)[0]
-
-
-def find_newest(folders: Sequence[Path], *, resumable: bool = False) -> tuple[Path | None, list[Path]]:
-    """Return the newest whole checkpoint, and the damaged checkpoints that are newer; see :func:`newest_checkpoint`."""
     paths = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
     paths.sort(key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"), reverse=True)
     damaged = []

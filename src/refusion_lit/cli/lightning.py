@@ -128,11 +128,11 @@ class RefusionCLI(LightningCLI):
                 action.help = "no effect: checkpoints are always loaded as data only"
         return parser
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401 - Lightning's
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002 - Lightning's
         """Parse the arguments into ``self.config``."""
-        self.config = self.parse(parser, args)
+        self.config = self.parse(args)
 
-    def parse(self, parser: LightningArgumentParser, args: Sequence[str]) -> Namespace:
+    def parse(self, args: Sequence[str]) -> Namespace:
         """Parse arguments; ``--model.decoders.NAME`` may be a decoder's YAML file.
 
         ``seed_everything`` is the default of ``model.seed`` and ``data.seed``.
@@ -147,7 +147,11 @@ class RefusionCLI(LightningCLI):
         for path, values in files.items():
             _check_groups(subparser, values, path)
         try:
-            config = parser.parse_args([command, *_read_decoder_files(options)])
+            options_read = _read_decoder_files(options)
+            if "--print_config" in self._named:  # only the parser of all subcommands prints the config
+                self.parser.parse_args([command, *options_read])
+            # The parser of all subcommands would check each value again, which takes as long as parsing.
+            config = Namespace({"subcommand": command, command: subparser.parse_args(options_read)})
         except PARSER_ERRORS as error:
             message = explain_error(subparser, error).removeprefix(f"{command}.")
             raise ValueError(_find_file(message, options, files) + message) from error
@@ -283,27 +287,6 @@ class RefusionCLI(LightningCLI):
         if isinstance(self.datamodule, InstructionDataModule) and self.datamodule.pack_length is not None:
             expected = "an objective whose samples can be packed"
             require(objective.packs, "data.pack_length", expected, type(objective).__name__, "set it to null")
-
-
-class _ParsersOnly(RefusionCLI):
-    """Builds the parsers of all subcommands, and runs none."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002 - Lightning's
-        self.config = Namespace(subcommand=None)
-
-    def _set_seed(self) -> None: ...
-
-    def before_instantiate_classes(self) -> None: ...
-
-    def instantiate_classes(self) -> None: ...
-
-
-def build_parsers() -> dict[str, LightningArgumentParser]:
-    """Return the parsers of ``fit``, ``validate``, ``test`` and ``predict`` by name."""
-    return _ParsersOnly()._subcommand_parsers
 
 
 def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], path: Path) -> None:
@@ -498,3 +481,8 @@ class _ParseOnly(RefusionCLI):
 def parse_only(*subcommand: str) -> RefusionCLI:
     """Return a command line that has parsers for the Trainer's subcommands, or a given subcommand, and no objects."""
     return _ParseOnly(subcommand)
+
+
+def build_parsers() -> dict[str, LightningArgumentParser]:
+    """Return the parsers of ``fit``, ``validate``, ``test`` and ``predict`` by name."""
+    return parse_only()._subcommand_parsers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, cast, get_args
 
+import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from refusion_lit.cli.messages import user_code_location
@@ -36,8 +38,15 @@ class OneLineParser(ArgumentParser):
     jsonargparse makes a parser of the same type for each class that an option takes.
     """
 
+    _class_name = ""  # of the class whose options a parser has
+
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
         super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
+
+    def add_class_arguments(self, theclass: type, *args: Any, **options: Any) -> list[str]:  # noqa: ANN401 - jsonargparse's options
+        """Add a class's options, and keep the name of the class for errors."""
+        self._class_name = getattr(next(iter(get_args(theclass)), theclass), "__name__", "")  # a union's first class
+        return super().add_class_arguments(theclass, *args, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error instead of printing it below the usage."""
@@ -114,7 +123,10 @@ _REPEATED = re.compile(
 )
 """Lines in which jsonargparse repeats an option's type or value."""
 _TYPE = re.compile(r"Expected an? (?:<class '(?P<name>.+?)'>|typing\.Literal\[(?P<choices>.+?)\])")
-_CLASS = re.compile(r"Expected a dot import path string: ?(.*)|Not a valid subclass of \w+\. Got value: (.*)")
+_CLASS = re.compile(
+    r"(?:Expected a dot import path string:|Unexpected import path format:|Not a valid subclass of \w+\. Got value:"
+    r"|Expected an import path or a subclass spec, but got) ?(.*)"
+)
 
 
 def explain_error(parser: ArgumentParser, error: Exception) -> str:
@@ -133,11 +145,16 @@ def explain(parser: ArgumentParser, message: str) -> str:
     if unknown := _UNKNOWN.match(message):
         name = ".".join(filter(None, unknown.groups()))
         known = _option_names(parser)
-        return f"unknown option {name!r}{suggest(name, known) if known else ': the class has no options'}"
+        owner = f" of {class_name}" if (class_name := getattr(parser, "_class_name", "")) else ""
+        return f"unknown option {name!r}{owner}{suggest(name, known) if known else ': the class has no options'}"
     if required := re.search(r"arguments are required: (.+)", message):
         return f"{required[1]}: expected a value, got none; give it on the command line or in a config."
-    option = ".".join(dict.fromkeys(re.findall(r'Parser key "(.+?)"', message)))
+    option = ""
+    for key in re.findall(r'Parser key "(.+?)"', message):  # of an option, and of an option in its value
+        option = key if f"{key}.".startswith(f"{option}.") or not option else f"{option}.{key}"
     action = next((action for action in parser._actions if action.dest == option), None)
+    if reason := _explain_missing_class(action, option, message):
+        return reason
     if entry := re.search(r"NestedArg\(key='(.+?)'", message):  # of a mapping or a class
         option = f"{option}.{entry[1]}"
     message = re.sub(r"argument (?:-\w/)?--(.+?): ", r"\1: ", message)
@@ -146,9 +163,10 @@ def explain(parser: ArgumentParser, message: str) -> str:
     types = [line for line in lines if _TYPE.match(line)]
     numbers = [line for line in types if "'int'" in line or "'float'" in line]
     if (match := _CLASS.search(message)) and not numbers:  # a learning rate may also be a class, torch's Tensor
-        name = match[1] or match[2] or ""
-        known = re.findall(r"\.(\w+)(?:,|$)", getattr(action, "extra_help", str)())  # text of the help: the subclasses
-        reason = f"expected the name or import path of a class, got {name!r}{suggest(name, known)}"
+        name = match[1]
+        known = _subclasses(action)
+        expected = "the name or import path of a class" if known else "options, as NAME: VALUE"
+        reason = f"expected {expected}, got {name!r}{suggest(name, known) if known else ''}"
     elif types and (types == lines or match):
         names = [
             (match["choices"] or match["name"]).replace(", ", " or ") for match in map(_TYPE.match, types) if match
@@ -171,6 +189,83 @@ def explain(parser: ArgumentParser, message: str) -> str:
         option = option if option.endswith(f".{inner[1]}") else f"{option}.{inner[1]}"
         reason = reason.removeprefix(inner[0])
     return f"{option}: {reason}" if option else reason
+
+
+_BASE_REFUSED = re.compile(
+    r"unknown option '.+?' of (\w+)|, but [\w.]*?(\w+) is abstract|Not a valid subclass of (\w+)"
+    r"|\.(\w+)\] expects a function or a callable class: Dict must include a class_path"
+)
+_CLASS_KEYS = ("class", "class_name", "name", "type", "_target_")
+"""Keys that other programs' configs have for ``class_path``."""
+
+
+def _explain_missing_class(action: argparse.Action | None, option: str, message: str) -> str | None:
+    """Return the error about options without their class, which jsonargparse takes for options of the base class.
+
+    Args:
+        action: The option that takes a class; ``None`` if it is unknown.
+        option: Its name.
+        message: jsonargparse's message.
+
+    Returns:
+        The error's line; ``None`` if the message is about something else.
+    """
+    hint = str(getattr(action, "_typehint", ""))
+    known = [name for name in _subclasses(action) if not re.search(rf"\b{name}\b", hint)]
+    refused = {name for names in _BASE_REFUSED.findall(message) for name in names if name}
+    # Without an owner, the options are those of a union's first class.
+    is_base = "': the class has no options" in message or any(re.search(rf"\b{name}\b", hint) for name in refused)
+    is_nested = "NestedArg(key=" in message and _CLASS.search(message) is not None
+    if not known or not (is_base or is_nested or "dict[str" in hint):
+        return None
+    values = re.findall(r"(?:Given|Got) value: (.*)", message)
+    value = _read_value(values[-1]) if values else {}
+    if "dict[str" in hint:  # classes by name
+        entries = value if isinstance(value, Mapping) else {"NAME": value}
+        wrong = [(name, entry) for name, entry in entries.items() if not isinstance(entry, str | None)]
+        if not isinstance(value, Mapping) or len(wrong) != 1:
+            fix = f"write {{NAME: {value if value in known else 'CLASS'}}}"
+            return None if isinstance(value, Mapping) else f"{option}: expected classes by name, got {value!r}; {fix}"
+        option, value = f"{option}.{wrong[0][0]}", wrong[0][1]
+        if not isinstance(value, Mapping):
+            return f"{option}: expected the name or import path of a class, got {value!r}{suggest('', known)}"
+        if not (is_base or is_nested):
+            return None
+    if isinstance(value, list):
+        value = next((entry for entry in value if isinstance(entry, Mapping)), None)
+    if not isinstance(value, Mapping):
+        return None
+    inner = value.get("init_args")
+    others = {name: entry for name, entry in value.items() if name not in ("class_path", "init_args", "dict_kwargs")}
+    if "class_path" in value and not others:
+        return None
+    name = value.get("class_path", next((value[key] for key in _CLASS_KEYS if value.get(key) in known), None))
+    others = {key: entry for key, entry in others.items() if entry != name or key not in _CLASS_KEYS}
+    options = {**others, **(inner if isinstance(inner, Mapping) else {})} or {"OPTION": "VALUE"}
+    example = {"class_path": name or "NAME", "init_args": options}
+    text = yaml.safe_dump(example, default_flow_style=True, sort_keys=False, width=1 << 20).strip()
+    expected = (
+        f"options of {name} under init_args" if "class_path" in value else "class_path beside the class's options"
+    )
+    return f"{option}: expected {expected}; write {text}{'' if name else suggest('', known)}"
+
+
+def _subclasses(action: argparse.Action | None) -> list[str]:
+    """Return the names of an option's known classes, from the text of its help."""
+    return re.findall(r"\.(\w+)(?:,|$)", getattr(action, "extra_help", str)())
+
+
+def _read_value(text: str) -> Any:  # noqa: ANN401 - any value of a config
+    """Return a value from jsonargparse's message; ``None`` if the message has no plain value."""
+    entry = re.fullmatch(r"NestedArg\(key='(.+?)', val=(.*)\)", text)
+    try:
+        value = ast.literal_eval(entry[2] if entry else text)
+        value = yaml.safe_load(value) if entry and isinstance(value, str) else value
+    except (ValueError, SyntaxError, yaml.YAMLError):
+        return text
+    for name in reversed(entry[1].split(".") if entry else []):
+        value = {name: value}
+    return value
 
 
 def _option_names(parser: ArgumentParser) -> list[str]:

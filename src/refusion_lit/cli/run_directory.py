@@ -196,7 +196,7 @@ class SaveRun(SaveConfigCallback):
         if self._is_resumed:
             before = read_yaml(self.directory / CONFIG, "resume")
             find_files(before, {self.directory / CONFIG: deepcopy(before)})
-            now = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            now = yaml.safe_load(self.parser.dump(self.config, skip_none=False, skip_validation=True))
             changes = [item for item in differences(before, now) if item[0].rpartition(".")[2] not in _UNCOMPARED]
             self._changed = {name: after for name, _, after in changes}
             for name, old, new in changes if stage == "fit" else ():
@@ -209,7 +209,7 @@ class SaveRun(SaveConfigCallback):
         assert isinstance(pl_module, SlotDiffusionModule)
         described = environment(self.config.get("seed_everything"))
         folder = str(Path.cwd())
-        text = self.parser.dump(self.config, skip_none=False)
+        text = self.parser.dump(self.config, skip_none=False, skip_validation=True)
         if self._is_resumed:  # keep the command that started the run, and record the command that resumes it
             before = read_object(self.directory / ENVIRONMENT) or described
             folder = before.get(_WORKING_DIRECTORY, folder)

@@ -178,7 +178,7 @@ def make_resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
             file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
             cli = command_line(subcommand)
             try:
-                parsed = cli.parse(cli.parser, [subcommand, f"--config={file}"])
+                parsed = cli.parse([subcommand, f"--config={file}"])
             except ValueError as error:
                 raise ValueError(str(error).removeprefix(f"{file}: ")) from error
         parsed[subcommand].pop("config", None)

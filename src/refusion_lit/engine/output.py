@@ -168,7 +168,7 @@ class DecodingOutput:
         rows: The prompts' generations, in the prompts' order.
         num_calls: Calls to the model, whatever their batch size.
         num_positions: Token positions computed, padding included.
-        call_shapes: The calls by shape, for ``refusion-lit report --project``; ``None``: not counted.
+        call_shapes: The calls by shape, for ``refusion-lit report --project``.
         num_shared: Prompt tokens whose KV cache entries were copied from other prompts instead of computed.
         cache_bytes: The KV cache's peak memory.
         cache_bytes_per_token: Memory per cache entry; 0 if nothing was cached.
@@ -180,7 +180,7 @@ class DecodingOutput:
     num_calls: int = 0
     num_positions: int = 0
     seconds: float = 0.0
-    call_shapes: CallShapes | None = field(default_factory=CallShapes)
+    call_shapes: CallShapes = field(default_factory=CallShapes)
     num_shared: int = 0
     cache_bytes: int = 0
     cache_bytes_per_token: float = 0.0

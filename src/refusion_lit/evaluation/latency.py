@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from refusion_lit.decoding import Autoregressive, CallShapes, Decoder, DecodingOutput
+from refusion_lit.modeling.devices import synchronised_time
 from refusion_lit.reports.intervals import Interval
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
@@ -148,8 +148,7 @@ def measure_latency(
                 if turn > 0:  # the first batch warms up
                     speeds[size][name].seconds.append(seconds)
                     speeds[size][name].num_tokens.append(sum(row.num_tokens for row in output.rows))
-                    if output.call_shapes is not None:
-                        speeds[size][name].call_shapes.merge(output.call_shapes)
+                    speeds[size][name].call_shapes.merge(output.call_shapes)
                 num_done += 1
                 if progress is not None:
                     progress(num_done, num_batches)
@@ -177,11 +176,9 @@ def _timed(entrant: Entrant, indices: Sequence[int]) -> tuple[float, DecodingOut
     prompts = [entrant.prompts[index] for index in indices]
     device = entrant.model.backbone.device
     with _use_threads(entrant.num_threads):
-        _synchronize(device)
-        start = time.perf_counter()
+        start = synchronised_time(device)
         output = entrant.model.decode(prompts, entrant.decoder, entrant.sampling, batch_size=len(prompts))
-        _synchronize(device)
-        return time.perf_counter() - start, output
+        return synchronised_time(device) - start, output
 
 
 @contextmanager
@@ -193,12 +190,6 @@ def _use_threads(num_threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for work on an accelerator."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def summarize(timings: Mapping[int, Mapping[str, Timings]], baseline: str) -> dict[str, Any]:

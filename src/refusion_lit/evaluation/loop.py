@@ -76,7 +76,7 @@ class _DecoderState:
         done: Ids that an interrupted run has decoded.
         lines: All predictions in a test; empty in other processes and in ``predict``.
         metrics: Counts in a test, which the first process keeps; ``None`` in ``predict``.
-        call_shapes: The model's calls in a test; ``None`` after resuming a run that did not count them.
+        call_shapes: The model's calls in a test.
         is_warm: Whether the decoder has decoded a prompt that is not timed.
     """
 
@@ -86,7 +86,7 @@ class _DecoderState:
     done: set[str] = field(default_factory=set)
     lines: list[dict[str, Any]] = field(default_factory=list)
     metrics: DecodingMetrics | None = None
-    call_shapes: CallShapes | None = field(default_factory=CallShapes)
+    call_shapes: CallShapes = field(default_factory=CallShapes)
     is_warm: bool = False
 
     def restore(self, file: PredictionsFile) -> None:
@@ -100,8 +100,7 @@ class _DecoderState:
             return
         try:
             counts = dict(file.state or {})
-            lines = counts.pop(_CALL_SHAPES, [] if not counts else None)
-            self.call_shapes = None if lines is None else CallShapes.from_lines(lines)
+            self.call_shapes = CallShapes.from_lines(counts.pop(_CALL_SHAPES) if counts else [])
             self.metrics.restore(counts)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
             file.close()
@@ -276,7 +275,6 @@ class Evaluation(L.Callback):
         state = _DecoderState(decoder=decoder, fingerprint=fingerprint)
         if self._trainer.testing:
             state.metrics = DecodingMetrics(metrics=self._task.metrics).to(self._model.backbone.device)
-            state.call_shapes = CallShapes()
         if self._trainer.is_global_zero:
             try:
                 file = PredictionsFile(path, fingerprint, resume=self._resume)
@@ -336,9 +334,8 @@ class Evaluation(L.Callback):
             state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
             state.lines += lines
             snapshot = state.metrics.snapshot()
-            if state.call_shapes is not None and output.call_shapes is not None:
-                state.call_shapes.merge(output.call_shapes)
-                snapshot[_CALL_SHAPES] = state.call_shapes.lines()
+            state.call_shapes.merge(output.call_shapes)
+            snapshot[_CALL_SHAPES] = state.call_shapes.lines()
         state.file.write(lines, snapshot)
 
     def _warn_of_missing_scores(self, lines: list[dict[str, Any]]) -> None:
@@ -382,11 +379,7 @@ class Evaluation(L.Callback):
             "decoders": {name: class_and_options(state.decoder) for name, state in self._running.items()},
             "fingerprints": {name: state.fingerprint for name, state in self._running.items()},
             "results": self.results,
-            _CALL_SHAPES: {
-                name: state.call_shapes.lines()
-                for name, state in self._running.items()
-                if state.call_shapes is not None
-            },
+            _CALL_SHAPES: {name: state.call_shapes.lines() for name, state in self._running.items()},
             "metrics": list(self._task.metrics),
             "tested": self._task.describe_test_split(),
             "mismatches": self.mismatches,

@@ -179,12 +179,11 @@ def first_not_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     return None
 
 
-def check_loaded_values(weights: Mapping[str, Tensor], where: str, files: Iterable[Path]) -> None:
-    """Refuse weights that are not finite.
+def check_loaded_values(weights: Mapping[str, Tensor], files: Iterable[Path]) -> None:
+    """Refuse a model's weights that are not finite.
 
     Args:
-        weights: The weights, by the names of the model or of the files.
-        where: The option that named the files, for messages.
+        weights: The weights, by the names of the model.
         files: The files that they come from, which are searched only if a weight is not finite.
 
     Raises:
@@ -196,10 +195,10 @@ def check_loaded_values(weights: Mapping[str, Tensor], where: str, files: Iterab
         return
     for file in files:
         if name := first_not_finite(_load(file).items()):
-            raise _not_finite(f"{where}: {file}", name)
+            raise _not_finite(f"backbone.source: {file}", name)
     dtype = str(weights[weight].dtype).removeprefix("torch.")
     expected = f"weights within the range of {dtype} in {weight}"
-    require(False, where, expected, "larger values", "load them in bfloat16 or float32 (dtype)")
+    require(False, "backbone.source", expected, "larger values", "load them in bfloat16 or float32 (dtype)")
 
 
 def _not_finite(where: str, name: str) -> ValueError:
@@ -209,12 +208,11 @@ def _not_finite(where: str, name: str) -> ValueError:
     )
 
 
-def load_checked(files: Iterable[Path], where: str) -> dict[str, Tensor]:
-    """Return the tensors of files, which must be finite floating-point numbers.
+def load_checked(files: Iterable[Path]) -> dict[str, Tensor]:
+    """Return the tensors of a drafter's files, which must be finite floating-point numbers.
 
     Args:
         files: The files.
-        where: The option that named them, for messages.
 
     Raises:
         ValueError: Naming file and tensor.
@@ -223,8 +221,8 @@ def load_checked(files: Iterable[Path], where: str) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in files:
         stored = _load(file)
-        check_types(_read_header(file, where), where)
+        check_types(_read_header(file, "draft"), "draft")
         if name := first_not_finite(stored.items()):
-            raise _not_finite(f"{where}: {file}", name)
+            raise _not_finite(f"draft: {file}", name)
         weights |= stored
     return weights

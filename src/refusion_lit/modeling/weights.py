@@ -140,7 +140,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     if not tensors and not _is_quantised(source):  # a hub id, whose files are here only now
         tensors = read_headers(folder, "backbone.source")
         check_types(tensors, "backbone.source", _integers(model, tensors))
-    check_loaded_values(model.state_dict(), "backbone.source", weight_files(folder))
+    check_loaded_values(model.state_dict(), weight_files(folder))
     _record_stored_head(model)
     return model
 

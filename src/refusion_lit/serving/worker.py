@@ -22,7 +22,7 @@ from torch import Tensor
 from refusion_lit.constraints.tool_calls import CallReader
 from refusion_lit.decoding import Decoder, Generation, TokenLogprob
 from refusion_lit.engine.engine import Engine
-from refusion_lit.engine.output import DecodingOutput, TraceRound
+from refusion_lit.engine.output import TraceRound
 from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.modeling.devices import is_out_of_memory
@@ -259,10 +259,7 @@ class Worker:
 
     def _make_engine(self) -> None:
         rows = self.options.batch_size
-        output = DecodingOutput(call_shapes=None)  # a server never ends, and counts would take more and more memory
-        self.engine = Engine(
-            self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize, output=output
-        )
+        self.engine = Engine(self.checked_model, self.decoder, rows, self.options, detokenize=self.model.detokenize)
 
     def _admit(self) -> bool:
         """Wait for jobs, drop jobs after their deadline, and start jobs. Return whether to continue."""
@@ -287,6 +284,7 @@ class Worker:
         self.engine.num_sharing = len(self.active)
         try:
             finished = self.engine.step()
+            self.engine.output.call_shapes.counts.clear()  # a server never ends: counts would take more and more memory
             for sequence in self.engine.running:
                 self._send_progress(self.active[sequence.index], sequence)
         except Exception as error:

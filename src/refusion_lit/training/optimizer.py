@@ -10,12 +10,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from refusion_lit.modeling.load import decoding_dtype
 from refusion_lit.training.callbacks import last_checkpoint
@@ -85,12 +85,36 @@ def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimiz
         optimizer = make(parameter_groups(module))
     except (ValueError, TypeError) as error:  # torch names no option
         raise ValueError(f"model.optimizer: {error}; correct model.optimizer.init_args.") from error
+    has_step = type(optimizer).step is not Optimizer.step
+    fix = "name one that has step, such as torch.optim.AdamW"
+    require(has_step, "model.optimizer.class_path", "an optimizer's class", type(optimizer).__name__, fix)
     warn_of_lost_updates(optimizer)
     return optimizer
 
 
-def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Return a new optimizer's and its schedule's options as plain values, for :func:`apply_options`."""
+def make_scheduler(optimizer: Optimizer, make: LRSchedulerCallable) -> LRScheduler:
+    """Make the learning-rate schedule, which is advanced after every step.
+
+    Raises:
+        ValueError: If the schedule refuses its options, or depends on more than the number of the step.
+    """
+    try:
+        scheduler = make(optimizer)
+    except (ValueError, TypeError) as error:  # torch names no option
+        raise ValueError(f"model.lr_scheduler: {error}; correct model.lr_scheduler.init_args.") from error
+    except NotImplementedError:  # of the base class
+        scheduler = None
+    is_schedule = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
+    expected = "a schedule that depends on the step alone"
+    got = type(scheduler).__name__ if scheduler else LRScheduler.__name__
+    fix = "name one such as CosineAnnealingLR, or leave it out for model.schedule"
+    require(is_schedule, "model.lr_scheduler.class_path", expected, got, fix)
+    assert scheduler is not None
+    return scheduler
+
+
+def read_optimizer_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
+    """Return a new optimizer's and its schedule's options as plain values, for :func:`apply_optimizer_options`."""
     groups = [
         {"lr": group.get("initial_lr", group["lr"])}
         | {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
@@ -102,8 +126,8 @@ def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]
     return {"groups": groups, "schedule": {"class_path": type(scheduler).__name__, **plain}}
 
 
-def apply_options(
-    optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any] | None, options: Mapping[str, Any]
+def apply_optimizer_options(
+    optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Apply options that differ from the checkpoint's options, which Lightning has restored.
 
@@ -112,20 +136,25 @@ def apply_options(
     Args:
         optimizer: The restored optimizer; changed in place.
         scheduler: Its restored schedule; changed in place.
-        before: Result of :func:`read_options` that the checkpoint stores; ``None`` for an old checkpoint.
-        options: Result of :func:`read_options` before the state was restored.
+        before: Result of :func:`read_optimizer_options` that the checkpoint stores.
+        options: Result of :func:`read_optimizer_options` before the state was restored.
 
     Raises:
-        ValueError: If the schedule has other options, or is not a factor of the learning rate that has changed.
+        ValueError: If the schedule has other options, or is not a factor of the learning rate that has changed, or an
+            option needs averages that the checkpoint lacks.
     """
-    before = before or {**read_options(optimizer, scheduler), "schedule": options["schedule"]}
     fix = "leave it out, or start a new run from the exported weights as model.backbone.source"
     expected = f"{before['schedule']}, as the run was started with"
     same = before["schedule"] == options["schedule"]
     require(same, "model.lr_scheduler", expected, options["schedule"], fix)
     is_factor = isinstance(scheduler, LambdaLR)
+    need_averages = ("amsgrad", "centered", *(("momentum",) if isinstance(optimizer, torch.optim.RMSprop) else ()))
     for group, old, new in zip(optimizer.param_groups, before["groups"], options["groups"], strict=True):
         changed = {name: value for name, value in new.items() if old.get(name, value) != value}
+        for name in need_averages:
+            is_possible = bool(old.get(name)) or not changed.get(name)
+            expected = f"{old.get(name)}, as the checkpoint lacks averages for it"
+            require(is_possible, f"model.optimizer.{name}", expected, changed.get(name), fix)
         if "lr" in changed:
             expected = f"{old['lr']}, as {type(scheduler).__name__} cannot take another one in a run"
             require(is_factor, "model.optimizer.lr", expected, changed.pop("lr"), fix)

@@ -217,12 +217,11 @@ def _parse_parquet(file: str) -> Iterator[DataRow]:
         raise ValueError(f"{file}: cannot be read as Parquet ({error}); fetch it again.") from error
 
 
-def rows_in(data: Any, option: str) -> Iterator[DataRow]:  # noqa: ANN401 - any data set
+def rows_in(data: Any) -> Iterator[DataRow]:  # noqa: ANN401 - any data set
     """Yield the rows of a data set in memory: anything with items that are mappings.
 
     Args:
         data: The data set: a list, or an object with ``__len__`` and ``__getitem__``, or an iterable.
-        option: What holds it, for messages.
 
     Raises:
         ValueError: If it is no data set, or an item is no mapping.
@@ -231,7 +230,7 @@ def rows_in(data: Any, option: str) -> Iterator[DataRow]:  # noqa: ANN401 - any 
     is_iterable = hasattr(data, "__iter__") and not isinstance(data, Mapping | str)
     if not is_indexed and not is_iterable:
         raise ValueError(
-            f"{option}: expected files, or a data set of mappings, got {data!r:.80}; pass a list of dicts."
+            f"data.task.train: expected files, or a data set of mappings, got {data!r:.80}; pass a list of dicts."
         )
     items = (data[index] for index in range(len(data))) if is_indexed else iter(data)
     name = type(data).__name__
@@ -239,7 +238,7 @@ def rows_in(data: Any, option: str) -> Iterator[DataRow]:  # noqa: ANN401 - any 
     for number, values in enumerate(items, start=1):
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"{option}: expected mappings such as {{'query': ..., 'response': ...}} in {name}, got "
+                f"data.task.train: expected mappings such as {{'query': ..., 'response': ...}} in {name}, got "
                 f"{type(values).__name__} at index {number - 1}; return dicts."
             )
         yield DataRow(name, number, drop_nested_nulls(values) if has_columns else dict(values))

@@ -61,7 +61,7 @@ def test_all_options_exist(monkeypatch: pytest.MonkeyPatch) -> None:
             args = [GOLDEN if arg == "MODEL" else arg for arg in args]  # a decoder's options need its model's config
             given = shlex.split(re.sub(r"--config (\S+)|--resume \S+", _without_missing, shlex.join(args)))
             if command not in COMMANDS:
-                cli.parse(cli.parser, [command, "--config", QUICKSTART, *given])
+                cli.parse([command, "--config", QUICKSTART, *given])
                 checked += 1
             elif hasattr(
                 module := import_module(f"refusion_lit.cli.{COMMANDS[command].partition('.')[0]}"), "build_parser"
