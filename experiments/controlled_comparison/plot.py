@@ -328,7 +328,7 @@ def draw(shown: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("score on 200 test prompts")
     axes[0].set_ylim(-0.03, 1.03)
-    axes[-1].legend(*axes[1].get_legend_handles_labels(), loc="upper right", fontsize=8)  # walk has all objectives
+    axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="upper right", fontsize=8)  # sheet has all objectives
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
