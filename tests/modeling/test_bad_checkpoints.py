@@ -189,6 +189,12 @@ IMPOSSIBLE = [
         "partial_rotary_factor",
     ),
     ("dflash-assistant-tiny", {"block_size": 1024}, "block_size"),
+    ("dflash-assistant-tiny", {"target_layer_ids": []}, "target_layer_ids"),
+    (
+        "dflash-assistant-tiny",
+        {"rope_parameters": rope("yarn", factor=2.0, partial_rotary_factor=0.5)},
+        "partial_rotary_factor",
+    ),
 ]
 
 

@@ -301,6 +301,11 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
     folder = Path(directory)
     try:
         config = MuseGlimmerAssistantConfig.from_pretrained(folder)
+        if not config.target_layer_ids:
+            raise ValueError(f"target_layer_ids {config.target_layer_ids}")
+        share = (config.rope_parameters or {}).get("partial_rotary_factor")
+        if share not in (None, 1):
+            raise ValueError(f"partial_rotary_factor {share}")
         with torch.device("meta"):
             wanted = {name: tuple(weight.shape) for name, weight in BlockDrafter(config).network.named_parameters()}
     except Exception as error:  # transformers' configs and models raise errors of their own
