@@ -345,7 +345,7 @@ def _refused(place: Path, expected: str, got: str, fix: str) -> ValueError:
     return ValueError(f"draft: expected {expected}, got {got} in {place}; {fix}.")
 
 
-def check_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> None:
+def check_drafter_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> None:
     """Refuse a drafter whose directory has a tokenizer with other ids than the model's.
 
     Args:
