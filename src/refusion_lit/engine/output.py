@@ -79,8 +79,8 @@ class Generation:
         round_ratios: Committed tokens per forward in the rounds that committed any; only for the paper's TPF figure.
         forward_shapes: Rows and length that the prompt takes in its forwards.
         trace: One entry per forward; empty unless a trace was requested.
-        logprobs: Log-probabilities of the tokens in ``token_ids``, ``None`` for given tokens; empty unless they were
-            requested.
+        logprobs: Log-probabilities of the tokens in ``token_ids``; empty unless they were requested. ``None`` for
+            tokens that no forward pass has read: given tokens, and an end of the thinking that the decoder writes.
     """
 
     id: str
