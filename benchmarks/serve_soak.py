@@ -226,7 +226,7 @@ class Soak:
         except openai.BadRequestError:
             self.counts["refused"] += 1
         except openai.APIError as error:
-            self._keep("lost", repr(error))
+            self._keep("lost", f"{error!r} from {error.__cause__!r}")
 
     async def _receive(self, client: openai.AsyncOpenAI, case: Case, rng: random.Random) -> None:
         given_up_at = rng.randrange(1, 6) if rng.random() < 0.2 else None
@@ -248,7 +248,7 @@ class Soak:
             return
         except openai.APIError as error:
             is_late = "time limit" in error.message
-            self._keep("timed_out" if is_late else "lost", repr(error))
+            self._keep("timed_out" if is_late else "lost", f"{error!r} from {error.__cause__!r}")
             return
         self.counts["answers" if is_whole else "given_up"] += 1
         self.counts["calls"] += len(answer.calls)

@@ -177,7 +177,7 @@ def sample_text(
 def test_a_draft_after_which_no_end_is_found_settles_as_it_is(model: TextModel) -> None:
     """It is rejected: the place before it settles as another token."""
     quote, a, b, c = (model.encode(character)[0] for character in '"abc')
-    state = make_constraint(model, {"type": "string", "pattern": "^(a|b+c)$"}).begin(40)
+    state = make_constraint(model, {"type": "string", "pattern": "^(a|bb{3000})$"}).begin(40)
     assert state.settle(1, [quote], b) == a
     assert state.settle(2, [quote, b], b) == b
     assert state.settle(1, [quote], a) == a
@@ -231,7 +231,10 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
     ({"patternProperties": {r"\W": True}}, "patternProperties: "),
     ({"const": 0.12345678901234567}, r".*15 digits, got \['0.1234"),
     ({"minimum": 0.30000000000000004}, r".*15 digits, got \['0.3000"),
-    ({"const": "\x01"}, ".*2048 tokens, got 'none"),
+    ({"const": "\x01"}, "this schema cannot be kept"),
+    ({"enum": [["a\x1f"], {"b": "c\x7f"}]}, "this schema cannot be kept"),
+    ({"pattern": r"^a\x01?$"}, "pattern: "),
+    ({"pattern": "^[\\u0000-\\u001f]"}, "pattern: "),
     ({"enum": [-13, -13.0]}, "this schema cannot be kept: panic"),
 ]
 
@@ -248,6 +251,8 @@ COMMON: list[dict[str, Any]] = [
     {"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991, "default": 0.30000000000000004},
     {"type": "string", "pattern": r"^[^\s@]+@[\w.-]+\.[a-z]{2,}$"},
     {"type": "integer", "multipleOf": 60},
+    {"enum": ["a\x01b", "a\tb"]},  # of which the first cannot be written
+    {"type": "string", "pattern": r"^[^\x00-\x1f]+[\x00-\x7f\n]$"},
 ]
 
 
@@ -255,6 +260,28 @@ COMMON: list[dict[str, Any]] = [
 def test_common_schemas_are_kept(model: TextModel, schema: Any) -> None:
     text = sample_text(model, make_constraint(model, schema), Random(0), "0123456789", 100)
     jsonschema.validate(json.loads(text), schema)
+
+
+PDF = {"type": "string", "pattern": r"\.pdf$"}
+PATTERNS: list[dict[str, Any]] = [
+    {"type": "string", "pattern": "foo"},
+    {"type": "string", "pattern": "^(foo.*x|bar.*y)$"},
+    {"type": "string", "pattern": "^(a|b)*c{3,}$"},
+    {"type": "string", "pattern": '"é$'},
+    {"type": "string", "allOf": [{"pattern": "foo"}, {"pattern": "bar"}], "minLength": 8},
+    {"type": "object", "properties": {"a": PDF, "b": {"type": "string"}, "c": PDF}, "required": ["a", "b", "c"]},
+    {"type": "array", "items": {"anyOf": [PDF, {"type": "string", "pattern": "[0-9]{3}-[0-9]"}]}, "minItems": 2},
+    {"patternProperties": {"foo": True}, "type": "object", "additionalProperties": False, "minProperties": 1},
+]
+
+
+@pytest.mark.parametrize("schema", PATTERNS, ids=str)
+def test_patterns_need_no_maximum_length(model: TextModel, schema: Any) -> None:
+    """A pattern whose text may stand anywhere ends within the length limit, as a string without a pattern does."""
+    constraint = make_constraint(model, schema)
+    for seed in range(2):
+        text = sample_text(model, constraint, Random(seed), "abcfo .pdf1-", 60, 1e-9)
+        jsonschema.validate(json.loads(text), schema)
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,20 @@ def test_an_answer_that_nobody_reads_is_given_up(model: TextModel) -> None:
             wait_for(lambda: not server.server_state.connections, 10)
 
 
+def test_a_client_that_reads_an_answer_late_may_send_a_further_request(model: TextModel) -> None:
+    """The time limit for reading is not the time for which a connection may be idle."""
+    with serving(model, max_seconds=1.0) as server:
+        server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with raw(server, "GET / HTTP/1.1\nHost: localhost\n\n", buffer=4096) as connection:
+            time.sleep(0.2)
+            received = b""
+            while not received.endswith(b"</html>\n"):
+                received += connection.recv(4096)
+            time.sleep(1.2)
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 200 OK" in connection.recv(4096)
+
+
 @pytest.mark.parametrize("path", ["/v1/models/", "/metrics/", "/health/", "/v1/chat/completions/", "//evil.example"])
 def test_no_path_is_redirected(model: TextModel, path: str) -> None:
     with (

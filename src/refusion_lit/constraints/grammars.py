@@ -6,7 +6,8 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.constraints.schema_structure import OPTION
-from refusion_lit.constraints.strict_schemas import EXACT
+from refusion_lit.constraints.strict_schemas import EXACT, list_patterns
 from refusion_lit.constraints.tool_calls import ToolFormat
 from refusion_lit.data.encoding import split_added_tokens
 from refusion_lit.types import ConstraintState, SpecialTokens
@@ -36,6 +37,8 @@ MAX_COMPLETION = 2048
 """Maximum number of tokens of a completion."""
 _LONG_NUMBER = re.compile(rb"([0-9]{150}|[eE][+-]?[0-9]{3,})\Z")
 """The end of a text whose last number may be infinite as a float."""
+_MAX_STATES = 256
+"""Maximum number of states that are kept for single strings."""
 _MAX_DEPTH = 64
 """Maximum depth of nested lists and objects in a text, because parsers and validators are recursive."""
 
@@ -48,6 +51,7 @@ class GrammarCompiler:
         vocab_size: Number of ids.
         hub_tokenizer: transformers' tokenizer.
         tokenizer: llguidance's wrapper of the tokenizer.
+        by_byte: Tokens of single bytes.
         byte_tokens: Tokens of single bytes, in each order of ``_BYTE_ORDERS``.
         quotes: The token of a double quote; empty if the vocabulary lacks it.
         percent: The token of ``%``, which JSON allows within strings only; ``None`` if the vocabulary lacks it.
@@ -70,9 +74,9 @@ class GrammarCompiler:
             raise OptionError(message, OPTION) from error
         usable = [token for token in reversed(range(self.vocab_size)) if not self.tokenizer.is_special_token(token)]
         by_text = {self.tokenizer.decode_bytes([token]): token for token in usable}
-        by_byte = {byte: by_text[bytes([byte])] for byte in range(256) if bytes([byte]) in by_text}
+        self.by_byte = {byte: by_text[bytes([byte])] for byte in range(256) if bytes([byte]) in by_text}
         orders = [dict.fromkeys([*order, *range(256)]) for order in _BYTE_ORDERS]  # every byte once
-        self.byte_tokens = [[by_byte[byte] for byte in order if byte in by_byte] for order in orders]
+        self.byte_tokens = [[self.by_byte[byte] for byte in order if byte in self.by_byte] for order in orders]
         self.quotes = [by_text[text] for text in (b'"',) if text in by_text]
         self.percent = by_text.get(b"%")
 
@@ -82,6 +86,9 @@ class GrammarCompiler:
         Raises:
             ValueError: If the schema is wrong or cannot be guaranteed.
         """
+        if schema is False:
+            message = f"{OPTION}: this schema cannot be kept: it has no values but with control characters; change it."
+            raise OptionError(message, OPTION)
         text = json.dumps({} if schema is True else schema)  # options of llguidance apply to objects only
         integers, fractions = list[str](), list[str]()
         json.loads(text, parse_int=integers.append, parse_float=fractions.append)
@@ -128,9 +135,90 @@ class GrammarCompiler:
         numbers = iter(ids)
         return " ".join(f"<[{next(numbers)}]>" if is_name else json.dumps(part) for part, is_name in parts)
 
+    def compile_string(self, schema: str, max_length: int) -> str | None:
+        """Return the grammar of the strings of a strict schema up to a length; ``None`` if there are no such strings.
+
+        Args:
+            schema: The schema as JSON text.
+            max_length: Maximum number of characters.
+        """
+        text = f'{{"type": "string", "allOf": [{schema}, {{"maxLength": {max_length}}}]}}'
+        try:
+            grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_SEPARATORS))
+        except ValueError:
+            return None
+        return None if self.make_matcher(grammar).get_error() else grammar
+
     def make_matcher(self, grammar: str) -> Any:  # noqa: ANN401 - llguidance is not typed
         """Return a matcher at the beginning of a text."""
         return self._library.LLMatcher(self.tokenizer, grammar)
+
+
+class StringEnds:
+    """Finds short ends of strings that have a pattern.
+
+    With a pattern such as ``foo``, any character may follow any text, so a search that takes the first allowed
+    character never reaches the end. The smallest maximum length with which the pattern can still be kept leaves only
+    characters that lead to the end.
+
+    Args:
+        compiler: Compiles grammars of single strings.
+        schemas: The strict schemas of the texts that contain the strings.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, schemas: Iterable[object]) -> None:
+        self._compiler = compiler
+        self._schemas = [*{json.dumps(found): None for schema in schemas for found in list_patterns(schema)}]
+        self._states: dict[tuple[str, int], GrammarState | None] = {}
+        self._last_ends: dict[str, list[int]] = {}
+
+    def find(self, tokens: Sequence[int], limit: int) -> Iterator[list[int]]:
+        """Yield tokens that may end the string at the end of a text, if the text ends within a string.
+
+        The end of a string that grows is often a part of the end that it had before.
+
+        Args:
+            tokens: The text's tokens.
+            limit: Maximum number of tokens.
+        """
+        if not self._schemas:
+            return
+        text = re.sub(rb'"([^"\\]|\\.)*"', b"", self._compiler.tokenizer.decode_bytes([*tokens]))
+        _, quote, string = text.partition(b'"')
+        start = [self._compiler.by_byte.get(byte, -1) for byte in quote + string]
+        if not quote or -1 in start:
+            return
+        for end in self._last_ends.values():
+            yield from (end[i:] for i in range(len(end) - 1, -1, -1))
+        length = len(re.sub(rb"\\.", b"x", string).decode(errors="ignore"))
+        for schema in self._schemas:
+            end = self._search(schema, start, length, limit)
+            if end is not None:
+                self._last_ends[schema] = end
+                yield end
+
+    def _search(self, schema: str, start: Sequence[int], length: int, limit: int) -> list[int] | None:
+        """Return a shortest end of a string with a schema that begins with tokens of ``length`` characters."""
+        growths = [0, *(2**i for i in range(limit.bit_length()))]
+        most = next((more for more in growths if self._begin(schema, length + more, start)), None)
+        if most is None:
+            return None
+        lengths = range(length, length + most)
+        num = bisect_left(lengths, True, key=lambda size: self._begin(schema, size, start) is not None)
+        state = self._begin(schema, length + num, start)
+        end = None if state is None else state.find_completion(limit + 1)
+        return end and end[:-1]
+
+    def _begin(self, schema: str, max_length: int, start: Sequence[int]) -> GrammarState | None:
+        """Return a state behind tokens that begin a string; ``None`` if no string up to a length begins with them."""
+        key = schema, max_length
+        if key not in self._states:
+            if len(self._states) == _MAX_STATES:
+                self._states.clear()
+            grammar = self._compiler.compile_string(schema, max_length)
+            self._states[key] = None if grammar is None else GrammarState(self._compiler, grammar, max_length)
+        state = self._states[key]
+        return state if state is not None and state.advance_to(start) else None
 
 
 class GrammarState(ConstraintState):
@@ -141,9 +229,12 @@ class GrammarState(ConstraintState):
     makes the text too deep, or a number too long, for parsers.
     """
 
-    def __init__(self, compiler: GrammarCompiler, grammar: str, max_length: int) -> None:
+    def __init__(
+        self, compiler: GrammarCompiler, grammar: str, max_length: int, schemas: Iterable[object] = ()
+    ) -> None:
         self._compiler = compiler
         self._grammar = grammar
+        self._string_ends = StringEnds(compiler, schemas)
         self._matcher = compiler.make_matcher(grammar)
         self._max_length = max_length
         self._consumed: list[int] = []
@@ -151,7 +242,7 @@ class GrammarState(ConstraintState):
 
     def allowed(self, place: int, before: Sequence[int]) -> Tensor | None:
         """Return the tokens that may follow a text; see :meth:`ConstraintState.allowed`."""
-        if len(before) != place or not self._advance_to(before):
+        if len(before) != place or not self.advance_to(before):
             return None  # after a draft that breaks the schema, or masks of a drafter
         mask = self._mask()
         if mask[self._compiler.eos_token_ids].any():
@@ -160,7 +251,7 @@ class GrammarState(ConstraintState):
 
     def settle(self, place: int, before: Sequence[int], token: int) -> int:
         """Return a sampled token, or the token that replaces it; see :meth:`ConstraintState.settle`."""
-        if len(before) != place or not self._advance_to(before):
+        if len(before) != place or not self.advance_to(before):
             return token
         if token in self._compiler.eos_token_ids and self._matcher.is_accepting():
             return token
@@ -169,7 +260,7 @@ class GrammarState(ConstraintState):
             return token
         following = known[1:]
         if token != known[0]:
-            is_readable = self._advance_to([*before, token]) and self._is_readable()
+            is_readable = self.advance_to([*before, token]) and self._is_readable()
             completion = self.find_completion(self._max_length - place - 1) if is_readable else None
             if completion is None:
                 token = known[0]
@@ -182,15 +273,22 @@ class GrammarState(ConstraintState):
         """Return tokens that complete the text, EOS included; ``None`` if none of at most ``limit`` are found.
 
         Greedy search: every step takes the first allowed byte in an order of ``_BYTE_ORDERS``, except that a string is
-        closed first. The search may miss a completion, but whatever it returns is valid.
+        closed first; :class:`StringEnds` finds the characters that its pattern needs. The search may miss a completion,
+        but whatever it returns is valid.
         """
         completion: list[int] = []
         num_consumed = 0
+        is_lost = False  # within a string whose end was not found
         eos_token_ids = self._compiler.eos_token_ids
         while len(completion) < limit:
             forced = [] if self._matcher.is_accepting() else self._matcher.compute_ff_tokens()
-            if not forced:
-                mask = self._mask()
+            mask = None if forced else self._mask()
+            is_open = mask is not None and not mask[[*self._compiler.quotes, *eos_token_ids]].any()
+            if is_open and not is_lost:
+                ends = self._string_ends.find([*self._consumed, *completion], limit - len(completion))
+                forced = next((end for end in ends if self._matcher.validate_tokens(end) == len(end)), [])
+            is_lost = is_open and not forced
+            if mask is not None and not forced:
                 is_string = self._compiler.percent is not None and mask[self._compiler.percent]
                 order = self._compiler.byte_tokens[(len(self._consumed) + num_consumed) % len(_BYTE_ORDERS)]
                 first = [*self._compiler.quotes, *order[len(_ENDS) :]] if is_string else eos_token_ids
@@ -220,7 +318,7 @@ class GrammarState(ConstraintState):
         bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
         return bits.flatten()[: self._compiler.vocab_size].bool()
 
-    def _advance_to(self, tokens: Sequence[int]) -> bool:
+    def advance_to(self, tokens: Sequence[int]) -> bool:
         """Move the matcher behind ``tokens``; return whether they begin a text of the schema."""
         if self._matcher.is_error():  # for good: nothing may follow what it consumed
             self._matcher, self._consumed = self._compiler.make_matcher(self._grammar), []

@@ -56,7 +56,7 @@ class Schemas:
         strict_schema = self._tighten(schema)
         if not decoder.is_left_to_right:
             return _fill(prompts, *self._template_compiler.compile(schema))
-        return self._follow(prompts, self._grammar_compiler.compile(strict_schema), sampling)
+        return self._follow(prompts, self._grammar_compiler.compile(strict_schema), [strict_schema], sampling)
 
     def constrain_calls(
         self,
@@ -96,7 +96,7 @@ class Schemas:
         if not decoder.is_left_to_right:
             return _fill(prompts, *self._template_compiler.compile_call(functions, tool_format))
         grammar = self._grammar_compiler.compile_calls(grammars, tool_format, is_parallel=is_parallel)
-        return self._follow(prompts, grammar, sampling)
+        return self._follow(prompts, grammar, [*grammars.values()], sampling)
 
     @cached_property
     def _grammar_compiler(self) -> GrammarCompiler:
@@ -114,9 +114,11 @@ class Schemas:
         except RecursionError as error:
             raise OptionError(f"{OPTION}: this schema is nested too deeply; simplify it.", OPTION) from error
 
-    def _follow(self, prompts: Sequence[Prompt], grammar: str, sampling: SamplingParams) -> list[Prompt]:
-        """Return prompts whose responses follow a grammar."""
-        begin = partial(GrammarState, self._grammar_compiler, grammar)
+    def _follow(
+        self, prompts: Sequence[Prompt], grammar: str, strict_schemas: Sequence[object], sampling: SamplingParams
+    ) -> list[Prompt]:
+        """Return prompts whose responses follow a grammar, which was compiled from strict schemas."""
+        begin = partial(GrammarState, self._grammar_compiler, grammar, schemas=strict_schemas)
         completion = begin(MAX_COMPLETION).find_completion(MAX_COMPLETION)
         fix = "simplify the schema, or bound its values"
         expected = f"an answer of at most {MAX_COMPLETION} tokens"

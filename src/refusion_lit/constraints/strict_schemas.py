@@ -29,6 +29,14 @@ EXACT = Context(prec=15, Emin=-8)
 """Precision of decimals that all parsers read as the same floats, from 1e-22 on."""
 _AMBIGUOUS = re.compile(r"\\[DW]|\[\^[^]]*\\|\[\^?]?[^]]*(\[|&&|--|~~)|\(\?[^:=!<]")
 """Patterns that engines read differently; escapes other than ``\\d``, ``\\D``, ``\\w``, ``\\W`` are removed first."""
+_CONTROL = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f]")
+"""Characters that strings of a grammar cannot have, as JSON has no short escapes for them."""
+_CODE = r"\\(x|u00)"
+_CONTROL_IN_PATTERN = re.compile(rf"{_CODE}(0[0-7bBeEfF]|1.|7[fF])|\\[v0]|{_CONTROL.pattern}")
+_WIDE = re.compile(
+    rf"\[\^(\\.|[^]\\])*\]|(\\[v0]|{_CODE}..|[\x00-~])-({_CODE}(7[eEfF]|[89a-fA-F].)|\\u(?!00)....|[~-\U0010ffff])"
+)
+"""Parts of patterns that allow other characters, too: classes of all characters but some, and ranges beyond ``}``."""
 _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"({_YEAR}-(0[13-9]|1[0-2])-[0-9]{{2}}|{_YEAR}-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
@@ -43,6 +51,7 @@ _FORMAT_KEYWORDS: dict[str, dict[str, Any]] = {
 }
 """Keywords that tighten a format. llguidance alone allows 29 February in every year, the year 0, second 60 in every
 minute, and names of hosts that are too long."""
+_STRING_KEYWORDS = ("pattern", "minLength", "maxLength")
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value maps names, which are not keywords, to schemas."""
 
@@ -79,7 +88,50 @@ def make_strict(schema: Any) -> Any:  # noqa: ANN401 - any JSON value
         strict["allOf"] = [more, *strict.get("allOf", [])]
     if not isinstance(strict.get("items"), list):
         strict.pop("additionalItems", None)  # meaningless here, but llguidance would skip prefixItems
-    return strict
+    return _drop_unwritable(strict)
+
+
+def _drop_unwritable(strict: dict[str, Any]) -> Any:  # noqa: ANN401 - a schema is an object or a boolean
+    """Return a schema without the listed values that cannot be written; ``False`` if no value is left."""
+    listed = [strict["const"]] if "const" in strict else strict.get("enum")
+    if not listed or not isinstance(listed, list | tuple):
+        return strict
+    writable = [value for value in listed if _is_writable(value)]
+    if "enum" in strict and "const" not in strict:
+        strict["enum"] = writable
+    return strict if writable else False
+
+
+def _is_writable(value: object) -> bool:
+    """Return whether llguidance writes a value as it is; it drops control characters in strings."""
+    if isinstance(value, str):
+        return not _CONTROL.search(value)
+    if isinstance(value, Mapping):
+        return all(map(_is_writable, value.values()))
+    return not isinstance(value, list | tuple) or all(map(_is_writable, value))
+
+
+def list_patterns(schema: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - any JSON value
+    """Yield the schemas of strings with a pattern, and of property names with a pattern, in a strict schema."""
+    if isinstance(schema, Mapping):
+        if (string := _keep_string(schema)) is not None:
+            yield string
+        names = schema.get("patternProperties")
+        yield from ({"pattern": name} for name in (names if isinstance(names, Mapping) else ()))
+        for keyword, value in schema.items():
+            yield from list_patterns(value) if keyword not in VALUES else ()
+    elif isinstance(schema, list | tuple):
+        for item in schema:
+            yield from list_patterns(item)
+
+
+def _keep_string(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the keywords of strings in a schema and its ``allOf``; ``None`` if there is no pattern among them."""
+    kept = {keyword: schema[keyword] for keyword in _STRING_KEYWORDS if keyword in schema}
+    parts = schema.get("allOf")
+    mappings = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+    kept["allOf"] = [part for part in map(_keep_string, mappings) if part is not None]
+    return kept if kept["allOf"] or isinstance(kept.get("pattern"), str) else None
 
 
 def _check_keyword(
@@ -112,6 +164,8 @@ def _check_keyword(
             is_clear = not _AMBIGUOUS.search(re.sub(r"\\[^DWdw]", "x", str(pattern)))
             expected = r"patterns without \D, \W, [^\d], [^\w], (?i) and sets in classes, where engines differ"
             yield is_clear, expected, pattern
+            has_control = _CONTROL_IN_PATTERN.search(_WIDE.sub("x", str(pattern)))
+            yield not has_control, r"patterns without control characters but \b, \f, \n, \r and \t", pattern
     elif keyword in VALUES:
         try:
             json.dumps(value, allow_nan=False)

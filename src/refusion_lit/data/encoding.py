@@ -334,7 +334,8 @@ def _render(
     roles = ", ".join(str(turn["role"]) for turn in turns)
     if not tokenizer.chat_template:
         expected = "one turn, as the tokenizer has no chat template"
-        require(len(turns) == 1, "messages", expected, f"turns of {roles}", "leave out the other turns")
+        fix = "leave out the other turns, or use a tokenizer with a chat template"
+        require(len(turns) == 1, "messages", expected, f"turns of {roles}", fix)
         return prompt_template.replace("{query}", guard.mark(query))
     marked: Any = _map_texts(guard.mark, list(turns))
     options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {})}

@@ -323,7 +323,9 @@ class Connection(H11Protocol):
         is_unread = state == "stalled" or self.transport.get_write_buffer_size() > 0
         if state != "busy":
             seconds = _IDLE_SECONDS if state == "idle" else self.request_seconds
-            self._timer = self.loop.call_later(self.answer_seconds if is_unread else seconds, self._expire)
+            # A client that reads an answer late is idle no shorter than others.
+            unread_seconds = max(self.answer_seconds, _IDLE_SECONDS) if state == "idle" else self.answer_seconds
+            self._timer = self.loop.call_later(unread_seconds if is_unread else seconds, self._expire)
 
     def _expire(self) -> None:
         if self.state == "stalled":
