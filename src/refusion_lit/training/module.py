@@ -187,6 +187,7 @@ class SlotDiffusionModule(L.LightningModule):
             for line in data.describe().splitlines():
                 rank_zero_info(line)
         self.step_source.start(self)
+        self._check_attention()
         self.model.traits = self.objective.traits
         self._name_decoder()
         self._warn_of_misfits()
@@ -194,6 +195,14 @@ class SlotDiffusionModule(L.LightningModule):
             self._warn_of_long_canvas(data)
         self.model.train()
         self.figures.start(self.device)
+
+    def _check_attention(self) -> None:
+        """Refuse an attention pattern in the backbone's options that the objective would replace."""
+        traits, fix = self.objective.traits, "leave it out, because the objective chooses the pattern"
+        for name in ("attention", "block_size"):
+            value, trained = getattr(self.backbone_config, name), getattr(traits, name)
+            expected = f"{trained}, with which {type(self.objective).__name__} trains"
+            require(value in (None, trained), f"model.backbone.{name}", expected, value, fix)
 
     def _check_mask(self, prompt: Sequence[int]) -> None:
         """Refuse a mask token that is also another special token or part of the template."""
