@@ -338,10 +338,14 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
 
 
 def sliding_window(config: Any) -> int | None:  # noqa: ANN401 - one class per architecture
-    """Return the number of tokens that layers with sliding-window attention see; ``None`` without such layers."""
-    window = getattr(config, "sliding_window", None)
+    """Return the number of tokens that layers with sliding-window attention see; ``None`` without such layers.
+
+    A config keeps options that its class does not know, such as Llama's, and the model ignores them.
+    """
     layer_types = getattr(config, "layer_types", None)
-    return window if not layer_types or "sliding_attention" in layer_types else None
+    is_known = any(hasattr(type(config), name) for name in ("sliding_window", "layer_types"))
+    has_window = is_known and (not layer_types or "sliding_attention" in layer_types)
+    return getattr(config, "sliding_window", None) if has_window else None
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper
