@@ -190,25 +190,15 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
     """
     import yaml  # most commands read no YAML
 
-    fastest: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a PyYAML without libyaml lacks CSafeLoader
-
-    class Loader(fastest):
-        def get_single_node(self) -> yaml.Node | None:
-            root = super().get_single_node()
-            waiting, seen = [root], set()  # YAML's anchors allow cycles
-            while waiting:
-                node = waiting.pop()
-                if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-                    continue
-                seen.add(id(node))
-                names = set()
-                for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-                    if key.value in names:  # PyYAML would silently keep the last value
-                        raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-                    names.add(key.value)
-                    waiting.append(value)
-                waiting += node.value if isinstance(node, yaml.SequenceNode) else ()
-            return root
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # noqa: ANN401 - a text or null
+            node = super().compose_mapping_node(anchor)
+            names = set()
+            for key, _ in node.value:
+                if key.value in names:  # PyYAML would silently keep the last value
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                names.add(key.value)
+            return node
 
     text = read_text(path, option, "a YAML file")
     try:
@@ -226,10 +216,6 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
     return values
 
 
-_MAX_DEPTH = 100
-"""Nested lists and groups of a YAML file; the interpreter's stack limits the functions that take its values."""
-
-
 def _check_plain(value: object, where: str, parents: tuple[int, ...]) -> None:
     """Refuse a value that is not a text, number, boolean, null, or a list or mapping of such values.
 
@@ -241,8 +227,6 @@ def _check_plain(value: object, where: str, parents: tuple[int, ...]) -> None:
     if isinstance(value, dict | list):
         if id(value) in parents:
             raise ValueError(f"{where}: expected values, got a list or group that contains itself; write it out.")
-        if len(parents) > _MAX_DEPTH:
-            raise ValueError(f"{where}: expected groups in groups at most {_MAX_DEPTH} deep, got more; correct it.")
         for key in value if isinstance(value, dict) else ():
             if not isinstance(key, str):
                 raise ValueError(f"{where}: expected names of options, got {key!r}; put it in quotes.")
